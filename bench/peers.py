@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.testing import reference
 
 from . import environment, peers_float8, peers_torch
@@ -138,7 +138,7 @@ def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     random = RANDOM["seed"], RANDOM["offset"]
 
     (first, *_), _ = gpu_backend.trials(FORWARD, options, arrays, random)
-    plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES}
+    plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES_WITHOUT_TANGENTS}
 
     @functools.cache
     def forward() -> Callable[[], tuple[Any, ...]]:

@@ -5,9 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cuflash.spec.inputs import NUMBERS
 from cuflash.testing import Case
-from cuflash.testing.tangents import Moved
+from cuflash.testing.tangents import Moved, movable
 
 SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
 OPTIONS: list[dict[str, Any]] = [
@@ -35,13 +34,6 @@ FEATURES = (
     *("sinks", "dlse", "block_mask", "dropout", "packed", "lengths"),
 )
 NAMES = [", ".join(map(str, own)) for own in (*OPTIONS, *OF_PACKED)]
-
-
-def movable(case: Case) -> list[str]:
-    """All that may have a tangent in a case."""
-    arrays = case.arrays()
-    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
-    return names + [name for name in NUMBERS if getattr(case.problem, name) is not None]
 
 
 @st.composite

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.flash_attention import Causal
 from cuflash.spec.binding import Contiguous
-from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import LAYOUTS, PRECISIONS, Options
-from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
+from cuflash.spec.outputs import MOVABLE
+from cuflash.spec.passes import DEFAULT_PASSES, PASS_NAMES, PASSES, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
@@ -69,7 +70,16 @@ def add_problem_arguments(
         metavar="X.Y",
         help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
     )
-    command.add_argument("--pass", dest="passes", choices=PASS_NAMES, help="default: both passes")
+    command.add_argument(
+        "--pass", dest="passes", nargs="+", choices=PASS_NAMES, help=f"default: {' '.join(DEFAULT_PASSES)}"
+    )
+    command.add_argument(
+        "--tangents",
+        nargs="+",
+        choices=MOVABLE,
+        default=list(INPUTS),
+        help=f"what has tangents in the passes jvp and backward_jvp (default: {' '.join(INPUTS)})",
+    )
     group = command.add_argument_group(
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
@@ -135,4 +145,17 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
 
 
 def passes(args: argparse.Namespace) -> tuple[Pass, ...]:
-    return tuple(pass_ for pass_ in PASSES if args.passes in (None, pass_.name))
+    return tuple(pass_ for pass_ in PASSES if pass_.name in (args.passes or DEFAULT_PASSES))
+
+
+def moved(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
+    """What has tangents in a problem, in order. Raises ValueError for what the problem does not have."""
+    for name in args.tangents:
+        if name not in INPUTS and getattr(problem, name) is None:
+            raise ValueError(f"--tangents: got {name}, expected --{name.replace('_', '-')} next to it")
+    return tuple(name for name in MOVABLE if name in args.tangents)
+
+
+def of_pass(args: argparse.Namespace, problem: Problem, pass_: Pass) -> Problem:
+    """The problem as a pass has it: with tangents, if it takes some."""
+    return replace(problem, moved=moved(args, problem)) if pass_.has_tangents else problem

@@ -12,17 +12,26 @@ from typing import Any
 from cuflash import FlashAttention, testing
 from cuflash.arrays.units import in_seconds
 from cuflash.cli import here
-from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, natural, passes, problems
+from cuflash.cli.arguments import (
+    add_backend_argument,
+    add_problem_arguments,
+    natural,
+    of_pass,
+    passes,
+    problems,
+)
 from cuflash.cli.here import Failure
 from cuflash.cli.plans import compiled
 from cuflash.emulator import SCHEDULES, EmulationError, building
 from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
-from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUT_TANGENTS, SOFTMAX_GRADIENTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
-from cuflash.testing import reference
+from cuflash.testing import reference, reference_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, everything, tangents_by
 
 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
@@ -52,11 +61,18 @@ def check(args: argparse.Namespace) -> int:
     print(f"on {here.describe_here(xp)}", flush=True)
     counts = {"passed": 0, "FAILED": 0, "not served": 0}
     cases = list(testing.self_test_cases(args.seed, quick=args.quick))
-    width = max(len(name) for name, _ in cases) + 2
-    for name, case in cases:
+    width = max(len(name) for name, _ in cases) + len(", with tangents") + 2
+    for (name, case), with_tangents in itertools.product(cases, (False, True)):
+        if with_tangents and ("dout" not in case.arrays() or case.axes is not None):
+            continue
         try:
-            forward, gradients = calls_of(case)
-            report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
+            if with_tangents:
+                name, moved = f"{name}, with tangents", everything(case)
+                found = tangents_by(FlashAttention(**case.keywords), case, moved, convert=xp.asarray)
+                report = assert_tangents(case, moved, found)
+            else:
+                forward, gradients = calls_of(case)
+                report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
         except AssertionError as error:
             verdict, detail = "FAILED", str(error)
         except NotImplementedError as error:
@@ -94,19 +110,41 @@ def refuse_stray_arguments(args: argparse.Namespace) -> None:
         raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
 
 
-def check_forward(
-    case: testing.Case, problem: Problem, arrays: dict[str, Any], results: list[Any], options: dict[str, Any]
-) -> None:
+def check_forward(case: testing.Case, problem: Problem, arrays: dict[str, Any], options: dict[str, Any]) -> None:
     testing.assert_forward(case, *emulated.forward(problem, arrays, **options))
 
 
-def check_backward(
-    case: testing.Case, problem: Problem, arrays: dict[str, Any], results: list[Any], options: dict[str, Any]
-) -> None:
-    testing.assert_backward(case, *emulated.backward(problem, arrays, *results, **options))
+def check_backward(case: testing.Case, problem: Problem, arrays: dict[str, Any], options: dict[str, Any]) -> None:
+    results = exact_results(FORWARD, case, problem, arrays)
+    testing.assert_backward(case, *emulated.backward(problem, arrays, *results.values(), **options))
 
 
-CHECKS = {FORWARD: check_forward, BACKWARD: check_backward}
+def check_jvp(case: testing.Case, problem: Problem, arrays: dict[str, Any], options: dict[str, Any]) -> None:
+    moved = Moved(names=problem.moved or ())
+    given = {name: x for name, x in arrays.items() if name not in BACKWARD.takes}
+    results = dict(zip(JVP.default, emulated.jvp(problem, given | moved.arrays(case), **options), strict=True))
+    assert_tangents(case, moved, {name: results[name] for name in OUTPUT_TANGENTS})
+
+
+def check_backward_jvp(case: testing.Case, problem: Problem, arrays: dict[str, Any], options: dict[str, Any]) -> None:
+    moved = Moved(names=problem.moved or ())
+    given = arrays | moved.arrays(case) | exact_results(JVP, case, problem, arrays)
+    found = emulated.backward_jvp(problem, given, **options)
+    assert_tangents(case, moved, dict(zip(BACKWARD_JVP.default, found, strict=True)))
+
+
+CHECKS = {FORWARD: check_forward, BACKWARD: check_backward, JVP: check_jvp, BACKWARD_JVP: check_backward_jvp}
+
+
+def exact_results(pass_: Pass, case: testing.Case, problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The results of the pass before one of gradients, in float64 and then rounded."""
+    given = {name: arrays[name] for name in INPUTS} | testing.optional(arrays) | case.random
+    exact: tuple[Any, ...] = reference.forward(problem, **given)
+    if pass_.has_tangents:
+        tangents = {name[1:]: x for name, x in Moved(names=problem.moved or ()).arrays(case).items()}
+        exact += reference_tangents.jvp(problem, tangents=tangents, **given)
+    dtypes = itertools.cycle((arrays["q"].dtype, problem.softmax_dtype))
+    return {name: x.astype(dtype) for name, x, dtype in zip(pass_.default, exact, dtypes, strict=False)}
 
 
 def check_emulated(args: argparse.Namespace) -> int:
@@ -114,21 +152,16 @@ def check_emulated(args: argparse.Namespace) -> int:
         raise Failure("the emulator compiles the kernels with g++, which is not on the path")
     schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]
     failed = 0
-    for problem, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):
-        device = DeviceSpec.for_arch(arch)
+    for named, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):
+        device, problem = DeviceSpec.for_arch(arch), of_pass(args, named, pass_)
         print(compiled(choose_plan(problem, device, pass_)).describe(), flush=True)
-        case = testing.Case.from_problem(problem, seed=args.seed)
+        case = testing.Case.from_problem(named, seed=args.seed)
         arrays = case.arrays()
-        given = [arrays[name] for name in ("q", "k", "v")]
-        optional = {**testing.optional(arrays), **case.random}
-        exact = reference.forward(problem, *given, **optional)
-        dtypes = (given[0].dtype, problem.softmax_dtype)
-        results = [x.astype(dtype) for x, dtype in zip(exact, dtypes, strict=True)]
         for schedule in schedules:
             options = {"arch": device, "schedule": schedule, **case.random}
             start = time.perf_counter()
             try:
-                CHECKS[pass_](case, problem, arrays, results, options)
+                CHECKS[pass_](case, problem, arrays, options)
             except (AssertionError, EmulationError) as error:
                 verdict, detail = "FAILED", str(error)
             else:

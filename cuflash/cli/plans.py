@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 
 from cuflash.cli import here
-from cuflash.cli.arguments import add_problem_arguments, passes, problems
+from cuflash.cli.arguments import add_problem_arguments, moved, of_pass, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.cpu.backend import CpuPlan
 from cuflash.gpu import compiler, kernel_cache
@@ -26,10 +27,12 @@ def plan(args: argparse.Namespace) -> int:
     chosen = here.devices(args)
     for problem in problems(args):
         if not chosen:
-            print(CpuPlan(problem=problem).describe(args.verbose), end="\n\n")
+            with_tangents = replace(problem, moved=moved(args, problem))
+            print(CpuPlan(problem=with_tangents, passes=passes(args)).describe(args.verbose), end="\n\n")
         for device in chosen:
             for pass_ in passes(args):
-                print(compiled(tuned_plan(problem, device, pass_)).describe(args.verbose), end="\n\n")
+                found = tuned_plan(of_pass(args, problem, pass_), device, pass_)
+                print(compiled(found).describe(args.verbose), end="\n\n")
     if not chosen:
         print(f"{NO_GPU}: {here.find_gpu()[1]}; {NAME_ONE}")
     return 0
@@ -50,7 +53,7 @@ def fill_cache(args: argparse.Namespace) -> int:
     compiler.nvrtc_version()  # where NVRTC is missing, that is said before the head of the table is printed
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
-        specs |= dict.fromkeys(tuned_plan(problem, device, pass_).kernels)
+        specs |= dict.fromkeys(tuned_plan(of_pass(args, problem, pass_), device, pass_).kernels)
     print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel")
     for spec in specs:
         kernel = compiler.compile_spec(spec)

@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from cuflash import FlashAttention
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.cli import here
-from cuflash.cli.arguments import add_problem_arguments, calls, passes, problems
+from cuflash.cli.arguments import add_problem_arguments, calls, moved, of_pass, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.gpu import tuning
 from cuflash.spec.binding import Contiguous
@@ -36,6 +37,10 @@ def tune(args: argparse.Namespace) -> int:
         arrays = {name: filled(cupy, name, shape, args) for name, shape in shapes.items()}
         attn = FlashAttention(**{field.name: getattr(options, field.name) for field in fields(options)})
         problem = make_problem(options, **shapes)
+        if any(pass_.has_tangents for pass_ in passes(args)):
+            number = Contiguous((), numpy_dtype(problem.softmax_dtype))
+            for name in moved(args, problem):
+                arrays[f"t{name}"] = filled(cupy, name, shapes.get(name, number), args)
         sizes = f"batch {problem.batch}, {problem.num_heads} heads, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
         print(f"{problem.dtype}, {sizes}, head_dim {problem.head_dim}, {attn}", flush=True)
         found = attn.tune(**arrays, passes=[pass_.name for pass_ in passes(args)], forget=args.forget)
@@ -48,7 +53,7 @@ def list_candidates(args: argparse.Namespace) -> int:
     if not chosen:
         raise Failure(f"{NO_GPU}: {here.find_gpu()[1]}; {NAME_ONE}")
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
-        plans = tuning.candidates(problem, device, pass_)
+        plans = tuning.candidates(of_pass(args, problem, pass_), device, pass_)
         print(f"{pass_} pass on {device.name}, {len(plans)} candidates, the table's row first:")
         print("\n".join(f"  {tuning.Trial(plan=plan).label}" for plan in plans), end="\n\n")
     return 0

@@ -21,7 +21,7 @@ from cuflash.spec import row_sums as of_rows
 from cuflash.spec.binding import expected
 from cuflash.spec.inputs import FP8_SCALES
 from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, OUTPUT_TANGENTS, OUTPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "backward_jvp", "cpu_threads", "describe", "forward", "jvp", "row_sums"]
@@ -29,8 +29,15 @@ __all__ = ["backward", "backward_jvp", "cpu_threads", "describe", "forward", "jv
 Array = NDArray[Any]
 
 
-def describe(problem: Problem | None = None, need: Collection[str] = ()) -> str:
-    """Which path computes a problem and its gradients `need`, or any problem, and why."""
+def describe(
+    problem: Problem | None = None, need: Collection[str] = (), passes: Collection[Pass] = PASSES_WITHOUT_TANGENTS
+) -> str:
+    """Which path computes these passes of a problem, with the gradients `need`, or any problem, and why."""
+    with_tangents = [pass_.name for pass_ in passes if pass_.has_tangents]
+    if with_tangents:
+        others = [pass_ for pass_ in passes if not pass_.has_tangents]
+        by_numpy = f"{' and '.join(with_tangents)} by NumPy"
+        return f"{describe(problem, need, others)}; {by_numpy}" if others else by_numpy
     if problem is None or not problem.has_functions:
         reason = core.why_not(problem)
         return f"compiled core, {core.processor()}" if reason is None else _by_numpy(reason)

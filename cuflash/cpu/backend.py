@@ -19,7 +19,7 @@ from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
@@ -99,18 +99,31 @@ def row_sums(options: Options, given: dict[str, Any]) -> Any:
     return cpu.row_sums(problem, **given)
 
 
-def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
-    """The plan of what `forward` and `backward` would compute."""
-    first = _first(options, arrays)
-    axes = first.axes
+def plan(
+    options: Options,
+    arrays: dict[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> CpuPlan:
+    """The plan of what these passes would compute."""
+    problem = compile(options, arrays, need, passes)
+    axes = _first(FORWARD, options, arrays).axes
     if axes:
-        axes = first_call(options, of_pass(BACKWARD, arrays, options), need, np, gives_partials=False).axes
-    return CpuPlan(problem=_bound_first(first).problem, need=need, axes=axes)
+        axes = _first(BACKWARD, options, arrays, need).axes
+    return CpuPlan(problem=problem, need=need, passes=passes, axes=axes)
 
 
-def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
-    """Check the arguments only, because there is nothing to compile."""
-    _bound_first(_first(options, arrays))
+def compile(
+    options: Options,
+    arrays: dict[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> Problem:
+    """Check the arguments only, because there is nothing to compile; this returns the problem, with its tangents."""
+    for pass_ in (FORWARD, *(x for x in passes if x.has_tangents)):
+        first = _first(pass_, options, arrays, need)
+        problem = bound(pass_, first.options, _given(first.arrays), pass_.results_for(need)).problem
+    return problem
 
 
 def tune(
@@ -118,25 +131,21 @@ def tune(
     arrays: dict[str, Any],
     random: tuple[int, int] = (0, 0),
     *,
-    passes: tuple[Pass, ...] = PASSES,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
     remember: bool = True,
     forget: bool = False,
 ) -> None:
     """Check the arguments, and raise NotImplementedError: there are no tiles to choose from."""
-    compile(options, {name: x for name, x in arrays.items() if name != "dout"})
+    compile(options, {name: x for name, x in arrays.items() if name != "dout"}, passes=passes)
     raise NotImplementedError(
         "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
     )
 
 
-def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
-    """The first of the forward passes that make up a call."""
-    own = of_pass(FORWARD, arrays, options)
-    return first_call(options, own, OUTPUTS, np, gives_partials=False)
-
-
-def _bound_first(first: FirstCall) -> Binding:
-    return bound(FORWARD, first.options, _given(first.arrays), OUTPUTS)
+def _first(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> FirstCall:
+    """The first of the passes without batch axes that make up one with these."""
+    own = of_pass(pass_, arrays, options)
+    return first_call(options, own, pass_.results_for(need), np, gives_partials=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +154,7 @@ class CpuPlan:
 
     problem: Problem
     need: tuple[str, ...] = DEFAULT_NEED  # the gradients that are wanted
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS
     axes: str = ""  # how the call goes through batch axes; empty if there are none
     note: str = ""  # further remarks on the call
 
@@ -161,16 +171,19 @@ class CpuPlan:
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
         sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
         sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
-        backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
-        if p.why_no_gradients is not None:
-            backward = f"no backward pass with {p.why_no_gradients}"
+        work = [
+            f"{pass_.flops(p) / 1e9:.3g} GFLOP {pass_}"
+            if pass_ is FORWARD or p.why_no_gradients is None
+            else f"no {pass_} pass with {p.why_no_gradients}"
+            for pass_ in self.passes
+        ]
         dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
         if p.multiplies_float8:
             dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
         return wrapped(
             (
-                f"CPU, because the arrays are in host memory: {cpu.describe(p, self.need)}; "
-                f"{p.forward_flops / 1e9:.3g} GFLOP forward, {backward}; extra memory linear in seqlen",
+                f"CPU, because the arrays are in host memory: {cpu.describe(p, self.need, self.passes)}; "
+                f"{', '.join(work)}; extra memory linear in seqlen",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {dtypes}, {p.softmax_dtype} inside",

@@ -43,10 +43,18 @@ from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.batch_axes import Calls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of_pass, planned_length
-from cuflash.spec.inputs import INPUTS
+from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASS_NAMES, PASSES, Pass
+from cuflash.spec.passes import (
+    BACKWARD,
+    BACKWARD_JVP,
+    FORWARD,
+    JVP,
+    PASS_NAMES,
+    PASSES_WITHOUT_TANGENTS,
+    Pass,
+)
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -54,22 +62,23 @@ OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can
 
 
 class Plans(NamedTuple):
-    """The plans of both passes of one problem."""
+    """The plans of the passes of one problem; None of one that was not asked for, or that the problem does not have."""
 
-    forward: LaunchPlan
-    backward: LaunchPlan | None  # None for a problem that has no gradients
+    forward: LaunchPlan | None = None
+    backward: LaunchPlan | None = None
+    jvp: LaunchPlan | None = None
+    backward_jvp: LaunchPlan | None = None
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
-        """Both plans in words, as `LaunchPlan.describe` gives each."""
-        forward = self.forward.describe(verbose, width)
-        if self.backward is None:
-            return f"{forward}\nno backward pass with {self.forward.problem.why_no_gradients}"
-        return f"{forward}\n{self.backward.describe(verbose, width)}"
+        """The plans in words, as `LaunchPlan.describe` gives each."""
+        found = [plan.describe(verbose, width) for plan in self if plan is not None]
+        if self.forward is not None and self.forward.problem.why_no_gradients is not None:
+            found.append(f"no backward pass with {self.forward.problem.why_no_gradients}")
+        return "\n".join(found)
 
     def noted(self, note: str) -> Plans:
         """The plans with a note before their reasons."""
-        forward, backward = (plan and replace(plan, reason=f"{note}\n{plan.reason}") for plan in self)
-        return Plans(forward or self.forward, backward)
+        return Plans(*(plan and replace(plan, reason=f"{note}\n{plan.reason}") for plan in self))
 
 
 class _Kernel(NamedTuple):
@@ -162,31 +171,67 @@ def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
     return sums.found
 
 
-def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Plans:
-    """The plans of `forward` and `backward`; this compiles the kernels, to tell how many registers they take."""
+def plan(
+    options: Options,
+    arrays: dict[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> Plans:
+    """The plans of passes; this compiles the kernels, to tell how many registers they take."""
 
     device = device_spec(arrays["q"].data.device_id)
 
-    def plan_of(pass_: Pass, results: tuple[str, ...]) -> LaunchPlan:
+    def plan_of(pass_: Pass) -> LaunchPlan:
+        results = pass_.results_for(need)
         first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_partials=True)
         binding = _bind(pass_, first.options, first.arrays, results)
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
         return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
 
-    forward = plan_of(FORWARD, OUTPUTS)
-    return Plans(forward, plan_of(BACKWARD, tuple(need)) if forward.problem.why_no_gradients is None else None)
+    return Plans(**{pass_.name: plan_of(pass_) for pass_ in _served(passes, arrays)})
 
 
-def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
-    """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they need.
+def _served(passes: tuple[Pass, ...], arrays: Mapping[str, Any]) -> tuple[Pass, ...]:
+    """The passes without that of gradients, if it comes with the forward pass of a problem that has none."""
+    has_gradients = arrays.get("block_table") is None and arrays["k"].dtype.name not in FLOAT8
+    return tuple(pass_ for pass_ in passes if has_gradients or pass_ is not BACKWARD or FORWARD not in passes)
+
+
+def compile(
+    options: Options,
+    arrays: dict[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> None:
+    """Compile and load the kernels of passes, and let CuPy's pool of the current stream grow to what they need.
 
     A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. This
-    runs both passes once on the given arrays, or only the forward pass if there is no backward pass.
+    runs the passes once on the given arrays, and those whose results they read.
     """
+    made: dict[Pass, tuple[Any, ...]] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
-        out, lse = forward(options, arrays)
-        if arrays.get("block_table") is None and arrays["k"].dtype.name not in FLOAT8:
-            backward(options, arrays | {"dout": cupy.zeros_like(out), "out": out, "lse": lse}, need)
+        for pass_ in _served(passes, arrays):
+            own = _taken(pass_, options, arrays, made=made)
+            made[pass_] = _call(pass_, options, own, pass_.results_for(need), (0, 0))
+
+
+def _taken(
+    pass_: Pass,
+    options: Options,
+    arrays: Mapping[str, Any],
+    random: tuple[int, int] = (0, 0),
+    made: Mapping[Pass, tuple[Any, ...]] | None = None,
+) -> dict[str, Any]:
+    """The arrays of a pass, among them results of the one before, `made` or made here; dout is out unless given."""
+    own = of_pass(pass_, arrays, options)
+    if not pass_.required:
+        return own
+    before = JVP if pass_.has_tangents else FORWARD
+    results = (made or {}).get(before)
+    if results is None:
+        results = _call(before, options, of_pass(before, arrays, options), before.default, random)
+    found = dict(zip(before.default, results, strict=True))
+    return {"dout": found["out"]} | {name: x for name, x in own.items() if x is not None or name in NAMES} | found
 
 
 def tune(
@@ -194,23 +239,18 @@ def tune(
     arrays: dict[str, Any],
     random: tuple[int, int] = (0, 0),
     *,
-    passes: tuple[Pass, ...] = PASSES,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
     remember: bool = True,
     forget: bool = False,
 ) -> Tuning | None:
     """Tune the passes of a call, or forget what tuning found: what `FlashAttention.tune` does.
 
-    `arrays` are those of `forward`, and dout, which may be None or absent.
+    `arrays` are those of `forward`, tangents, and dout, which may be None or absent.
     """
     found: dict[str, PassTuning | None] = dict.fromkeys(PASS_NAMES)
-    inputs = {name: array for name, array in arrays.items() if name != "dout"}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            if pass_.takes:
-                out, lse = forward(options, inputs, random)
-                dout = out if arrays.get("dout") is None else arrays["dout"]
-                inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
-            plans, call_by = trials(pass_, options, inputs, random)
+            plans, call_by = trials(pass_, options, _taken(pass_, options, arrays, random), random)
             if forget:
                 tuning.forget(plans[0])
             else:
@@ -225,7 +265,7 @@ def trials(
 ) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
     """The plans that tuning tries for a call, and a function that turns a plan into a call that runs it.
 
-    `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
+    `arrays` are those of the pass, without results; CuPy's current device is that of the arrays.
     """
     options, arrays, _ = first_call(options, arrays, pass_.default, cupy, gives_partials=True)
     binding = _bind(pass_, options, arrays, pass_.default)

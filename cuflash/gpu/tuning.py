@@ -32,7 +32,7 @@ from cuflash.plan.architectures import FAMILIES
 from cuflash.plan.backward import SOFTMAX_KERNELS
 from cuflash.plan.tiles import Tile, serves_dims, why_too_large
 from cuflash.spec.binding import Layout
-from cuflash.spec.passes import FORWARD, Pass
+from cuflash.spec.passes import FORWARD, PASS_NAMES, Pass
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -184,12 +184,15 @@ class PassTuning:
 class Tuning:
     """What `FlashAttention.tune` found, by pass; None for a pass that was not asked for."""
 
-    forward: PassTuning | None
-    backward: PassTuning | None
+    forward: PassTuning | None = None
+    backward: PassTuning | None = None
+    jvp: PassTuning | None = None
+    backward_jvp: PassTuning | None = None
 
     def describe(self) -> str:
-        """Both passes in words."""
-        return "\n\n".join(tuned.describe() for tuned in (self.forward, self.backward) if tuned is not None)
+        """All passes in words."""
+        found: list[PassTuning | None] = [getattr(self, name) for name in PASS_NAMES]
+        return "\n\n".join(tuned.describe() for tuned in found if tuned is not None)
 
 
 def tune(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES
 from cuflash.plan.argument import params_bytes
 from cuflash.plan.backward import SOFTMAX_KERNELS, add_preprocess
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BACK_SECTION, choose_family, family_of
+from cuflash.plan.families import BACK_SECTION, ForwardFamily, choose_family, family_of
 from cuflash.plan.jvp import check_score, tangent_bits
 from cuflash.plan.scores import needs
 from cuflash.plan.tiles import Tile
@@ -29,6 +31,8 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     check_score(problem)
     given = {tile.role: tile for tile in tiles or ()}
     of_keys, of_queries = given.get("main"), given.get("dq")
+    if given:
+        draft.reasons.append(draft.origin)
     if of_keys is None and (set(need) & {"tdk", "tdv"} or not {"tdq"} & set(need)):
         _, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
@@ -45,6 +49,11 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     add_preprocess(draft, first, delta, [name[1:] for name in need])
     draft.scratch["row_tangents"] = draft.scratch["row_stats"]
     if of_keys is not None and set(need) & {"tdk", "tdv"}:
-        family_of(BACKWARD_JVP_FAMILIES, of_keys).draft(draft, of_keys)
+        _add(draft, family_of(BACKWARD_JVP_FAMILIES, of_keys), of_keys)
     if of_queries is not None:
-        family_of(DQ_JVP_FAMILIES, of_queries).draft(draft, of_queries)
+        _add(draft, family_of(DQ_JVP_FAMILIES, of_queries), of_queries)
+
+
+def _add(draft: Draft, family: ForwardFamily[Any], tile: Tile) -> None:
+    family.draft(draft, tile)
+    draft.models.append(family.model)

@@ -48,6 +48,8 @@ def choose_plan(
     """
     check_served(problem, device)
     pass_.check(problem)
+    if pass_.has_tangents and problem.moved is None:
+        problem = replace(problem, moved=())
     need = pass_.default if need is None else need
     arrays = assumed(problem, pass_, operands or {})
     accesses = widest_accesses(problem, pass_, arrays, need)

@@ -20,7 +20,7 @@ from cuflash.arrays.units import in_bytes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import OPTIONAL_INPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 # The fraction of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
@@ -140,6 +140,21 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
     return problem.head_dim * ITEMSIZE[problem.dtype], problem.head_dim_v * ITEMSIZE[problem.dtype]
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Bytes of a row of inputs, with the tangents that there are: of q, of k and v together, and of dout."""
+
+    q: int
+    keys: int
+    dout: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Rows:
+        of_q, of_v = _row_bytes(problem)
+        q, k, v = (1 + (name in (problem.moved or ())) for name in ("q", "k", "v"))
+        return cls(q * of_q, k * of_q + v * of_v, of_v)
+
+
 # ---- Device memory ---------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +216,8 @@ def _of_pairs(plan: Plan) -> float:
         if operand is None or (row.name == "mask" and looked_at):
             continue
         if row.broadcasts and operand.nbytes > L2_FRACTION * plan.device.l2_bytes:
-            more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
+            arrays = 1 + (row.name in (problem.moved or ()))
+            more += arrays * max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
     return more
 
 
@@ -211,25 +227,25 @@ def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
 
 def _forward(plan: Plan) -> Traffic:
     problem, tile = plan.problem, plan.tiles[0]
-    one = problem.mean_sequence
-    of_q, of_v = _row_bytes(problem)
+    one, of = problem.mean_sequence, _Rows.of(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     if "shares of keys" in plan.models:
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(one, tile.block_m, tile.block_n)
-        in_all = heads * sum(rows) * (of_q + of_v)
+        in_all = heads * sum(rows) * of.keys
         keys = _keys_read(plan, tile, rows, in_all, persistent=plan.run_time.resident_blocks > 0)
-        tiles = in_all + heads * one.seqlen_q * of_q
-    results = heads * one.seqlen_q * (of_v + ITEMSIZE[problem.softmax_dtype])
-    others = problem.forward_bytes - results - heads_kv * one.seqlen_k * (of_q + of_v)
+        tiles = in_all + heads * one.seqlen_q * of.q
+    results = heads * one.seqlen_q * (of.dout + ITEMSIZE[problem.softmax_dtype]) * (1 + plan.pass_.has_tangents)
+    least = plan.pass_.least_bytes(problem)
+    others = least - results - heads_kv * one.seqlen_k * of.keys
     scratch = plan.extra_bytes if plan.extra_bytes > L2_FRACTION * plan.device.l2_bytes else 0
     return Traffic(
         tiles=tiles,
         read=round(others + keys + scratch + _of_pairs(plan)),
         written=results + scratch,
-        least=problem.forward_bytes,
-        flops=problem.forward_flops,
+        least=least,
+        flops=plan.pass_.flops(problem),
     )
 
 
@@ -247,10 +263,10 @@ def _decoding(plan: Plan) -> tuple[int, float]:
 
 
 def _backward(plan: Plan) -> Traffic:
-    problem, one = plan.problem, plan.problem.mean_sequence
+    problem, one, of = plan.problem, plan.problem.mean_sequence, _Rows.of(plan.problem)
     of_q, of_v = _row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    stats = plan.scratch_sizes["row_stats"]
+    stats = _stats_bytes(plan)
     added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
     loops = []
     if "keys" in plan.models or "visible keys" in plan.models:
@@ -261,13 +277,13 @@ def _backward(plan: Plan) -> Traffic:
 
     gradients = {"dq": heads * one.seqlen_q * of_q, "dk": heads_kv * one.seqlen_k * of_q}
     gradients["dv"] = heads_kv * one.seqlen_k * of_v
-    results = sum(gradients.get(name, 0) for name in plan.need)
-    inputs = problem.backward_bytes - sum(gradients.values())
+    results = sum(gradients.get(name.removeprefix("t"), 0) for name in plan.need)
+    inputs = plan.pass_.least_bytes(problem) - sum(gradients.values())
     if inputs + results + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
         read, written = inputs, results
     else:
         # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `loops` counts q, k and v.
-        read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
+        read += inputs - heads * one.seqlen_q * of.q - heads_kv * one.seqlen_k * of.keys
         bits = plan.scratch_sizes.get("mask_words", 0)
         written += results + stats + (bits if bits > L2_FRACTION * plan.device.l2_bytes else 0)
     return Traffic(
@@ -276,8 +292,13 @@ def _backward(plan: Plan) -> Traffic:
         read=round(read + _of_pairs(plan)),
         written=round(written),
         least=inputs + results,
-        flops=problem.backward_flops,
+        flops=plan.pass_.flops(problem),
     )
+
+
+def _stats_bytes(plan: Plan) -> int:
+    """Bytes of the statistics of rows that each loop reads: lse and delta, and the tangents of these."""
+    return plan.scratch_sizes["row_stats"] + plan.scratch_sizes.get("row_tangents", 0)
 
 
 def _added(plan: Plan) -> int:
@@ -291,15 +312,14 @@ def _added(plan: Plan) -> int:
 def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
     """Bytes of tiles, bytes read and bytes written, where blocks own keys: `every`: also those of no query."""
     problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
-    one = problem.mean_sequence
-    of_q, of_v = _row_bytes(problem)
-    number = ITEMSIZE[problem.softmax_dtype]
+    one, of = problem.mean_sequence, _Rows.of(problem)
+    numbers = (4 if plan.pass_.has_tangents else 2) * ITEMSIZE[problem.softmax_dtype]  # of each row
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     sizes = plan.scratch_sizes
     query_blocks = query_tiles(one, tile.block_m, tile.block_n)
     steps = sum(map(len, query_blocks))
     rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
-    of_queries = heads * (rows * (of_q + of_v) + steps * tile.block_m * 2 * number)
+    of_queries = heads * (rows * (of.q + of.dout) + steps * tile.block_m * numbers)
     key_starts = [n * tile.block_n for n, r in enumerate(query_blocks) if every or r]
     keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
     n_blocks = heads_kv * len(query_blocks)
@@ -319,13 +339,13 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         splits=run_time.tail_splits,
     )
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
-    head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
+    head_bytes = one.seqlen_q * (of.q + of.dout + numbers) + accumulator / heads
 
     def loaded(once: float, in_all: float) -> float:
         return loop.read(once, in_all, head_bytes, device.l2_bytes)
 
-    read = loaded(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
-    read += heads_kv * one.seqlen_k * (of_q + of_v) + partials
+    read = loaded(heads * one.seqlen_q * (of.q + of.dout) + _stats_bytes(plan), of_queries)
+    read += heads_kv * one.seqlen_k * of.keys + partials
     written: float = partials
     if added:
         sums = loaded(accumulator, added)
@@ -333,7 +353,7 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
         read += cleared + sums  # the last read is that of the kernel that makes dq of them
-    return of_queries + keys * (of_q + of_v), read, written
+    return of_queries + keys * of.keys, read, written
 
 
 def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
@@ -345,20 +365,19 @@ def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
 def _by_queries(plan: Plan) -> tuple[float, float, float]:
     """The same where blocks own queries, for dq alone."""
     problem, tile = plan.problem, plan.tiles[-1]
-    one = problem.mean_sequence
-    of_q, of_v = _row_bytes(problem)
+    one, of = problem.mean_sequence, _Rows.of(problem)
     heads = problem.batch * problem.num_heads
     rows = key_rows(one, tile.block_m, tile.block_n)
-    in_all = heads * sum(rows) * (of_q + of_v)
-    of_queries = heads * one.seqlen_q * (of_q + of_v)
-    read = _keys_read(plan, tile, rows, in_all) + of_queries + plan.scratch_sizes["row_stats"]
+    in_all = heads * sum(rows) * of.keys
+    of_queries = heads * one.seqlen_q * (of.q + of.dout)
+    read = _keys_read(plan, tile, rows, in_all) + of_queries + _stats_bytes(plan)
     return in_all + of_queries, read, 0
 
 
 def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persistent: bool = False) -> float:
     """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
     problem = plan.problem
-    head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
+    head_bytes = problem.mean_sequence.seqlen_k * _Rows.of(problem).keys
     heads = problem.batch * problem.num_heads
     at_once = _blocks_at_once(plan, tile, heads * len(rows))
     # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that
@@ -377,4 +396,4 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persis
     return loop.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
 
 
-_TRAFFIC = {FORWARD: _forward, BACKWARD: _backward}
+_TRAFFIC = {FORWARD: _forward, BACKWARD: _backward, JVP: _forward, BACKWARD_JVP: _backward}

@@ -221,7 +221,7 @@ def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Those of the arrays of both passes that are arguments of one pass."""
+    """Those of the arrays of all passes that are arguments of one pass."""
     own = (*pass_.takes, *pass_.results_of(options))
     if pass_.has_tangents:
         own += tuple(f"t{name[1:]}" for name in options.score_gradients)

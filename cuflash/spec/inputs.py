@@ -308,7 +308,7 @@ class OfGradients(OfThreeGradients, total=False):
 
 
 class PassArrays(OfGradients, total=False):
-    """All arrays of both passes besides q, k and v, as keyword arguments."""
+    """All arrays of the passes without tangents besides q, k and v, as keyword arguments."""
 
     dout: Any
     out: Any
@@ -351,6 +351,14 @@ class BackwardJvpArrays(OptionalArrays, Tangents, total=False):
     tdscale: Any
     tdsoftcap: Any
     tdsinks: Any
+
+
+class AllPassArrays(PassArrays, JvpArrays, BackwardJvpArrays, total=False):
+    """All arrays of passes with and without tangents besides q, k and v, as keyword arguments."""
+
+
+class InputsWithTangents(OptionalArrays, Tangents, total=False):
+    """The optional inputs and tangents, as keyword arguments."""
 
 
 class NamedGradients(tuple[Any, ...]):

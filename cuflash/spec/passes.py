@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -50,6 +50,8 @@ class Pass:
         Raises NotImplementedError for a problem that does not have this pass.
     flops : callable
         Floating-point operations of its products over visible pairs of a problem.
+    least_bytes : callable
+        Fewest bytes that it moves through device memory for a problem.
     any_length : bool
         Whether a plan may serve other values of seqlen_k than that of its problem.
     reads_keys_once : bool
@@ -68,6 +70,7 @@ class Pass:
     results_in: Callable[[Problem], tuple[str, ...]]
     check: Callable[[Problem], None]
     flops: Callable[[Problem], int]
+    least_bytes: Callable[[Problem], int]
     any_length: bool
     reads_keys_once: bool
     adds_to_memory: bool
@@ -80,6 +83,12 @@ class Pass:
     def default(self) -> tuple[str, ...]:
         """The names of the results that it gives by default."""
         return _names(tuple(row for row in self.rows if row.is_default))
+
+    def results_for(self, need: Collection[str]) -> tuple[str, ...]:
+        """The names of its results in a call that wants these gradients: they, their tangents, or the default."""
+        if not self.rows[0].gradient_of:
+            return self.default
+        return tuple(f"t{name}" if self.has_tangents else name for name in need)
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -102,6 +111,7 @@ FORWARD = Pass(
     results_in=lambda problem: _names(FORWARD_ROWS),
     check=lambda problem: None,
     flops=attrgetter("forward_flops"),
+    least_bytes=attrgetter("forward_bytes"),
     any_length=True,
     reads_keys_once=True,
     adds_to_memory=False,
@@ -115,6 +125,7 @@ BACKWARD = Pass(
     results_in=attrgetter("gradients"),
     check=check_differentiable,
     flops=attrgetter("backward_flops"),
+    least_bytes=attrgetter("backward_bytes"),
     any_length=False,
     reads_keys_once=False,
     adds_to_memory=True,
@@ -128,6 +139,7 @@ JVP = Pass(
     results_in=lambda problem: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
     check=check_differentiable,
     flops=attrgetter("jvp_flops"),
+    least_bytes=attrgetter("jvp_bytes"),
     any_length=False,
     reads_keys_once=False,
     adds_to_memory=False,
@@ -142,11 +154,15 @@ BACKWARD_JVP = Pass(
     results_in=lambda problem: tuple(f"t{name}" for name in problem.gradients),
     check=check_differentiable,
     flops=attrgetter("backward_jvp_flops"),
+    least_bytes=attrgetter("backward_jvp_bytes"),
     any_length=False,
     reads_keys_once=False,
     adds_to_memory=True,
     has_tangents=True,
 )
-PASSES = (FORWARD, BACKWARD)
-PASSES_WITH_TANGENTS = (JVP, BACKWARD_JVP)
+PASSES = (FORWARD, BACKWARD, JVP, BACKWARD_JVP)
 PASS_NAMES = tuple(pass_.name for pass_ in PASSES)
+PASSES_WITH_TANGENTS = tuple(pass_ for pass_ in PASSES if pass_.has_tangents)
+PASSES_WITHOUT_TANGENTS = tuple(pass_ for pass_ in PASSES if not pass_.has_tangents)
+# What `plan`, `compile` and `tune` prepare unless they are told otherwise: calls without tangents.
+DEFAULT_PASSES = tuple(pass_.name for pass_ in PASSES_WITHOUT_TANGENTS)

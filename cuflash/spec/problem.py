@@ -388,6 +388,23 @@ class Problem(Given):
         return self.forward_bytes + self._out_bytes + gradients
 
     @property
+    def jvp_bytes(self) -> int:
+        """Fewest bytes jvp moves: those of the forward pass, tangents read once, tout and tlse written once."""
+        return self.forward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
+
+    @property
+    def backward_jvp_bytes(self) -> int:
+        """Fewest bytes backward_jvp moves: as many as the backward pass, and tangents, tout and tlse read once."""
+        return self.backward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
+
+    @property
+    def tangent_bytes(self) -> int:
+        """Bytes of the tangents of inputs, numbers and score_mod args."""
+        score_args = dict(self.score_args)
+        models = [score_args.get(name) or getattr(self, name) for name in self.moved or ()]
+        return sum(x.nbytes if isinstance(x, Operand) else ITEMSIZE[self.softmax_dtype] for x in models)
+
+    @property
     def naive_bytes(self) -> int:
         """Bytes of one seqlen_q x seqlen_k matrix of scores over all heads, which the plain formula stores.
 

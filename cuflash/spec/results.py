@@ -12,6 +12,7 @@ from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 
+_LISTED_PASSES = ", ".join(map(repr, PASS_NAMES[:-1])) + f" or {PASS_NAMES[-1]!r}"
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
 
@@ -66,12 +67,12 @@ def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., GradientTan
 def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     """The passes that are wanted, in order."""
     if isinstance(passes, str) or not isinstance(passes, Collection):
-        raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
+        raise type_error("passes", typed(passes), f"a collection of {_LISTED_PASSES}")
     for name in passes:
         if name not in PASS_NAMES:
-            raise value_error("passes", repr(name), "'forward' or 'backward'")
+            raise value_error("passes", repr(name), _LISTED_PASSES)
     if not passes:
-        raise value_error("passes", repr(passes), "'forward', 'backward' or both")
+        raise value_error("passes", repr(passes), f"one or more of {_LISTED_PASSES}")
     return tuple(pass_ for pass_ in PASSES if pass_.name in passes)
 
 

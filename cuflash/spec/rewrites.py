@@ -18,7 +18,7 @@ from cuflash.score_mod.nodes import Node
 from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
 from cuflash.spec.outputs import model_of
-from cuflash.spec.passes import JVP, PASSES, PASSES_WITH_TANGENTS
+from cuflash.spec.passes import JVP, PASSES
 
 AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
 Index = tuple[slice | None, ...]
@@ -62,8 +62,7 @@ class Equivalent:
     def need(self, names: Sequence[str]) -> tuple[str, ...]:
         """The results of these names by their new names, in the order in which the passes return them."""
         wanted = {self._gradient(name) for name in names}
-        every = (*PASSES, *PASSES_WITH_TANGENTS)
-        return tuple(dict.fromkeys(x for pass_ in every for x in pass_.results_of(self.options) if x in wanted))
+        return tuple(dict.fromkeys(x for pass_ in PASSES for x in pass_.results_of(self.options) if x in wanted))
 
     def gradients(self, computed: Sequence[Any], given: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
         """The gradients that a call returns, made from those that a pass computed, which are those of `need`."""

@@ -21,7 +21,7 @@ from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming import memory
@@ -125,24 +125,36 @@ def backward(
     return tuple(results.values())
 
 
-def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> StreamPlan:
-    """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
+def plan(
+    options: Options,
+    arrays: Mapping[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> StreamPlan:
+    """The plan of these passes: the chunks, how they get to the device, and the memory that this takes."""
+    _check_passes(passes)
     if calls := _over_axes(options, arrays, need):
         first = calls.inputs((0,) * len(calls.axes.lengths))
-        return plan(calls.options, _streamed(first, arrays), need).noted(calls.describe())
+        return plan(calls.options, _streamed(first, arrays), need, passes).noted(calls.describe())
     call = _checked(BACKWARD, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
-        runs = {pass_: call.run(pass_) for pass_ in PASSES}
+        runs = {pass_: call.run(pass_) for pass_ in passes}
         note = call.problem.program.describe() if call.problem.has_functions else ""
         return memory.plan_of(call.length, runs, need, call.given).noted(note)
 
 
-def compile(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
-    """Compile what both passes over these keys need, by running them once; of arrays in host memory only check them."""
-    if set(plan(options, arrays, need).ways.values()) == {"views"}:  # nothing moves to a device
+def compile(
+    options: Options,
+    arrays: Mapping[str, Any],
+    need: tuple[str, ...] = DEFAULT_NEED,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
+) -> None:
+    """Compile what passes over these keys need, by running them once; of arrays in host memory only check them."""
+    if set(plan(options, arrays, need, passes).ways.values()) == {"views"}:  # nothing moves to a device
         return
     out, lse = forward(options, arrays)
-    backward(options, {**arrays, "dout": out, "out": out, "lse": lse}, need)
+    if BACKWARD in passes:
+        backward(options, {**arrays, "dout": out, "out": out, "lse": lse}, need)
 
 
 def tune(
@@ -150,11 +162,12 @@ def tune(
     arrays: Mapping[str, Any],
     random: tuple[int, int] = (0, 0),
     *,
-    passes: tuple[Pass, ...] = PASSES,
+    passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
     remember: bool = True,
     forget: bool = False,
 ) -> Any:
     """Tune the problem of the longest chunk, on a copy of it on the device: what `FlashAttention.tune` does."""
+    _check_passes(passes)
     if calls := _over_axes(options, arrays, DEFAULT_NEED):
         own = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
         return tune(calls.options, own, random, passes=passes, remember=remember, forget=forget)
@@ -173,6 +186,16 @@ def tune(
             tuned = run.slices.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
             found = tuned if found is None or forget else replace(found, **{pass_.name: getattr(tuned, pass_.name)})
     return found
+
+
+def _check_passes(passes: tuple[Pass, ...]) -> None:
+    """Refuse passes that do not take streamed keys."""
+    for pass_ in passes:
+        if pass_.has_tangents:
+            raise NotImplementedError(
+                f"passes: got {pass_.name!r} with streamed keys, expected one without tangents; give the k and v that "
+                "were passed to cuflash.streamed"
+            )
 
 
 def _copied(array: Host, xp: Any) -> Array:

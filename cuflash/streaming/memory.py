@@ -61,7 +61,7 @@ def _reads_keys_once(options: Options, signature: tuple[Any, ...], device_id: in
 def plan_of(
     length: int, runs: Mapping[Pass, StreamedPass], need: Collection[str], given: Mapping[str, Array]
 ) -> StreamPlan:
-    """The plan of both passes."""
+    """The plan of the passes that run."""
     ways: dict[str, Way] = {}
     memory: dict[str, dict[str, int]] = {}
     pinned: dict[str, int] = {}
@@ -74,7 +74,7 @@ def plan_of(
             takes = memory_of[pass_](run, wanted, given)
             memory[name] = {what: size for what, size in takes.items() if size}
             pinned[name] = _pinned_bytes(run, wanted)
-    run = runs[BACKWARD]
+    *_, run = runs.values()
     return StreamPlan(
         problem=run.slices.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
     )

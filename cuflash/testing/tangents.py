@@ -8,7 +8,7 @@ passed on rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
-from cuflash.spec.outputs import OVER_HEAD_DIM
+from cuflash.spec.inputs import INPUTS, NUMBERS
+from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, MOVABLE, OVER_HEAD_DIM, SOFTMAX_GRADIENTS
 from cuflash.testing import reference, reference_tangents
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.case import Case, optional
@@ -29,7 +30,7 @@ from cuflash.testing.scales import Collector, Squares, finite, ulp
 
 Array = NDArray[Any]
 
-OF_ROWS = ("dlse", "tdlse")
+COTANGENTS = ("tdout", "tdlse")  # tangents of what `backward` takes, which `jvp` does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,39 @@ class Moved:
         return {name: lay_out(x, case.strides, convert) for name, x in found.items()}
 
 
+def movable(case: Case) -> list[str]:
+    """All that may have a tangent in a case."""
+    arrays = case.arrays()
+    return [name for name in MOVABLE if name in arrays or (name in NUMBERS and getattr(case.problem, name) is not None)]
+
+
+def everything(case: Case) -> Moved:
+    """Tangents of all that a case has."""
+    return Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",))
+
+
+def tangents_by(
+    attn: Any,
+    case: Case,
+    moved: Moved,
+    *,
+    need: Collection[str] | None = None,
+    convert: Callable[[Array], Any] = np.asarray,
+) -> dict[str, Any]:
+    """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges.
+
+    Without `need`, the tangents of dq, dk, dv and the gradients of softmax inputs.
+    """
+    arrays, tangents = case.arrays(convert), moved.arrays(case, convert)
+    if need is None:
+        need = (*DEFAULT_NEED_TANGENTS, *(f"t{name}" for name in SOFTMAX_GRADIENTS if name[1:] in arrays))
+    given = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
+    of_forward = attn.jvp(**given, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
+    given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    found = attn.backward_jvp(arrays["dout"], **given, **of_forward._asdict(), need=need, **tangents)
+    return {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
+
+
 @lru_cache(maxsize=8)
 def yardsticks_of(case: Case, moved: Moved) -> dict[str, Yardstick]:
     """The yardsticks of tout, tlse and of the tangents of all gradients."""
@@ -93,10 +127,10 @@ def _compute(case: Case, arrays: Mapping[str, Array], tangents: Mapping[str, Arr
     problem = case.problem
     inputs: dict[str, Any] = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
     inputs |= {"dtype": dtype, **case.random}
-    of_inputs = {name[1:]: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    of_inputs = {name[1:]: x for name, x in tangents.items() if name not in COTANGENTS}
     found = dict(zip(("out", "lse"), reference.forward(problem, **inputs), strict=True))
     found |= zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True)
-    cotangents: dict[str, Any] = {name: x for name, x in tangents.items() if name in ("tdout", "tdlse")}
+    cotangents: dict[str, Any] = {name: x for name, x in tangents.items() if name in COTANGENTS}
     if "dlse" in arrays:
         cotangents["dlse"] = arrays["dlse"]
     gradients = reference_tangents.backward_jvp(
@@ -168,7 +202,7 @@ class _TangentCollector(Collector):
         """Squares by result, and where results are zero."""
         arrays, problem = self.arrays, self.problem
         inputs = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
-        of_inputs = {name[1:]: x for name, x in self.tangents.items() if name not in ("tdout", "tdlse")}
+        of_inputs = {name[1:]: x for name, x in self.tangents.items() if name not in COTANGENTS}
         for head in reference.each_head(problem, compute=np.float64, **inputs, **self.case.random):
             t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
             self.add_tangents(head, t)

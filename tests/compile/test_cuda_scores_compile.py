@@ -9,7 +9,7 @@ import pytest
 import cuflash
 from cuflash.gpu.compiler import CompileError, ScoreSourceError, compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.passes import BACKWARD, PASSES
+from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from tests.compile.test_plans import SERIALIZED
 from tests.cuda_scores import HEAD
 from tests.pure.test_cuda_scores import case_of
@@ -41,7 +41,7 @@ SPILLS = {
 def test_cuda_scores_spill_little_and_let_products_run_on(arch, dtype, source):
     problem, device = of_functions((source, None), dtype, 64), DeviceSpec.for_arch(arch)
     need = ("dq", "dk", "dv", *problem.score_arg_gradients)
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         for kernel in choose_plan(problem, device, pass_, need=need).kernels:
             resources = compile_spec(kernel).resources
             spills = resources.spill_stores_bytes + resources.spill_loads_bytes
@@ -86,6 +86,6 @@ def test_the_source_of_the_page_compiles():
     inputs = case_of(None, "float16").arrays
     arrays = inputs | {"width": np.ones(2, np.float32), "coefficients": np.ones((2, 4), np.float32)}
     problem = Scored(attn, arrays, {}, "").problem
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, need=("dq", "dcoefficients")).kernels:
             assert not compile_spec(kernel).resources.warnings

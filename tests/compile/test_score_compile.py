@@ -6,7 +6,7 @@ import pytest
 
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.passes import BACKWARD, PASSES
+from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from tests.compile.test_plans import SERIALIZED
 from tests.scored import of_functions
 
@@ -61,7 +61,7 @@ SPILLS_OF_ARRAYS = {
 def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_dim):
     problem = of_functions((score, mask), "bfloat16", head_dim, 2048)
     need = ("dq", "dk", "dv") if arch == "9.0" else ("dq", "dk", "dv", problem.score_arg_gradients[0])
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         device = replace(DeviceSpec.for_arch(arch), num_sms=1)  # for which these queries are many
         for kernel in choose_plan(problem, device, pass_, need=need).kernels:
             if arch == "9.0" and not kernel.source.startswith("sm90/"):
@@ -116,7 +116,9 @@ def test_new_lengths_and_arrays_compile_nothing(score):
     device = DeviceSpec.for_arch("9.0")
 
     def kernels(problem):
-        plans = [choose_plan(problem, device, pass_, need=problem.score_arg_gradients) for pass_ in PASSES]
+        plans = [
+            choose_plan(problem, device, pass_, need=problem.score_arg_gradients) for pass_ in PASSES_WITHOUT_TANGENTS
+        ]
         return {(kernel.source, kernel.defines, kernel.headers) for plan in plans for kernel in plan.kernels}
 
     assert kernels(first) == kernels(longer)
@@ -128,7 +130,8 @@ def test_kernels_of_tables_spill_nothing(arch, dtype):
     problem = of_functions(("t5", None), "float16" if arch == "7.5" and dtype == "bfloat16" else dtype, 64)
     device = DeviceSpec.for_arch(arch)
     need = ("dq", "dk", "dv", *problem.score_arg_gradients)
-    kernels = [kernel for pass_ in PASSES for kernel in choose_plan(problem, device, pass_, need=need).kernels]
+    plans = [choose_plan(problem, device, pass_, need=need) for pass_ in PASSES_WITHOUT_TANGENTS]
+    kernels = [kernel for plan in plans for kernel in plan.kernels]
     of_tables = [kernel for kernel in kernels if kernel.source == "helpers/hoisted.cu"]
     assert len(of_tables) == (3 if arch == "9.0" and dtype == "bfloat16" else 2)
     for kernel in of_tables:

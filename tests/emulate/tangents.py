@@ -7,14 +7,8 @@ import numpy as np
 from cuflash.emulator import passes
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, assert_tangents
-from tests.second_derivatives import movable
 
 NEED = ("tdq", "tdk", "tdv")
-
-
-def everything(case: Case) -> Moved:
-    """Tangents of all that a case has."""
-    return Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",))
 
 
 def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:

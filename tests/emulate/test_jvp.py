@@ -12,8 +12,8 @@ import cuflash
 from cuflash.emulator import passes
 from cuflash.spec.problem import make_problem
 from cuflash.testing import cases
-from cuflash.testing.tangents import Moved
-from tests.emulate.tangents import check, everything
+from cuflash.testing.tangents import Moved, everything
+from tests.emulate.tangents import check
 from tests.sampling import examples, sample
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 

@@ -21,7 +21,7 @@ from cuflash.emulator.memory import Scratch
 from cuflash.gpu.params import parameters
 from cuflash.plan import DeviceSpec
 from cuflash.spec.binding import bind
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests import expressions
 from tests.emulate import attention
 from tests.sampling import examples
@@ -89,7 +89,7 @@ def test_oracle(name, data):
     problem, arrays = attention.inputs_of(case, deterministic="in order" in name)
     how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch(arch), num_sms=1), "schedule": schedule}
     results = {"out": arrays["dout"], **{f"d{name}": arrays[name] for name in "qkv"}}
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         plan = attention.plan_for(problem, pass_, arrays | results, how["arch"])
         sources = [kernel.source for kernel in plan.kernels]
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
@@ -139,7 +139,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
     noting = {"helpers/mask_bits.cu", *LISTS}
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
-    for pass_, name in zip(PASSES, ("key_index", "query_index"), strict=True):
+    for pass_, name in zip(PASSES_WITHOUT_TANGENTS, ("key_index", "query_index"), strict=True):
         plan = attention.plan_for(problem, pass_, arrays | results, arch)
         need = ("dq", "dk", "dv") if pass_ is BACKWARD else ()
         every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
@@ -349,7 +349,8 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
     how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch(arch), num_sms=1)}
     how["schedule"] = data.draw(st.sampled_from(SCHEDULES))
 
-    passes = PASSES[1:] if name == "sm90, wide" else PASSES  # the other one has no block-sparse index for a bias
+    # The other one has no block-sparse index for a bias.
+    passes = PASSES_WITHOUT_TANGENTS[1:] if name == "sm90, wide" else PASSES_WITHOUT_TANGENTS
 
     def results_of(arrays):
         found = dict(zip(need, attention.backward(problem, arrays, out, lse, need=need, **how), strict=True))

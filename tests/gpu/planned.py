@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cuflash import FlashAttention
 from cuflash.gpu.tuning import PassTuning, Tuning
 from cuflash.plan import LaunchPlan
-from cuflash.spec.passes import FORWARD, Pass
+from cuflash.spec.passes import Pass
 
 if TYPE_CHECKING:
     from cuflash.gpu.backend import Plans
@@ -32,8 +32,7 @@ def plans_of(attn: FlashAttention, *arrays: Any, **options: Any) -> Plans:
 
 
 def plan_of(pass_: Pass, attn: FlashAttention, *arrays: Any, **options: Any) -> LaunchPlan:
-    plans = plans_of(attn, *arrays, **options)
-    plan = plans.forward if pass_ is FORWARD else plans.backward
+    plan: LaunchPlan | None = getattr(plans_of(attn, *arrays, **options), pass_.name)
     assert plan is not None
     return plan
 

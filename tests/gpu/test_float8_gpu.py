@@ -9,9 +9,10 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.fp8 import Float8Array
+from cuflash.spec.passes import FORWARD
 from cuflash.testing.arrays import lay_out, to_numpy
 from cuflash.testing.float8 import assert_float8
-from tests.gpu.planned import is_sm90, plans_of
+from tests.gpu.planned import is_sm90, plan_of, plans_of
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +71,8 @@ def test_oracle(changes):
     plans = plans_of(attn, q, k, v, **ct.optional(arrays))
     of_bytes = "fp8 q, k and v" if case.q_float8 else "fp8 k and v"
     why = "a block_table" if "block_table" in arrays else of_bytes
-    assert plans.backward is None and plans.describe(verbose=True, width=0).endswith(f"no backward pass with {why}")
+    assert plans.forward and plans.backward is None
+    assert plans.describe(verbose=True, width=0).endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
     of_few = "sm90/decode_float8.cu" if is_sm90() else "sm80/decode.cu"
     main = of_few if few else "sm80/forward.cu"
@@ -101,7 +103,7 @@ def test_products(changes):
     attn = cuflash.FlashAttention(**case.keywords)
     q, k, v = ct.qkv(arrays)
     assert_float8(case, *attn.forward(q, k, v, **ct.optional(arrays)))
-    kernels = plans_of(attn, q, k, v, **ct.optional(arrays)).forward.kernels
+    kernels = plan_of(FORWARD, attn, q, k, v, **ct.optional(arrays)).kernels
     assert kernels[-1].source == "sm90/forward_float8.cu"
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.testing import optional
-from cuflash.testing.tangents import Moved, assert_tangents
-from tests.second_derivatives import CASES, NAMES, movable, moves_of
+from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
+from tests.second_derivatives import CASES, NAMES, moves_of
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -14,15 +13,7 @@ pytestmark = pytest.mark.gpu
 
 def computed(case, moved):
     """The results of both passes by name."""
-    attention = cuflash.FlashAttention(**case.keywords)
-    arrays, tangents = case.arrays(cupy.asarray), moved.arrays(case, cupy.asarray)
-    given = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays) | case.random
-    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
-    of_forward = attention.jvp(**given, **of_inputs)
-    need = ("tdq", "tdk", "tdv", *(["tdsinks"] if case.sinks else []))
-    given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
-    found = attention.backward_jvp(arrays["dout"], **given, **of_forward._asdict(), need=need, **tangents)
-    return {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
+    return tangents_by(cuflash.FlashAttention(**case.keywords), case, moved, convert=cupy.asarray)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
 from cuflash.spec.binding import FIXED, Contiguous, bind, growing_keys, planned_length
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.calls import address, calls
 from tests.problems import is_served
 
@@ -28,7 +28,7 @@ ARCHS = ("8.0", "8.6", "9.0", "12.0")
 # ---- alignment -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_every_array_is_as_aligned_as_kernels_want(pass_):
     @given(calls(pass_), st.sampled_from(ARCHS), st.integers(0, 3))
     def every_call(call, arch, first):
@@ -99,7 +99,7 @@ def test_elements_that_are_not_aligned_are_refused(name, make):
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_a_call_is_planned_as_one_on_its_copies(pass_):
     @given(calls(pass_), st.sampled_from(ARCHS))
     def every_call(call, arch):
@@ -239,7 +239,7 @@ def test_what_grows():
 def test_a_problem_alone_is_planned_as_a_call_on_contiguous_arrays(case):
     """`choose_plan` assumes of arrays that it is not given what `bind` finds of them."""
     arrays, device = case.arrays(), DeviceSpec.for_arch("9.0")
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         need = ct.gradients_of(case.problem)
         of_pass = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
         binding = bind(pass_, case.options, of_pass, need=need)

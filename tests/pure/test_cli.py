@@ -302,6 +302,24 @@ def test_plan_of_one_pass(capsys):
     assert "backward pass" in output and "forward pass" not in output
 
 
+def test_plan_of_passes_with_tangents(capsys, monkeypatch):
+    monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
+    command = "plan --arch 8.0 9.0 --causal --pass jvp backward_jvp"
+    code, output, _ = run(capsys, command)
+    assert code == 0
+    passes_of_plans = re.findall(r"^(\w+) pass on", output, re.MULTILINE)
+    assert passes_of_plans == ["jvp", "backward_jvp"] * 2
+    assert output.count("  memory model: ") == 4
+    with_q_alone = run(capsys, f"{command} --tangents q")[1]
+    assert with_q_alone.count("kernel sm80_jvp") == 2 and with_q_alone != output
+
+
+def test_plan_of_tangents_without_a_gpu(capsys, without_gpu):
+    _, output, _ = run(capsys, "plan --pass forward jvp --seqlen 1024 --num-heads 4 --head-dim 64 --tangents q")
+    text = " ".join(output.split())
+    assert "jvp by NumPy; 1.07 GFLOP forward, 2.15 GFLOP jvp; extra memory" in text
+
+
 def test_plan_without_a_gpu_is_that_of_the_cpu(capsys, without_gpu):
     code, output, _ = run(capsys, "plan --dtype float64 --seqlen 100 --seqlen-k 300 --num-heads 6 --num-heads-kv 2")
     assert code == 0
@@ -326,7 +344,8 @@ def test_check(capsys, monkeypatch):
     monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:4])
     code, output, error = run(capsys, "check --backend cpu")
     assert (code, error) == (0, "")
-    assert output.endswith("\n4 passed\n")
+    assert output.endswith("\n8 passed\n")
+    assert output.count("plain, with tangents") == 4
 
 
 def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
@@ -338,7 +357,7 @@ def test_columns_of_check_do_not_run_together(capsys, monkeypatch):
 
     monkeypatch.setattr(testing, "self_test_cases", renamed)
     _, output, _ = run(capsys, "check --backend cpu")
-    details = [re.search(r"\w+ closest to its bound", line) for line in output.splitlines()[1:5]]
+    details = [re.search(r"\w+ closest to its bound", line) for line in output.splitlines()[1:-1]]
     assert len({found and found.start() for found in details}) == 1 and all(details)
     assert f"{long_name}  " in output
 
@@ -349,7 +368,7 @@ def test_a_quick_check_has_a_few_cases_in_every_dtype(capsys):
     rows = [line.split() for line in output.splitlines() if line.startswith("passed")]
     assert output.endswith(f"\n{len(rows)} passed\n")
     assert {row[1] for row in rows} == {"float16", "bfloat16", "float32", "float64"}
-    assert len(rows) <= len(list(testing.self_test_cases())) / 4
+    assert len([row for row in rows if "tangents" not in row]) <= len(list(testing.self_test_cases())) / 4
 
 
 def test_check_needs_no_hypothesis():
@@ -366,7 +385,19 @@ def test_check_notices_wrong_results(capsys, monkeypatch):
     monkeypatch.setattr(FlashAttention, "forward", lambda self, *args, **keywords: wrong(*args, **keywords))
     code, output, _ = run(capsys, "check --backend cpu")
     assert code == 1
-    assert output.endswith("\n3 FAILED\n")
+    assert output.endswith("\n3 passed, 3 FAILED\n")
+
+
+@pytest.mark.parametrize("method", ["jvp", "backward_jvp"])
+def test_check_notices_wrong_tangents(capsys, monkeypatch, method):
+    cases = testing.self_test_cases
+    monkeypatch.setattr(testing, "self_test_cases", lambda seed, **how: list(cases(seed, **how))[:3])
+    wrong = getattr(FlashAttention(scale=0.5), method)
+    monkeypatch.setattr(FlashAttention, method, lambda self, *args, **keywords: wrong(*args, **keywords))
+    code, output, _ = run(capsys, "check --backend cpu")
+    assert code == 1
+    assert output.endswith("\n3 passed, 3 FAILED\n")
+    assert re.findall(r"^FAILED +\w+ +(.*?)  ", output, re.MULTILINE) == ["plain, with tangents"] * 3
 
 
 def test_the_self_test_has_every_option_and_dtype():
@@ -400,6 +431,9 @@ def test_the_self_test_has_every_option_and_dtype():
         ("plan --arch 8.6 --dtype float64 --head-dim 200 --pass backward", 1, "float64"),
         ("plan --softcap -1", 1, "softcap"),
         ("plan --num-heads 6 --num-heads-kv 4", 1, "4 heads"),
+        ("plan --arch 9.0 --pass jvp --tangents q bias", 1, "--tangents: got bias, expected --bias next to it"),
+        ("plan --arch 9.0 --pass jvp --tangents mask", 2, "argument --tangents: invalid choice: 'mask'"),
+        ("plan --arch 8.6 --pass jvp backward_jvp --head-dim 600", 1, "no tile of bfloat16 at head dimensions 600"),
         ("compile", 1, "give its compute capability, such as --arch 9.0"),
         ("tune --dry-run", 1, "give its compute capability, such as --arch 9.0"),
         ("cache --tuned", 1, "--tuned goes with --clear"),

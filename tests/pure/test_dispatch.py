@@ -10,6 +10,7 @@ import pytest
 import cuflash
 from cuflash import flash_attention, preparation
 from cuflash.cpu import backend as cpu_backend
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
     dropping.backward(dout, q, k, v, out, lse, seed=4, offset=5)
     plans: object = attn.plan(q, k, v, bias=bias)
     assert plans == "plans"
-    attn.compile(q, k, v, mask=mask)
+    attn.compile(q, k, v, mask=mask, tq=q, passes=["jvp", "forward"])
     passes = ["forward", "forward", "backward", "forward", "backward"]
     assert [name for name, *_ in gpu.calls] == [*passes, "plan", "compile"]
     plain = cuflash.FlashAttention().options
@@ -79,13 +80,13 @@ def test_cupy_arrays_go_to_the_launcher_untouched(gpu):
         qkv,
         qkv | results,
         qkv | {"bias": bias},
-        qkv | {"mask": mask},
+        qkv | {"mask": mask, "tq": q},
     ]
     need = ("dq", "dk", "dv")
     others = [others for _, _, _, *others in gpu.calls]
     outputs = ("out", "lse")
     random = [[(0, 0), outputs], [(0, 0), outputs], [need, (0, 0)], [(2**40, 3), outputs], [need, (4, 5)]]
-    assert others == [*random, [need], [need]]
+    assert others == [*random, [need, (FORWARD, BACKWARD)], [need, (FORWARD, JVP)]]
 
 
 def test_the_launcher_learns_that_gradients_of_sinks_are_needed(gpu):

@@ -29,7 +29,7 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, PASSES
+from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
@@ -45,7 +45,7 @@ def test_every_head_dimension_is_served_within_the_limits(arch, deterministic, d
     for dim in (*range(1, 257), *range(257, MAX_HEAD_DIM + 1, 51), MAX_HEAD_DIM):
         for dim_v in {dim, 1, 64, 100, max(1, 257 - dim), 256}:
             problem = replace(base, head_dim=dim, head_dim_v=dim_v)
-            for pass_ in PASSES:
+            for pass_ in PASSES_WITHOUT_TANGENTS:
                 if not is_served(problem, arch, pass_):
                     continue
                 plan = choose_plan(problem, device, pass_)
@@ -74,7 +74,7 @@ def test_a_plan_is_the_first_row_that_fits():
             assert f"not {type(earlier).__name__} {earlier.block_m} x {earlier.block_n}" in plan.reason
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, {"causal": True, "window": (9, None), "softcap": 2.0}]
 )
@@ -179,7 +179,7 @@ def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
 def test_empty_problems_have_plans():
     device = DeviceSpec.for_arch("9.0")
     for sizes in ({"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"heads": 0, "heads_kv": 0}):
-        for pass_ in PASSES:
+        for pass_ in PASSES_WITHOUT_TANGENTS:
             for deterministic in (False, True):
                 problem = problem_of(**sizes, deterministic=deterministic)
                 assert choose_plan(problem, device, pass_).describe(verbose=True, width=0)
@@ -300,7 +300,7 @@ def test_tiles_of_the_caller_are_taken():
 # ---- What is not served ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
@@ -337,7 +337,7 @@ def test_a_device_as_an_earlier_one():
             DeviceSpec.for_arch("9.0").as_arch(arch)
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_devices_that_no_kernel_serves(pass_):
     old = replace(DeviceSpec.for_arch("8.0"), arch=61)
     with pytest.raises(NotImplementedError, match=r"^device: got compute capability 6.1, expected 7.0 or later.*CPU$"):
@@ -368,7 +368,7 @@ def test_arrays_that_are_not_aligned_to_their_elements():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dtype):
@@ -411,7 +411,7 @@ def test_more_tiles_than_one_launch_has(arch):
 # ---- What a plan says ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_description(pass_):
     device = DeviceSpec.for_arch("8.6")
     problem = problem_of(dim=256, dim_v=192, causal=True, softcap=3.0, deterministic=True)
@@ -461,7 +461,7 @@ def test_kernels_are_told_all_that_they_ask_for():
     functions = of_functions(("distance", "documents"), "float32", 64)
     of_bytes = problem_of(dtype=ml_dtypes.float8_e4m3fn)
     for problem in (*plain, *wide, float32, blocks_of(1024), masked(64), biased(64, "bfloat16"), functions, of_bytes):
-        for pass_ in PASSES if problem is not of_bytes else PASSES[:1]:
+        for pass_ in PASSES_WITHOUT_TANGENTS if problem is not of_bytes else PASSES_WITHOUT_TANGENTS[:1]:
             for arch in ("8.0", "9.0") if problem is not of_bytes else ("9.0",):
                 need: tuple[str, ...] = DEFAULT_NEED
                 if pass_ is BACKWARD and (problem.dtype == "float32" or problem.bias is not None):
@@ -476,7 +476,7 @@ def test_kernels_are_told_all_that_they_ask_for():
 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_kernels_of_diagonals_that_follow_lengths_have_names_of_their_own(arch, pass_):
     q, lengths = contiguous((2, 4, 1024, 64), np.dtype(ml_dtypes.bfloat16)), np.zeros(2, np.int32)
     problems = [make_problem(Options(causal=causal), q, q, q, kv_lengths=lengths) for causal in (True, "lengths")]

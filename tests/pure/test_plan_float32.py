@@ -15,7 +15,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     ForwardFloat32Sm90Tile,
 )
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.problems import problem_of
 
 
@@ -99,7 +99,7 @@ def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_
     assert ("as they are loaded" in plan.reason) == few
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 @pytest.mark.parametrize("dim", [40, 64, 128])
 def test_tf32_is_two_bf16_terms(dim, pass_):
     """The kernels of three terms, with two thirds of their memory."""
@@ -135,7 +135,7 @@ def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_k
     mask = Operand(shape=(2, 4, 1024, 1024), strides=(1024, 0, 0, 1), dtype="bool")
     problem = problem_of(1024, 1024, *dims, dtype="float32", precision=precision)
     problem = replace(problem, bias=bias, mask=mask if masks_keys else None)
-    for pass_ in PASSES:
+    for pass_ in PASSES_WITHOUT_TANGENTS:
         plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
         tile = plan.tiles[0]
         assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.cpu import fallback
 from cuflash.testing import cases, optional
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.sampling import examples
-from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, movable, moved_by
+from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, moved_by
 
 
 def computed(case, moved, need=None):

@@ -39,7 +39,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import round_up, tile_bytes
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, PASSES
+from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 
@@ -148,7 +148,7 @@ def chosen_for_usual_problems(deterministic, need, precision):
                 for dim_v in {dim, 16, 64, 128, 192, 256}:
                     problem = replace(base, head_dim=dim, head_dim_v=dim_v)
                     for arch in SIZES_OF_SHARED:
-                        for pass_ in PASSES:
+                        for pass_ in PASSES_WITHOUT_TANGENTS:
                             if is_served(problem, arch, pass_):
                                 device = DeviceSpec.for_arch(arch)
                                 chosen |= set(choose_plan(problem, device, pass_, need=need).tiles)

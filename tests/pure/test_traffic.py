@@ -12,7 +12,7 @@ from cuflash.arrays.units import in_seconds
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.traffic import L2_FRACTION, OperandLoop, key_rows, query_tiles
 from cuflash.spec.options import Options
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 
 H200 = DeviceSpec.for_arch("9.0")
@@ -145,20 +145,26 @@ def traffic_of(problem, device, pass_=FORWARD):
     return found
 
 
-BOTH = pytest.mark.parametrize("pass_", PASSES)
+EACH = pytest.mark.parametrize("pass_", PASSES)
 
 
-@BOTH
+def moving(problem, pass_, names=("q", "k", "v")):
+    """The problem with tangents, if the pass takes some."""
+    return replace(problem, moved=names) if pass_.has_tangents else problem
+
+
+@EACH
 @settings(max_examples=25)
 @given(
     sizes=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
     heads=st.sampled_from([(1, 1), (4, 2), (8, 1), (16, 16)]),
     arch=st.sampled_from(["8.0", "9.0"]),
     options=st.fixed_dictionaries({"causal": st.booleans(), "deterministic": st.booleans()}),
+    names=st.sets(st.sampled_from(("q", "k", "v", "scale"))),
 )
-def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options):
+def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options, names):
     """Down to each input once and each result once."""
-    problem = problem_of(*sizes, heads=heads[0], heads_kv=heads[1], **options)
+    problem = moving(problem_of(*sizes, heads=heads[0], heads_kv=heads[1], **options), pass_, tuple(sorted(names)))
     device = DeviceSpec.for_arch(arch)
     sizes_of_l2 = (0, device.l2_bytes, 2**60)
     if not problem.visible_pairs:
@@ -169,9 +175,9 @@ def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options):
     assert none.tiles == own.tiles == huge.tiles and own.flops == getattr(problem, f"{pass_}_flops")
 
 
-@BOTH
+@EACH
 def test_what_a_plan_says(pass_):
-    plan = choose_plan(problem_of(4096, 4096, heads=16, batch=4), H200, pass_)
+    plan = choose_plan(moving(problem_of(4096, 4096, heads=16, batch=4), pass_), H200, pass_)
     traffic = traffic_of(plan.problem, H200, pass_)
     line = traffic.describe(H200.bytes_per_s, 989e12)
     assert f"  {line}\n" in plan.describe(verbose=True, width=0)
@@ -186,7 +192,7 @@ def test_what_a_plan_says(pass_):
     assert (" of dq atomics " in line) == (pass_ is BACKWARD)
 
 
-@BOTH
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_no_model_is_no_number(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, dtype="float32"), H200, pass_)
     assert plan.traffic is None and "memory model" not in plan.describe(verbose=True, width=0)
@@ -204,7 +210,7 @@ def test_a_bias_that_heads_share_is_read_by_each_of_them(axes):
     assert many - few >= (2 * 16 - 1) * 4096**2 * 4 if axes == "qk" else many >= few
 
 
-@BOTH
+@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
 def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
     """And by every head where none does, if it does not fit into L2."""
     mask = view(np.zeros((), bool), (1, 1, 8192, 8192))
@@ -217,3 +223,35 @@ def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
     assert (looked_up.tiles, looked_up.written) == (looked_at.tiles, looked_at.written)
     in_bits = traffic_of(problem, replace(H200, l2_bytes=2**20), pass_)
     assert in_bits.written - traffic_of(problem, HUGE, pass_).written >= 8192**2 / 8
+
+
+@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP])
+def test_a_tangent_counts_as_the_array_that_it_is_of(pass_):
+    """Where tiles are the same: bytes read from memory, bytes at least, and bytes of tiles."""
+    problem, sizes = problem_of(1024, 2048, heads=4, heads_kv=2), {"q": 4 * 1024, "k": 2 * 2048, "v": 2 * 2048}
+    none = traffic_of(moving(problem, pass_, ()), HUGE, pass_)
+    for names in (("q",), ("k",), ("v",), ("q", "k", "v")):
+        found = traffic_of(moving(problem, pass_, names), HUGE, pass_)
+        more = sum(sizes[name] * 64 * 2 for name in names)
+        assert found.read - none.read == found.least - none.least == more
+        assert found.tiles - none.tiles >= more and found.written == none.written
+    scales = replace(problem, softcap=3.0)
+    of_numbers = traffic_of(moving(scales, pass_, ("scale", "softcap")), HUGE, pass_)
+    assert of_numbers.least - traffic_of(moving(scales, pass_, ()), HUGE, pass_).least == 8
+
+
+@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP])
+def test_the_tangent_of_a_bias_that_heads_share_is_read_by_each_of_them(pass_):
+    bias = view(np.zeros((), np.float32), (1, 1, 4096, 4096))
+    q = view(np.zeros((), ct.numpy_dtype("bfloat16")), (2, 16, 4096, 64))
+    problem = make_problem(Options(), q, q, q, bias=bias)
+    reads = [traffic_of(moving(problem, pass_, names), NONE, pass_).read for names in (("bias",), ())]
+    assert reads[0] - reads[1] == 2 * 16 * 4096**2 * 4
+
+
+def test_tiles_of_jvp_are_those_that_its_blocks_load():
+    """64 rows of q and tq, and for each of these tiles all rows of k, tk, v and tv that it attends to."""
+    problem = moving(problem_of(200, 300, causal=True), JVP)
+    tile = choose_plan(problem, H200, JVP).tiles[0]
+    keys = sum(key_rows(problem, tile.block_m, tile.block_n))
+    assert traffic_of(problem, H200, JVP).tiles == 2 * 128 * (2 * 200 + 4 * keys)

@@ -21,6 +21,7 @@ class Jvp(ForwardFamily[JvpTile]):
 
     kernel = "sm80/jvp"
     has_functions = True
+    model = "queries"
     tile = JvpTile
     outputs = JVP.default
 
@@ -38,6 +39,7 @@ class BackwardJvp(ForwardFamily[BackwardJvpTile]):
 
     kernel = "sm80/backward_jvp"
     has_functions = True
+    model = "keys"
     tile = BackwardJvpTile
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
 
@@ -56,6 +58,7 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 
     kernel = "sm80/backward_jvp_dq"
     has_functions = True
+    model = "queries of dq"
     tile = DqJvpTile
     outputs = BackwardJvp.outputs
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cuflash.testing import Case
-from cuflash.testing.tangents import Moved
-from tests.emulate.tangents import check, everything
+from cuflash.testing.tangents import Moved, everything
+from tests.emulate.tangents import check
 from tests.second_derivatives import CASES
 
 
