@@ -5,9 +5,9 @@
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
 for every set of gradients; some with pages or with fp8 arrays, which have none; some with random functions as
-score or mask; and some that ranks compute, which are threads on one device. In a group sizes, values, broadcast axes
-and the results that the caller gives arrays for differ from problem to problem. Some problems have an axis of length 0,
-and some the values of `cuflash.testing.REGIMES`.
+score or mask; some that ranks compute, which are threads on one device; and some of jvp and backward_jvp, with tangents
+of the same inputs. In a group sizes, values, broadcast axes and the results that the caller gives arrays for differ
+from problem to problem. Some problems have an axis of length 0, and some the values of `cuflash.testing.REGIMES`.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
 process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
@@ -32,12 +32,17 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.array_info import FLOAT8
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import LAYOUTS
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, MOVABLE, model_of
+from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing.float8 import assert_float8
 from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS, factors_of
+from cuflash.testing.tangents import COTANGENTS, Moved
+from cuflash.testing.tangents import yardsticks_of as yardsticks_of_tangents
 from tests import scored
 from tests.pairs import judge
 from tests.ranks import Shards, Whole, compute, on_threads
@@ -51,6 +56,7 @@ CATEGORIES = {
     "float8": 35,
     "functions": 60,
     "ranks": 15,
+    "tangents": 60,
 }  # groups of each category
 GROUPS = sum(CATEGORIES.values())
 GRANULARITIES = (None, "tensor", "head", "block", "token")
@@ -61,6 +67,7 @@ HEAD_DIMS = (64, 64, 64, 128, 128, 128, 1, 3, 8, 16, 17, 24, 32, 40, 48, 72, 80,
 WIDE_HEAD_DIMS = (264, 320, 512, 576, 704, 1024)  # of half precision
 OF_BYTES = ("kv_dtype", "q_float8", "q_scale", "k_scale", "v_scale", "scale_block")
 PAGE_SIZES = (16, 32, 64, 128)
+WIDEST_WITH_TANGENTS = {"float64": 192, "float32": 256, "others": 512}  # head dimensions of backward_jvp on a device
 SECONDS = 300  # that a group may take
 
 
@@ -76,6 +83,7 @@ class Trial:
     given: tuple[str, ...]  # results that the caller has arrays for
     ranks: int = 0  # that compute it; 0: one call
     functions: Functions | None = field(default=None, compare=False)
+    moved: Moved | None = None  # what has tangents, in a call of jvp and backward_jvp
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -97,7 +105,9 @@ class Trial:
     def arrays(self, convert: Callable[[Any], Any] = np.asarray) -> dict[str, Any]:
         """All arrays of a call by name, those that functions read too."""
         strides = "flipped" if self.case.seed % 3 == 0 else "contiguous"
-        return self.case.arrays(convert) | {n: ct.lay_out(x, strides, convert) for n, x in self.score_args.items()}
+        tangents = self.moved.arrays(self.case, convert) if self.moved else {}
+        score_args = {n: ct.lay_out(x, strides, convert) for n, x in self.score_args.items()}
+        return self.case.arrays(convert) | score_args | tangents
 
     @property
     def problem(self) -> Problem:
@@ -111,7 +121,7 @@ class Trial:
     def yardsticks(self) -> dict[str, ct.Yardstick]:
         """Of all results."""
         if self.functions is None:
-            return yardsticks_of(self.case)
+            return yardsticks_of(self.case) | (yardsticks_of_tangents(self.case, self.moved) if self.moved else {})
         return ct.yardsticks(self.problem, self.arrays(), **self.case.random)
 
     def __str__(self) -> str:
@@ -119,7 +129,8 @@ class Trial:
         values = {field.name: getattr(self.case, field.name) for field in fields(self.case)}
         said = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
         said += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
-        said += [f"{name}={x}" for name, x in (("ranks", self.ranks), ("functions", self.functions)) if x]
+        others = {"ranks": self.ranks, "functions": self.functions, "moved": self.moved}
+        said += [f"{name}={x}" for name, x in others.items() if x]
         return f"{self.name}: {', '.join(said)}, given={self.given}"
 
 
@@ -141,14 +152,18 @@ def trials_of_group(number: int) -> list[Trial]:
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
     ranks = rng.choice((2, 3)) if category == "ranks" else 0
+    moves, of_tangents = _moves(rng, fixed) if category == "tangents" else ((), ())
     trials: list[Trial] = []
     for index in range(PROBLEMS):
         keywords: dict[str, Any] = {"deterministic": deterministic and not ranks, "precision": precision}
         case = _case(rng, fixed)
         own = () if case.hidden_keys else need  # such a case has no gradients
-        names = () if ranks else ("out", "lse", *own)
+        moved = _moved(rng, case, moves) if moves else None
+        if moved is not None:
+            own = of_tangents
+        names = () if ranks else (*(JVP.default if moved else ("out", "lse")), *own)
         given = tuple(name for name in names if rng.random() < 0.3)
-        keywords |= {"need": own, "given": given, "ranks": ranks, "functions": functions}
+        keywords |= {"need": own, "given": given, "ranks": ranks, "functions": functions, "moved": moved}
         trials.append(Trial(name=f"{number}-{index}", case=case, **keywords))
     return trials
 
@@ -170,6 +185,31 @@ def _need_of_functions(rng: random.Random, functions: Functions, fixed: Mapping[
     names = ct.gradients_of(make_problem(options, *ct.qkv(arrays), score_args=score_args, **ct.optional(arrays)))
     always = rng.choice((("dq", "dk", "dv"), ("dk",), ()))
     return tuple(name for name in names if name in always or rng.random() < 0.6) if rng.random() < 0.8 else ()
+
+
+def _moves(rng: random.Random, fixed: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What has tangents in a group, and the results of backward_jvp that are wanted."""
+    present = {"q", "k", "v", "scale", *(name for name in MOVABLE if fixed.get(name))}
+    names = tuple(name for name in MOVABLE if name in present)
+    moves = names[:3] if rng.random() < 0.3 else tuple(name for name in names if rng.random() < 0.6) or names[:1]
+    widest = max(fixed["head_dim"], fixed["head_dim_v"])
+    if widest > WIDEST_WITH_TANGENTS.get(fixed["dtype"], WIDEST_WITH_TANGENTS["others"]):
+        return moves, ()
+    always = rng.choice((("q", "k", "v"), ("q", "k", "v"), ("k",), ("q",), ()))
+    models = [model_of(name) for name in GRADIENTS]
+    need = tuple(f"td{name}" for name in models if name in present and (name in always or rng.random() < 0.3))
+    return moves, need
+
+
+def _moved(rng: random.Random, case: ct.Case, moves: tuple[str, ...]) -> Moved:
+    """The tangents of a problem."""
+    cotangents = [name for name in COTANGENTS if rng.random() < 0.3 and (name != "tdlse" or case.dlse)]
+    return Moved(
+        names=moves,
+        cotangents=tuple(cotangents),
+        common=rng.choice((0.0, 0.0, 0.0, 10.0)),
+        seed=rng.randrange(2**16),
+    )
 
 
 def _need_of_ranks(rng: random.Random) -> tuple[str, ...]:
@@ -199,6 +239,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float
         return value if wanted_by in need or rng.random() < chance else otherwise
 
     has_pages, goes_whole = category == "pages", category not in ("pages", "ranks")
+    has_tangents = category == "tangents"  # whose oracle knows no batch axes
     dtype = rng.choice(("bfloat16",) * (12 if is_float8 else 4) + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
     if dtype in ("bfloat16", "float16") and not is_float8 and rng.random() < 0.12:
@@ -209,8 +250,9 @@ def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float
         "head_dim": rng.choice(dims),
         "head_dim_v": maybe(rng.choice(dims), 0, chance=0.15),
         "score_mean": not is_float8,
-        "factors": not is_float8,
+        "factors": not is_float8 and not has_tangents,
         "may_be_empty": category != "ranks",
+        "costs": 4 if has_tangents else 1,  # the oracle, per score
         "follows_lengths": category != "ranks",
         "may_hide_keys": category in ("gradients", "functions"),
         "right": maybe(True, False, chance=0.5),
@@ -237,7 +279,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float
         others = dict.fromkeys(others)
     if has_pages:
         others["block_size"] = None
-    others["has_axes"] = not is_packed and goes_whole and rng.random() < 0.2
+    others["has_axes"] = not is_packed and goes_whole and not has_tangents and rng.random() < 0.2
     return fixed | others | (_float8(rng, fixed["dtype"], others["has_axes"]) if is_float8 else {})
 
 
@@ -267,6 +309,7 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     batch = rng.choice((1, 2, 3)) if ndim == 4 or is_packed else 1
     most = MAX_SCORES[fixed["dtype"]] // (num_heads * (batch if ndim == 4 else 1))
     most //= 1 + fixed["head_dim"] // 256
+    most //= fixed["costs"]
     lengths = [rng.randint(1, LONGEST), rng.randint(1, LONGEST)]
     if rng.random() < 0.1:
         lengths[rng.randrange(2)] = rng.randint(LONGEST, LONGEST_OF_ALL)
@@ -388,9 +431,12 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
     arrays = trial.arrays(convert)
     given = {name: ct.lay_out(x, trial.case.strides, convert) for name, x in _poisoned(trial).items()}
-    results = _by_ranks(trial, arrays) if trial.ranks else _by_calls(trial, arrays, given)
+    if trial.moved is not None:
+        results = _with_tangents(trial, trial.moved, arrays, given)
+    else:
+        results = _by_ranks(trial, arrays) if trial.ranks else _by_calls(trial, arrays, given)
     for name, x in given.items():
-        if results[name] is not x:
+        if name in results and results[name] is not x:
             return f"{name}: another array than the given one came back"
     for name, before in trial.arrays().items():
         if ct.to_numpy(arrays[name]).tobytes() != before.tobytes():
@@ -418,6 +464,36 @@ def _by_calls(trial: Trial, arrays: Mapping[str, Any], given: Mapping[str, Any])
         out, lse = results["out"], results["lse"]
         results |= attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=trial.need)._asdict()
     return results
+
+
+def _with_tangents(trial: Trial, moved: Moved, arrays: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of the passes with tangents by name."""
+    case, attn = trial.case, cuflash.FlashAttention(**trial.keywords)
+    call = {name: arrays[name] for name in INPUTS} | ct.optional(arrays) | case.random
+    tangents = {f"t{name}": arrays[f"t{name}"] for name in moved.names}
+    results = attn.jvp(**call, **tangents, **{name: x for name, x in given.items() if name in JVP.default})._asdict()
+    need = served_need(trial, on_device=not isinstance(arrays["q"], np.ndarray))
+    if need:
+        others = {name: arrays[name] for name in ("dlse", *moved.cotangents) if name in arrays}
+        own = {name: x for name, x in given.items() if name in need}
+        found = attn.backward_jvp(arrays["dout"], **call, **results, **tangents, **others, **own, need=need)
+        results |= found._asdict()
+    return results
+
+
+def served_need(trial: Trial, *, on_device: bool, arch: str = "9.0") -> tuple[str, ...]:
+    """The tangents of gradients that are wanted, on a device without those that no kernel makes."""
+
+    def is_served(name: str) -> bool:
+        try:
+            choose_plan(trial.problem, DeviceSpec.for_arch(arch), BACKWARD_JVP, need=(name,))
+        except NotImplementedError as error:
+            if str(error).startswith("need:"):
+                return False
+            raise
+        return True
+
+    return tuple(name for name in trial.need if not on_device or is_served(name))
 
 
 def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,6 +530,7 @@ def _poisoned(trial: Trial) -> dict[str, np.ndarray]:
     shapes |= {"out": (out_shape, ct.numpy_dtype(case.dtype)), "lse": (lse_shape, problem.softmax_dtype)}
     shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap")}
     shapes |= {f"d{name}": (x.shape, x.dtype) for name, x in arrays.items()}
+    shapes |= {f"t{name}": x for name, x in shapes.items()}
     return {name: np.full(shapes[name][0], np.nan, shapes[name][1]) for name in trial.given}
 
 

@@ -5,7 +5,10 @@ import itertools
 import pytest
 
 import cuflash.testing as ct
-from cuflash.emulator import find_compiler
+from cuflash.emulator import find_compiler, passes
+from cuflash.spec.outputs import TAKEN_BY_BACKWARD
+from cuflash.spec.passes import JVP
+from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz
 from tests.emulate import attention
 from tests.pairs import judge
@@ -63,6 +66,20 @@ DRAWN = [trial for trial in fuzz.sample(of=250) if not trial.ranks]
 TRIALS = [(SUBNORMAL, "9.0"), (FLUSHED, "9.0"), *zip(DRAWN, itertools.cycle(("8.0", "9.0")))]
 
 
+def with_tangents(trial, arrays, arch):
+    """The results of the passes with tangents by name."""
+    problem, how = trial.problem, {"arch": arch, **trial.case.random}
+    tangents = {f"t{name}" for name in trial.moved.names}
+    of_jvp = {name: x for name, x in arrays.items() if name not in (*TAKEN_BY_BACKWARD, *COTANGENTS)}
+    results = dict(zip(JVP.default, passes.jvp(problem, of_jvp, **how), strict=True))
+    assert {*of_jvp} >= tangents
+    need = fuzz.served_need(trial, on_device=True, arch=arch)
+    if need:
+        found = passes.backward_jvp(problem, arrays | results, need=need, **how)
+        results |= zip(need, found, strict=True)
+    return results
+
+
 @pytest.mark.parametrize(("trial", "arch"), TRIALS, ids=lambda x: getattr(x, "name", x))
 def test_drawn_problems_agree_with_the_oracle(trial, arch):
     case, arrays = trial.case, trial.arrays()
@@ -74,6 +91,9 @@ def test_drawn_problems_agree_with_the_oracle(trial, arch):
         judge(trial, results)
         return
     problem = trial.problem
+    if trial.moved is not None:
+        judge(trial, with_tangents(trial, arrays, arch))
+        return
     out, lse = attention.forward(problem, arrays, arch=arch, **case.random)
     results = {"out": out, "lse": lse}
     if trial.need:

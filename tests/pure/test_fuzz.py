@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.outputs import GRADIENTS
-from cuflash.spec.passes import FORWARD
+from cuflash.spec.outputs import GRADIENTS, MOVABLE
+from cuflash.spec.passes import FORWARD, JVP
+from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz, pairs
 from tests.scored import SCORES
 
@@ -57,6 +58,20 @@ def test_wide_heads_ranks_and_axes_of_length_0_are_drawn():
     for name in sizes:
         assert sum(getattr(trial.case, name) == 0 for trial in EVERY) >= 10, name
     assert any(trial.case.num_heads == 0 < trial.case.num_heads_kv for trial in EVERY)
+
+
+def test_tangents_of_everything_are_drawn():
+    trials = of_category("tangents")
+    assert len(trials) >= 500 and all(trial.moved for trial in trials)
+    assert not any(trial.moved for trial in EVERY if trial not in trials)
+    for name in MOVABLE:
+        assert sum(name in trial.moved.names for trial in trials) >= 20, name
+    assert {name for trial in trials for name in trial.moved.cotangents} == {*COTANGENTS}
+    wanted = Counter(name for trial in trials for name in trial.need)
+    assert set(wanted) == {f"t{name}" for name in GRADIENTS} and min(wanted.values()) >= 20
+    assert any(trial.need == () for trial in trials) and any(trial.moved.names == ("q",) for trial in trials)
+    assert {name for trial in trials for name in trial.given} >= {*JVP.default, "tdq", "tdk", "tdv"}
+    assert any(trial.moved.common for trial in trials)
 
 
 @pytest.mark.parametrize("regime", ["bias_mask", "score_mean", "distinct_keys", "factors", "hidden_keys"])
@@ -132,6 +147,18 @@ def test_fp8_reaches_every_kernel_for_it():
 @pytest.mark.parametrize("trial", fuzz.sample(of=100), ids=lambda trial: trial.name)
 def test_the_cpu_path_agrees_with_the_oracle(trial):
     assert fuzz.failure_of(trial, np.asarray) is None
+
+
+@pytest.mark.parametrize(("name", "result"), [("jvp", "tout"), ("backward_jvp", "tdk")])
+def test_a_mistake_in_tangents_is_found(monkeypatch, name, result):
+    trials = (trial for trial in of_category("tangents") if "tdk" in trial.need and not trial.given)
+    trial = next(x for x in trials if fuzz.scores_of(x) < 10**4 and x.yardsticks[result].expected.any())
+    from cuflash.cpu import backend as cpu_backend
+
+    assert fuzz.failure_of(trial, np.asarray) is None
+    right = getattr(cpu_backend, name)
+    monkeypatch.setattr(cpu_backend, name, lambda *args, **keywords: tuple(2 * x for x in right(*args, **keywords)))
+    assert "got" in str(fuzz.failure_of(trial, np.asarray))
 
 
 def test_a_mistake_is_found(monkeypatch):
