@@ -53,6 +53,8 @@ ALWAYS: dict[str, set[str]] = {
     "cli": {"numpy", "ml_dtypes"},
     "gpu.backend": {"numpy", "cupy"},
     "gpu.timing": {"numpy", "cupy"},
+    "torch": {"numpy", "ml_dtypes", "torch"},
+    "jax": {"numpy", "jax"},
 }
 ALWAYS_ELSEWHERE = {"numpy"}
 WHEN_NEEDED: dict[str, set[str]] = {
@@ -62,6 +64,8 @@ WHEN_NEEDED: dict[str, set[str]] = {
     "distributed.transports": {"cupy"},
     "cli.here": {"cupy"},
     "cli.demo": {"cupy"},
+    "torch": {"cupy"},
+    "jax": {"cupy"},
 }
 FOR_TYPES = {"typing_extensions"}  # for a type checker
 

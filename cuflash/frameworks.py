@@ -1,0 +1,136 @@
+"""What `cuflash.torch` and `cuflash.jax` share: a pass with its options and the names of its arrays, and messages.
+
+`FlashAttention.forward`, `backward`, `jvp` and `backward_jvp` are closed under transposition up to second order. So a
+framework has one operator for each pass, and the derivative of an operator is made of operators. Results of an earlier
+pass that a later one takes (out and lse, tout and tlse) count as functions of the inputs there: what goes through them
+is part of the gradients of the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash.flash_attention import FlashAttention
+from cuflash.spec.inputs import INPUTS, NAMES, OPTIONAL_INPUTS
+
+OPTION_NAMES = tuple(inspect.signature(FlashAttention).parameters)
+_MOVABLE = (*INPUTS, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via))
+_FUNCTIONS = ("score", "mask")
+_kept = functools.lru_cache(maxsize=256, typed=True)(FlashAttention)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One pass of a `FlashAttention`, but for its arrays and random numbers.
+
+    `names` are those of the arrays, in order; `need` are those of the results of `backward` and `backward_jvp`.
+    """
+
+    attn: FlashAttention
+    names: tuple[str, ...]
+    need: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of those arrays that `FlashAttention.forward` takes, which come first."""
+        own = {*INPUTS, *NAMES, *self.attn.options.score_args}
+        return tuple(name for name in self.names if name in own)
+
+    @functools.cached_property
+    def movable(self) -> tuple[str, ...]:
+        """The names of those arrays that have gradients."""
+        own = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
+        return tuple(name for name in self.names if name in own)
+
+    @functools.cached_property
+    def token(self) -> str:
+        """The call as text, by which a compiled graph names it; `call_of` gives it back.
+
+        A graph may be kept for another process, where the text is enough to make the options again. It does not hold
+        the functions of a score or a mask: with these it names an object of this process.
+        """
+        options = {name: getattr(self.attn.options, name) for name in OPTION_NAMES if name not in _FUNCTIONS}
+        functions = self.attn.options.score, self.attn.options.mask_function
+        if functions != (None, None):
+            options["process"] = f"{_PROCESS}: {functions}"
+        token = json.dumps([options, self.names, self.need])
+        _calls.setdefault(token, self)
+        return token
+
+
+_PROCESS = uuid.uuid4().hex
+_calls: dict[str, Call] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def call(attn: FlashAttention, names: tuple[str, ...], need: tuple[str, ...] = ()) -> Call:
+    """The one call of an equal `FlashAttention` with such arrays and results."""
+    return Call(attn, names, need)
+
+
+def call_of(token: str) -> Call:
+    """The call that `Call.token` spells."""
+    found = _calls.get(token)
+    if found is None:
+        options, names, need = json.loads(token)
+        if "process" in options:
+            raise RuntimeError(
+                "score: got a graph that another process compiled, expected one of this process, which has the "
+                "function; compile again with an empty cache"
+            )
+        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+        found = _calls[token] = call(FlashAttention(**options), tuple(names), tuple(need))
+    return found
+
+
+def forward_call(attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any]) -> Call:
+    """The forward pass of an `attention` with options as keywords, or `attn` in place of these.
+
+    `names` are those of its arrays. What is left of the keywords is no array, and an option or wrong.
+    """
+    if attn is None:
+        for name, x in options.items():
+            if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
+                raise _keyword_error(name, x)
+        try:
+            attn = _kept(**options)
+        except TypeError:  # an option that has no hash, or is wrong
+            attn = FlashAttention(**options)
+    elif options:
+        name, x = next(iter(options.items()))
+        if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
+            raise _keyword_error(name, x)
+        raise TypeError(f"{name}: got it together with attn, expected one of them; give it to attn")
+    found = call(attn, names)
+    if len(found.inputs) != len(names):
+        unknown = next(name for name in names if name not in found.inputs)
+        raise TypeError(f"attention() got an unexpected keyword argument {unknown!r}")
+    return found
+
+
+def _keyword_error(name: str, x: object) -> TypeError:
+    if name in NAMES:
+        return TypeError(f"{name}: got {type(x).__name__}, expected an array of the library of q")
+    return TypeError(f"attention() got an unexpected keyword argument {name!r}")
+
+
+def third_order_error(what: str) -> NotImplementedError:
+    """The error for a derivative that no pass gives."""
+    return NotImplementedError(
+        f"attention: got a third derivative, {what}, expected at most second ones; take the difference of second "
+        "derivatives at q + h * tq and q - h * tq, divided by 2 * h, in float64"
+    )
+
+
+def forward_twice_error() -> NotImplementedError:
+    """The error for forward mode on top of forward mode, of which no pass is the derivative."""
+    return NotImplementedError(
+        "attention: got forward mode over forward mode, expected reverse mode for one of the two derivatives: forward "
+        "mode over reverse mode, as in jacfwd(jacrev(f)) and hessian(f), or reverse mode over forward mode"
+    )

@@ -1,0 +1,441 @@
+"""`cuflash.torch` on tensors in host memory: the oracle, derivatives up to second order, compilers and messages."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.frameworks import call
+from cuflash.testing.tangents import assert_tangents
+from tests.sampling import examples
+from tests.second_derivatives import FEATURES, movable, moved_by
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from cuflash.torch import _numpy_view, attention  # noqa: E402
+
+from_numpy = ct.through_dlpack(torch.from_dlpack)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def of_case(case):
+    """The tensors of a case, those with gradients as leaves, and the other keywords of a call."""
+    arrays = case.arrays(from_numpy)
+    inputs = {name: arrays[name] for name in ("q", "k", "v")} | ct.optional(arrays)
+    leaves = {name: inputs[name].requires_grad_() for name in movable(case) if name in inputs}
+    attn = cuflash.FlashAttention(**case.keywords)
+    return arrays, inputs, leaves, {"attn": attn, "return_lse": True} | case.random
+
+
+def to_numpy(x):
+    x = x.detach()
+    return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+# ---- the oracle ------------------------------------------------------------------------------------------------------
+
+STRIDES = ("contiguous", "padded", "transposed")  # PyTorch has no negative ones
+SMALL: dict[str, Any] = {
+    "strides": STRIDES,
+    "features": FEATURES,
+    "max_seqlen": 33,
+    "max_head_dim": 16,
+    "max_scores": 2**12,
+}
+
+
+@settings(max_examples=examples(100))
+@given(ct.cases(**SMALL))
+def test_results_and_gradients_are_those_of_the_passes(case):
+    """To the bit: of every option, and of those alone that are asked for."""
+    arrays, inputs, leaves, how = of_case(case)
+    out, lse = attention(**inputs, **how)
+    plain = case.arrays()
+    attn, given = how["attn"], {**ct.optional(plain), **case.random}
+    right = attn.forward(plain["q"], plain["k"], plain["v"], **given)
+    np.testing.assert_array_equal(to_numpy(out), right.out.astype(to_numpy(out).dtype))
+    np.testing.assert_array_equal(to_numpy(lse), right.lse)
+    cotangents = [arrays["dout"], arrays.get("dlse")]
+    found = torch.autograd.grad([out, lse][: 1 + case.dlse], list(leaves.values()), cotangents[: 1 + case.dlse])
+    dlse = {"dlse": plain["dlse"]} if case.dlse else {}
+    need = tuple(f"d{name}" for name in leaves)
+    expected = attn.backward(
+        plain["dout"], plain["q"], plain["k"], plain["v"], *right, need=need, **given, **dlse
+    )._asdict()
+    for name, x in zip(leaves, found, strict=True):
+        assert (x.shape, x.dtype) == (leaves[name].shape, leaves[name].dtype)
+        np.testing.assert_array_equal(to_numpy(x), expected[f"d{name}"].astype(to_numpy(x).dtype))
+
+
+@settings(max_examples=examples(60))
+@given(ct.cases(**SMALL), st.data())
+def test_tangents_by_the_oracle_rule(case, data):
+    """Forward mode, and forward mode over reverse mode."""
+    arrays, inputs, leaves, how = of_case(case)
+    drawn = data.draw(moved_by(case))
+    names = [name for name in drawn.names if name in leaves] or ["q"]  # numbers have no tensors
+    moved = replace(drawn, names=tuple(names))
+    fixed, tangents = {name: x.detach() for name, x in inputs.items()}, moved.arrays(case, from_numpy)
+    point = tuple(fixed[name] for name in names)
+    direction = tuple(tangents[f"t{name}"] for name in names)
+    cotangents = (arrays["dout"], *([arrays["dlse"]] if case.dlse else []))
+    of_cotangents = tuple(
+        tangents.get(name, torch.zeros_like(x)) for name, x in zip(("tdout", "tdlse"), cotangents, strict=False)
+    )
+
+    def f(*xs):
+        return attention(**(fixed | dict(zip(names, xs, strict=True))), **how)[: 1 + case.dlse]
+
+    def gradients(cotangents, *xs):
+        _, back = torch.func.vjp(f, *xs)
+        return back(cotangents)
+
+    (_, *_), tangent = torch.func.jvp(f, point, direction)
+    _, of_gradients = torch.func.jvp(gradients, (cotangents, *point), (of_cotangents, *direction))
+    results = {"tout": tangent[0]} | ({"tlse": tangent[1]} if case.dlse else {})
+    results |= {f"td{name}": x for name, x in zip(names, of_gradients, strict=True)}
+    assert_tangents(case, moved, {name: _numpy_view(x) for name, x in results.items()})
+
+
+# ---- derivatives by differences --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal, softcap": {"causal": True, "softcap": 2.0},
+    "mask, bias, sinks, GQA, dropout": {
+        "mask": True,
+        "bias": True,
+        "sinks": True,
+        "dropout": 0.25,
+        "seed": 3,
+        "offset": 1,
+    },
+    "window, slopes, layout": {"window": (3, 1), "alibi_slopes": True, "layout": "bshd"},
+    "lengths": {"kv_lengths": True},
+    "block mask": {"block_mask": True, "block_size": 16},
+    "varlen": {"cu_seqlens": True, "causal": True},
+    "score": {"score": True},
+}
+
+
+def problem(options):
+    """Leaves by name and what else a call takes, in float64."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=random)
+
+    given = dict(options)
+    heads = 4, 2
+    if given.pop("cu_seqlens", False):
+        starts = torch.tensor([0, 2, 2, 5])
+        given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        leaves = {"q": normal(4, 5, 3), "k": normal(2, 5, 3), "v": normal(2, 5, 2)}
+    else:
+        leaves = {"q": normal(2, 4, 5, 3), "k": normal(2, 2, 6, 3), "v": normal(1, 2, 6, 2)}
+    if given.get("layout") == "bshd":
+        leaves = {name: x.transpose(-2, -3) for name, x in leaves.items()}
+    leaves |= {"bias": normal(4, 5, 6)} if given.pop("bias", False) else {}
+    leaves |= {"sinks": normal(heads[0])} if given.pop("sinks", False) else {}
+    leaves |= {"alibi_slopes": normal(heads[0])} if given.pop("alibi_slopes", False) else {}
+    if given.pop("mask", False):
+        given["mask"] = normal(5, 6) > -1
+    if given.pop("kv_lengths", False):
+        given["kv_lengths"] = torch.tensor([6, 3])
+    if given.pop("block_mask", False):
+        given["block_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    if given.pop("score", False):
+        given["score"] = lambda s, i, j, *, head, gamma, shift: s + gamma[head] * cuflash.tanh(s * shift[i] + j)
+        leaves |= {"gamma": normal(heads[0]), "shift": normal(5)}
+    return {name: x.requires_grad_() for name, x in leaves.items()}, given
+
+
+def function_of(leaves, given):
+    def f(*xs):
+        return attention(**dict(zip(leaves, xs, strict=True)), **given, return_lse=True)
+
+    return f, tuple(leaves.values())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_first_and_second_derivatives(name):
+    """Reverse and forward mode, reverse over reverse and forward over reverse, of out and of lse."""
+    f, xs = function_of(*problem(OPTIONS[name]))
+    how = {"fast_mode": True}
+    assert torch.autograd.gradcheck(f, xs, check_forward_ad=True, **how)
+    assert torch.autograd.gradgradcheck(f, xs, check_fwd_over_rev=True, **how)
+
+
+def test_second_derivatives_in_any_order():
+    """Reverse over forward, of which the pass is `jvp_backward`, is the Hessian; and the Hessian is its own transpose,
+    which `torch.autograd.functional.hvp` takes."""
+    f, xs = function_of(*problem(OPTIONS["mask, bias, sinks, GQA, dropout"]))
+    xs = tuple(x.detach() for x in xs)
+
+    def loss(*xs):
+        out, lse = f(*xs)
+        return (out**3).sum() + lse.sin().sum()
+
+    every = tuple(range(len(xs)))
+    direction = tuple(torch.randn_like(x) for x in xs)
+    gradient = torch.func.grad(loss, every)
+    right = torch.func.jvp(gradient, xs, direction)[1]
+    over_forward = torch.func.grad(lambda *xs: torch.func.jvp(loss, xs, direction)[1], every)(*xs)
+    of_tangents = torch.func.grad(lambda *t: torch.func.jvp(loss, xs, t)[1], every)(*direction)
+    by_vjp = torch.func.vjp(gradient, *xs)[1](direction)
+    for found, expected in (
+        (over_forward, right),
+        (of_tangents, gradient(*xs)),
+        (by_vjp, right),
+        (torch.autograd.functional.hvp(loss, xs, direction)[1], right),
+        (torch.autograd.functional.vhp(loss, xs, direction)[1], right),
+    ):
+        for got, x in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, x, rtol=1e-10, atol=1e-12)
+    columns = torch.func.hessian(lambda q: loss(q, *xs[1:]))(xs[0])
+    torch.testing.assert_close(columns, columns.flatten(4).flatten(0, 3).T.reshape(columns.shape))
+
+
+def test_linear_parts_of_second_derivatives():
+    """Tangents of dout alone, and tangents of tangents alone."""
+    f, xs = function_of(*problem(OPTIONS["causal, softcap"]))
+    xs = tuple(x.detach() for x in xs)
+    t, u = (tuple(torch.randn_like(x) for x in xs) for _ in range(2))
+    out, back = torch.func.vjp(f, *xs)
+    dout, tdout = (tuple(torch.randn_like(x) for x in out) for _ in range(2))
+    torch.testing.assert_close(torch.func.jvp(lambda *d: back(d), dout, tdout)[1], back(tdout))
+    found = torch.func.jvp(lambda *t: torch.func.jvp(f, xs, t)[1], t, u)
+    torch.testing.assert_close(found[1], torch.func.jvp(f, xs, u)[1])
+
+    def product(t):
+        return torch.func.vjp(lambda *xs: torch.func.vjp(f, *xs)[1](dout), *xs)[1](t)
+
+    torch.testing.assert_close(torch.func.jvp(product, (t,), (u,)), (product(t), product(u)))
+
+
+@pytest.mark.parametrize(
+    ("derivative", "words"),
+    [
+        (lambda f, x: torch.func.grad(lambda x: torch.func.hessian(f)(x).sum())(x), "third derivative.* h, in float64"),
+        (lambda f, x: torch.func.jacrev(torch.func.jacrev(torch.func.jacrev(f)))(x), "third derivative"),
+        (lambda f, x: torch.func.jacfwd(torch.func.jacfwd(f))(x), r"forward mode over forward.* jacfwd\(jacrev\(f\)\)"),
+        (
+            lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+            r"vectorize=True.* torch\.func\.jacrev",
+        ),
+    ],
+)
+def test_what_no_pass_gives_is_refused(derivative, words):
+    x = torch.randn(2, 3, 2, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=f"^attention: got .*{words}"):
+        derivative(lambda x: (attention(x, x, x) ** 2).sum(), x)
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mask, bias, sinks, GQA, dropout", "varlen", "score"])
+def test_vmap_is_a_loop(name):
+    leaves, given = problem(OPTIONS[name])
+    f, xs = function_of(leaves, given)
+    many = tuple(torch.randn(3, *x.shape, dtype=x.dtype) for x in xs)
+    moved = tuple(x.movedim(0, -1) if n == 0 else x for n, x in enumerate(many))
+    found = torch.func.vmap(f, in_dims=(-1, *(0,) * (len(xs) - 1)))(*moved)
+    for entry in range(3):
+        right = f(*(x[entry] for x in many))
+        torch.testing.assert_close(tuple(x[entry] for x in found), right, rtol=0, atol=0)
+    of_each = torch.func.vmap(torch.func.grad(lambda q: f(q, *(x[0] for x in many[1:]))[0].sum()))(many[0])
+    right = torch.func.grad(lambda q: f(q, *(x[0] for x in many[1:]))[0].sum())(many[0][1])
+    torch.testing.assert_close(of_each[1], right)
+
+
+def test_vmap_does_not_draw_other_numbers():
+    x = torch.randn(3, 2, 4, 4)
+    with pytest.raises(NotImplementedError, match=r"^dropout: got randomness='different'.* batch axis of q"):
+        torch.func.vmap(lambda x: attention(x, x, x, dropout=0.5, seed=1), randomness="different")(x)
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+
+
+def compiled_and_not(f, xs, backend, **how):
+    """Results and gradients of a function, compiled and not."""
+    torch.compiler.reset()
+    for g in (torch.compile(f, backend=backend, fullgraph=True, **how), f):
+        out = g(*xs)
+        yield (out, *torch.autograd.grad(out.sin().sum(), xs))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_compiled_function_is_one_graph(name):
+    leaves, given = problem(OPTIONS[name])
+    if "score" in given:  # a function is traced once, outside
+        given["attn"] = cuflash.FlashAttention(score=given.pop("score"))
+    xs = tuple(leaves.values())
+
+    def f(*xs):
+        return attention(**dict(zip(leaves, xs, strict=True)), **given) * 2
+
+    compiled, right = compiled_and_not(f, xs, "aot_eager")
+    torch.testing.assert_close(compiled, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_function_takes_other_lengths_and_seeds():
+    attn = cuflash.FlashAttention(dropout=0.5, causal=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def f(q, k, v, seed):
+        return attention(q, k, v, attn=attn, seed=seed, offset=1)
+
+    for length, seed in ((5, 1), (9, 2), (12, 2**63 - 1)):
+        q, k, v = torch.randn(3, 2, length, 8)
+        right = attention(q, k, v, attn=attn, seed=seed, offset=1)
+        torch.testing.assert_close(f(q, k, v, seed), right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_compiles_the_operators(dtype):
+    xs = tuple(x.to(dtype).requires_grad_() for x in torch.randn(3, 2, 7, 8))
+    compiled, right = compiled_and_not(lambda q, k, v: attention(q, k, v, causal=True), xs, "inductor")
+    torch.testing.assert_close(compiled, right)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward", "jvp", "backward_jvp"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_operators_keep_their_promises(which, layout):
+    """`torch.library.opcheck`: what they say about shapes, aliases and derivatives is so."""
+    attn = cuflash.FlashAttention(layout=layout)
+    q, k, v, tk = (torch.randn(2, 3, 3, 4) for _ in range(4))
+    given = {"q": q, "k": k[0], "v": v}
+    out, lse = attn.forward(**given)
+    results = attn.jvp(**given, tk=tk[0])._asdict()
+    arrays = {
+        "forward": given,
+        "backward": given | {"dout": q, "out": out, "lse": lse},
+        "jvp": given | {"tk": tk[0]},
+        "backward_jvp": given | {"tk": tk[0], "dout": q} | results,
+    }[which]
+    need = {"backward": ("dq", "dk"), "backward_jvp": ("tdq", "tdv")}.get(which, ())
+    operator = getattr(torch.ops.cuflash, which).default
+    arguments = list(arrays.values()), call(attn, tuple(arrays), need).token, None, None
+    found = torch.library.opcheck(operator, arguments)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+SHAPES = [((5, 4), (6, 4)), ((1, 5, 4), (6, 4)), ((5, 4), (1, 6, 4)), ((7, 1, 2, 5, 4), (3, 2, 6, 4))]
+
+
+@pytest.mark.parametrize(("q", "k"), SHAPES)
+def test_a_compiler_knows_the_shapes(q, k):
+    q, k = torch.randn(q), torch.randn(k)
+    out, lse = torch.compile(lambda q, k: attention(q, k, k, return_lse=True), backend="aot_eager")(q, k)
+    right = attention(q, k, k, return_lse=True)
+    torch.testing.assert_close((out, lse), right)
+
+
+OF_ANOTHER_PROCESS = """
+import sys
+from cuflash.frameworks import call_of
+print(call_of(sys.argv[1]).attn)
+call_of(sys.argv[2])
+"""
+
+
+def test_a_graph_of_another_process_has_its_options():
+    attn = cuflash.FlashAttention(causal="top_left", window=(3, None), scale=0.1, block_size=(16, 32))
+    scored = cuflash.FlashAttention(score=lambda s, i, j: s + i)
+    tokens = [call(x, ("q", "k", "v")).token for x in (attn, scored)]
+    command = [sys.executable, "-c", OF_ANOTHER_PROCESS, *tokens]
+    other = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert other.stdout.strip() == repr(attn)
+    assert "RuntimeError: score: got a graph that another process compiled" in other.stderr
+
+
+# ---- autocast, arguments ---------------------------------------------------------------------------------------------
+
+
+def test_autocast_casts_as_pytorch_does():
+    q, k, v, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8).half(), torch.randn(2, 5, 8), torch.randn(2, 5, 5)
+    sinks = torch.randn(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q.requires_grad_(), k, v, bias=bias, sinks=sinks)
+        right = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == right.dtype == torch.bfloat16
+    expected = attention(*(x.bfloat16() for x in (q, k, v)), bias=bias, sinks=sinks)
+    assert torch.equal(out, expected)
+    out.float().sum().backward()
+    assert q.grad.dtype == sinks.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+def test_no_copy_is_made_of_arguments(monkeypatch):
+    seen = {}
+
+    def forward(self, *, seed, offset, **arrays):
+        seen.update(arrays)
+        return np.zeros(1), np.zeros(1)
+
+    monkeypatch.setattr(cuflash.FlashAttention, "forward", forward)
+    q, k, v = (torch.randn(2, 4, 8).mT.to(torch.bfloat16) for _ in range(3))
+    attention(q, k, v)
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        assert seen[name].ctypes.data == x.data_ptr() and seen[name].dtype.name == "bfloat16"
+
+
+X = torch.randn(2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"k": X.numpy()}, TypeError, r"k: got ndarray, expected a torch\.Tensor"),
+        ({"k": X.to("meta")}, TypeError, "k: got a tensor on meta, expected one on cpu as q is"),
+        ({"mask": np.ones((4, 4), bool)}, TypeError, "mask: got ndarray, expected an array of the library of q"),
+        ({"is_causal": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'is_causal'"),
+        ({"gamma": X}, TypeError, r"attention\(\) got an unexpected keyword argument 'gamma'"),
+        ({"out": X}, TypeError, r"attention\(\) got an unexpected keyword argument 'out'"),
+        ({"attn": cuflash.FlashAttention(), "causal": True}, TypeError, "causal: got it together with attn"),
+        ({"causal": "yes"}, ValueError, "causal: got 'yes'"),
+        ({"k": X.double()}, TypeError, "k: got dtype float64"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks: got shape"),
+    ],
+)
+def test_wrong_arguments_are_named(keywords, error, words):
+    with pytest.raises(error, match=f"^{words}"):
+        attention(**{"q": X, "k": X, "v": X} | keywords)
+
+
+def test_lazy_tensors_are_made_plain():
+    negative = torch.complex(X, X).conj().imag
+    assert negative.is_neg()
+    assert torch.equal(attention(X, negative, X), attention(X, -X, X))
+
+
+def test_fp8_and_pages():
+    k8 = X.to(torch.float8_e4m3fn)
+    scale = torch.ones(())
+    out = attention(X.bfloat16(), k8, k8, k_scale=scale, v_scale=scale)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), attention(X, k8.float(), k8.float()), atol=0.1, rtol=0.1)
+    pages = torch.randn(3, 2, 16, 8)
+    table, lengths = torch.tensor([[2, 0]]), torch.tensor([20])
+    keys = pages[[2, 0]].transpose(0, 1).reshape(1, 2, 32, 8)
+    paged = {"block_table": table, "kv_lengths": lengths}
+    compiled = torch.compile(lambda q: attention(q, pages, pages, **paged), backend="aot_eager", fullgraph=True)
+    right = attention(X[None], keys, keys, kv_lengths=lengths)
+    torch.testing.assert_close(attention(X[None], pages, pages, **paged), right)
+    torch.testing.assert_close(compiled(X[None]), right)
+    with pytest.raises(NotImplementedError, match=r"^block_table: .* gather the pages"):
+        attention(X[None].clone().requires_grad_(), pages, pages, **paged).sum().backward()
