@@ -21,7 +21,7 @@ from cuflash.functional import (
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
-from cuflash.shards.merge import MergeGradients, MergeResult, merge, merge_backward
+from cuflash.shards.merge import MergeGradients, MergeGradientTangents, MergeResult, merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
 from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult
 from cuflash.spec.streamed import streamed
@@ -36,6 +36,7 @@ __all__ = [
     "Gradients",
     "JvpGradients",
     "JvpResult",
+    "MergeGradientTangents",
     "MergeGradients",
     "MergeResult",
     "Quantized",

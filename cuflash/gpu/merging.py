@@ -38,34 +38,71 @@ def add(result: Array, partials: Sequence[Array]) -> None:
     _launch("add", (result,), partials, partial=partials[0], result=result, partials=len(partials))
 
 
-def merge(out: Array, lse: Array, outs: Sequence[Array], lses: Sequence[Array]) -> None:
-    """Fill out and lse with the merge of partial results.
+class Tangents(NamedTuple):
+    """The tangents of merged results, to be filled, and of partial ones."""
+
+    tout: Array
+    tlse: Array
+    touts: Sequence[Array]
+    tlses: Sequence[Array]
+
+
+def merge(
+    out: Array, lse: Array, outs: Sequence[Array], lses: Sequence[Array], tangents: Tangents | None = None
+) -> None:
+    """Fill out and lse with the merge of partial results, and their tangents if there are any.
 
     lse may be pairs, on a last axis: lse, and what its rounding leaves of it. That of the result is so if it has that
     axis, too.
     """
-    outs, lses = list(outs), list(lses)
-    if len(outs) > MOST_MERGED:
-        outs = [x.astype(lses[0].dtype, copy=False) for x in outs]
-    while len(outs) > MOST_MERGED:
-        merged = _empty_like(outs[0]), _empty_like(lses[0])
-        merge(*merged, outs[:MOST_MERGED], lses[:MOST_MERGED])
-        outs[:MOST_MERGED], lses[:MOST_MERGED] = merged[:1], merged[1:]
+    partials = [list(x) for x in (outs, lses, *(tangents[2:] if tangents else ()))]
+    most = MOST_MERGED // 2 if tangents else MOST_MERGED
+    if len(partials[0]) > most:  # several are merged first, and not rounded
+        partials = [[x.astype(lses[0].dtype, copy=False) for x in own] for own in partials]
+    while len(partials[0]) > most:
+        of_merged = [_empty_like(own[0]) for own in partials]
+        some = [own[:most] for own in partials]
+        of_tangents = Tangents(*of_merged[2:], *some[2:]) if tangents else None
+        merge(of_merged[0], of_merged[1], some[0], some[1], of_tangents)
+        for own, x in zip(partials, of_merged, strict=True):
+            own[:most] = [x]
+    outs, lses, *others = partials
     has_lse_rest, stores_lse_rest = (x.ndim == out.ndim for x in (lses[0], lse))
-    defines = {"HAS_LSE_REST": int(has_lse_rest), "STORES_LSE_REST": int(stores_lse_rest)}
+    defines = {
+        "HAS_LSE_REST": int(has_lse_rest),
+        "HAS_TANGENTS": int(tangents is not None),
+        "STORES_LSE_REST": int(stores_lse_rest),
+    }
     lses, lse = [x[..., 0] if has_lse_rest else x for x in lses], lse[..., 0] if stores_lse_rest else lse
-    _launch("merge", (out, lse), (*outs, *lses), partial=outs[0], result=out, partials=len(outs), flags=defines)
+    results = (out, lse, *(tangents[:2] if tangents else ()))
+    reads = (*outs, *lses, *(x for own in others for x in own))
+    _launch("merge", results, reads, partial=outs[0], result=out, partials=len(outs), flags=defines)
 
 
-def softmax_step(row_max: Array, row_sum: Array, factor: Array, weight: Array, lse: Array) -> None:
-    """Take a partial lse into account: updates row_max and row_sum, fills factor (of what was added) and weight."""
-    rows = [x[..., None] for x in (row_max, row_sum, factor, weight, lse)]
-    _launch("softmax_step", rows[:4], rows[4:], partial=lse, result=lse, reads_results=True)
+def softmax_step(
+    row_max: Array, row_sum: Array, factor: Array, weight: Array, lse: Array, tangents: Sequence[Array] = ()
+) -> None:
+    """Take a partial lse into account: updates row_max and row_sum, fills factor (of what was added) and weight.
+
+    `tangents` are those of lse so far, which is updated; two arrays for by how much this, and that of the partial
+    result, lie above the new one; and that of the partial result.
+    """
+    results, reads = [row_max, row_sum, factor, weight, *tangents[:3]], [lse, *tangents[3:]]
+    results, reads = ([x[..., None] for x in own] for own in (results, reads))
+    flags = {"HAS_TANGENTS": int(bool(tangents))}
+    _launch("softmax_step", results, reads, partial=lse, result=lse, reads_results=True, flags=flags)
 
 
-def rescale_and_add(total: Array, out: Array, factor: Array, weight: Array) -> None:
-    """``total = factor * total + weight * out``, where out without weight counts for nothing."""
-    _launch("rescale_and_add", (total,), (out, factor, weight), partial=out, result=total, reads_results=True)
+def rescale_and_add(total: Array, out: Array, factor: Array, weight: Array, tangents: Sequence[Array] = ()) -> None:
+    """``total = factor * total + weight * out``, where out without weight counts for nothing.
+
+    `tangents` are those of what was added and of out, and what `softmax_step` fills with how far tangents of lse lie
+    above the new one.
+    """
+    totals, partials, factors = (total, *tangents[:1]), (out, *tangents[1:2]), (factor, weight, *tangents[2:])
+    flags = {"HAS_TANGENTS": int(bool(tangents))}
+    reads = (*partials, *factors)
+    _launch("rescale_and_add", totals, reads, partial=out, result=total, reads_results=True, flags=flags)
 
 
 def normalize(out: Array, lse: Array, total: Array, row_max: Array, row_sum: Array) -> None:
@@ -85,6 +122,20 @@ def merge_backward(
     """Fill own_dout and own_dlse with the gradients of one of the partial results that were merged to out and lse."""
     reads = (dout, own_out, out, own_lse, lse, *([] if dlse is None else [dlse]))
     _launch("merge_backward", (own_dout, own_dlse), reads, partial=out, result=out, by_row=True, flags=_has(dlse))
+
+
+def merge_backward_tangents(
+    own_tdout: Array, own_tdlse: Array, reads: Sequence[Array], dlse: Any, tdlse: Any, tdout: Any
+) -> None:
+    """Fill own_tdout and own_tdlse with the tangents of what `merge_backward` fills.
+
+    `reads` are dout, the outs of this partial result and of all, their tangents, both lses and their tangents.
+    """
+    optional = {"DLSE": dlse, "TDLSE": tdlse, "TDOUT": tdout}
+    flags = {f"HAS_{name}": int(x is not None) for name, x in optional.items()}
+    reads = (*reads, *(x for x in optional.values() if x is not None))
+    out = reads[2]
+    _launch("merge_backward_tangents", (own_tdout, own_tdlse), reads, partial=out, result=out, by_row=True, flags=flags)
 
 
 def _empty_like(array: Array) -> Array:
@@ -230,6 +281,9 @@ def kernel_spec(
         "AXES": axes,
         "HAS_DLSE": 0,
         "HAS_LSE_REST": 0,
+        "HAS_TANGENTS": 0,
+        "HAS_TDLSE": 0,
+        "HAS_TDOUT": 0,
         "INDEX": "u32" if layout.threads + THREADS < 2**32 else "u64",
         "KERNEL_NAME": name,
         "LANES": layout.lanes,

@@ -4,8 +4,12 @@ Split i of the keys has out_i and lse_i; its fraction of the row sum of all keys
 
     lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
 
-which is the step of online softmax (Milakov and Gimelshein 2018) for any number of splits, in any order. Arrays of
-NumPy are merged by these formulas, arrays of CuPy by kernels/helpers/merge.cu.
+which is the step of online softmax (Milakov and Gimelshein 2018) for any number of splits, in any order. Tangents of
+the results of splits are merged by the derivative of this, with w_i = exp(lse_i - lse):
+
+    tlse = sum_i w_i tlse_i,    tout = sum_i w_i (tout_i + (tlse_i - tlse) out_i)
+
+Arrays of NumPy are merged by these formulas, arrays of CuPy by kernels/helpers/merge.cu.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -22,8 +26,10 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
 from cuflash.gpu import merging
+from cuflash.gpu.merging import Tangents
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
+from cuflash.spec.results import JvpResult
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
@@ -42,7 +48,37 @@ class MergeGradients(NamedTuple):
     dlses: tuple[Array, ...]
 
 
-def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd", "bshd"] = "bhsd") -> MergeResult:
+class MergeGradientTangents(NamedTuple):
+    """The result of `merge_backward` with tangents: gradients for every split, and their tangents."""
+
+    douts: tuple[Array, ...]
+    dlses: tuple[Array, ...]
+    tdouts: tuple[Array, ...]
+    tdlses: tuple[Array, ...]
+
+
+# fmt: off
+@overload
+def merge(
+    outs: Sequence[Array], lses: Sequence[Array], *, touts: None = None, tlses: None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> MergeResult: ...
+@overload
+def merge(
+    outs: Sequence[Array], lses: Sequence[Array], *, touts: Sequence[Array], tlses: Sequence[Array],
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> JvpResult: ...
+# fmt: on
+
+
+def merge(
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    *,
+    touts: Sequence[Array] | None = None,
+    tlses: Sequence[Array] | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> MergeResult | JvpResult:
     """Attention over all keys from attention over splits of them: ``out = sum_i exp(lse_i - lse) * out_i``.
 
     The result is exact for splits of any lengths: over devices, calls or pages, or into keys
@@ -55,15 +91,17 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     lses : sequence of array
         One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). If the lse of a row is -inf,
         because the row attends to no key of the split, the split has no weight in this row, whatever its out is.
+    touts, tlses : sequence of array, optional
+        The tangents that `FlashAttention.jvp` returned for the splits with outs and lses: like these, both or neither.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of the outs.
 
     Returns
     -------
-    MergeResult
-        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that attends to no key of any split
-        has out = 0 and lse = -inf. Sums are in the dtype of lse, over the splits in order, so they are bitwise
-        repeatable.
+    MergeResult or JvpResult
+        ``out`` and ``lse``, arrays of the same shapes, dtypes and library, and with tangents ``tout`` and ``tlse``. A
+        row that attends to no key of any split has out = 0 and lse = -inf, and tangents of 0. Sums are in the dtype of
+        lse, over the splits in order, so they are bitwise repeatable.
 
     Raises
     ------
@@ -72,7 +110,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
 
     Notes
     -----
-    Give a learnable sink to `FlashAttention.forward` for one of the splits only.
+    Give a learnable sink, and its tangent, to one of the splits only.
 
     lse is all that says what a split weighs, and it is rounded: in rows of large lse the weights of splits have the
     error of half a unit in its last place, 2^-10 at an lse of 3e4 in float32, and at -1e9, as where a finite mask hides
@@ -95,31 +133,57 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     >>> np.allclose(out, cuflash.attention(q, k, v))
     True
     """
-    names = _names_of(outs, lses)
-    given = dict(zip(names, (*outs, *lses), strict=True))
-    imported = array_imports.import_arguments(given, required=names)
+    groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses)}
+    names, given = _by_name(groups)
+    imported = array_imports.import_arguments(given, required=tuple(given))
     arrays = imported.arrays
-    partials, partial_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
-    rows = _check_partials(arrays, names[0], layout)
+    rows = _check_partials(arrays, names[0][0], layout)
+    ordered = rows.all_in_order(arrays)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        out, lse = (xp.empty(x.shape, x.dtype) for x in (partials[0], partial_lses[0]))
-        merge_into(partials, [rows.in_order(x) for x in partial_lses], out, rows.in_order(lse))
-    return MergeResult(*(imported.export(x, None) for x in (out, lse)))
+        results = {
+            of_splits[0]: xp.empty(arrays[of_splits[0]].shape, arrays[of_splits[0]].dtype) for of_splits in names
+        }
+        out, lse, *of_tangents = rows.all_in_order(results).values()
+        partials = [[ordered[name] for name in of_splits] for of_splits in names]
+        tangents = Tangents(*of_tangents, *partials[2:]) if of_tangents else None
+        merge_into(partials[0], partials[1], out, lse, tangents=tangents)
+    exported = (imported.export(x, None) for x in results.values())
+    return MergeResult(*exported) if tangents is None else JvpResult(*exported)
 
 
-def _merged(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """out and lse of all splits, in the dtype of lse."""
+def _fractions(lses: Sequence[Array]) -> tuple[list[Array], Array]:
+    """The fraction of the row sum that each split has, and lse of all splits, in the dtype of lse."""
     largest = functools.reduce(np.maximum, lses)
     largest = np.where(largest == -np.inf, np.zeros_like(largest), largest)
     weights = [np.exp(partial_lse - largest) for partial_lse in lses]
     total = sum(weights)
     lse = largest + np.log(total)
     total = np.where(total == 0, 1, total)
-    out = sum(
-        np.where(weight[..., None] == 0, 0, (weight / total)[..., None] * x.astype(lse.dtype))
-        for x, weight in zip(outs, weights, strict=True)
+    return [weight / total for weight in weights], lse
+
+
+def _weighted_sum(fractions: Sequence[Array], partials: Iterable[Array]) -> Array:
+    """The sum of partial results by their fractions."""
+    return sum(_weighted(fraction, x) for fraction, x in zip(fractions, partials, strict=True))
+
+
+def _weighted(fraction: Array, partial: Array) -> Array:
+    """A weighted partial result; one without weight counts for nothing, whatever it is."""
+    fraction = fraction if fraction.ndim == partial.ndim else fraction[..., None]
+    return np.where(fraction == 0, 0, fraction * partial)
+
+
+def _tangents_of(
+    fractions: Sequence[Array], outs: Sequence[Array], tangents: Tangents, dtype: Any
+) -> tuple[Array, ...]:
+    """tout and tlse of all splits, in a dtype of sums."""
+    tlses = [x.astype(dtype, copy=False) for x in tangents.tlses]
+    tlse = _weighted_sum(fractions, tlses)
+    moved = (
+        tout.astype(dtype) + (own - tlse)[..., None] * out.astype(dtype)
+        for tout, own, out in zip(tangents.touts, tlses, outs, strict=True)
     )
-    return out, lse
+    return _weighted_sum(fractions, moved), tlse
 
 
 def merge_into(
@@ -128,6 +192,7 @@ def merge_into(
     out: Array,
     lse: Array,
     sums: Sequence[Array | None] = (),
+    tangents: Tangents | None = None,
 ) -> None:
     """Merge partial results in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have
     any dtype.
@@ -140,15 +205,23 @@ def merge_into(
         lses, sums = [x[..., 0] for x in lses], [row_sums.of_pairs(x) for x in lses]
     if isinstance(out, np.ndarray):
         with np.errstate(all="ignore"):
-            out[...], lse[...] = _merged(outs, lses)
+            fractions, lse[...] = _fractions(lses)
+            out[...] = _weighted_sum(fractions, (x.astype(lse.dtype) for x in outs))
+            if tangents is not None:
+                tangents.tout[...], tangents.tlse[...] = _tangents_of(fractions, outs, tangents, lse.dtype)
             if any(x is not None for x in sums):
-                _merge_large(outs, lses, out, lse, sums)
+                _merge_large(outs, lses, out, lse, sums, tangents)
         return
-    merging.merge(out, lse, outs, lses)
+    merging.merge(out, lse, outs, lses, tangents)
 
 
 def _merge_large(
-    outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, sums: Sequence[Array | None]
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    out: Array,
+    lse: Array,
+    sums: Sequence[Array | None],
+    tangents: Tangents | None,
 ) -> None:
     """Merge the rows again in which the lse of some split is large."""
     rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
@@ -157,13 +230,27 @@ def _merge_large(
         row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
     ]
     found, weights = row_sums.merged(partials)
-    out[rows] = sum(_weighted(weight, x[rows]) for weight, x in zip(weights, outs, strict=True))
+    outs = [x[rows] for x in outs]
+    out[rows] = _weighted_sum(weights, outs)
     lse[rows] = row_sums.lse_of(found)
+    if tangents is not None:
+        of_rows = Tangents(*tangents[:2], *([x[rows] for x in own] for own in tangents[2:]))
+        tangents.tout[rows], tangents.tlse[rows] = _tangents_of(weights, outs, of_rows, np.float64)
 
 
-def _weighted(weights: Array, out: Array) -> Array:
-    """A weighted partial output, in float64; one without weight counts for nothing, whatever it is."""
-    return np.where(weights[..., None] == 0, 0, weights[..., None] * out)
+# fmt: off
+@overload
+def merge_backward(
+    dout: Array, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, *, dlse: Array | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> MergeGradients: ...
+@overload
+def merge_backward(
+    dout: Array, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, *, dlse: Array | None = None,
+    touts: Sequence[Array], tlses: Sequence[Array], tout: Array, tlse: Array, tdout: Array | None = None,
+    tdlse: Array | None = None, layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> MergeGradientTangents: ...
+# fmt: on
 
 
 def merge_backward(
@@ -174,8 +261,14 @@ def merge_backward(
     lse: Array,
     *,
     dlse: Array | None = None,
+    touts: Sequence[Array] | None = None,
+    tlses: Sequence[Array] | None = None,
+    tout: Array | None = None,
+    tlse: Array | None = None,
+    tdout: Array | None = None,
+    tdlse: Array | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeGradients:
+) -> MergeGradients | MergeGradientTangents:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to the arguments of `merge`.
 
     They are what `FlashAttention.backward` of each split takes as dout and dlse::
@@ -193,13 +286,21 @@ def merge_backward(
         As `merge` returned them.
     dlse : array, optional
         Gradient with respect to lse, of its shape and dtype, if anything was computed from lse.
+    touts, tlses : sequence of array, optional
+        The tangents that `merge` took; with them, the tangents of the gradients are computed, too.
+    tout, tlse : array, optional
+        The tangents that `merge` returned, with touts and tlses.
+    tdout, tdlse : array, optional
+        Tangents of dout and dlse, zero if not given.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of dout, the outs and out.
 
     Returns
     -------
-    MergeGradients
-        ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a split is -inf.
+    MergeGradients or MergeGradientTangents
+        ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a split is -inf. With
+        tangents also ``tdouts`` and ``tdlses``, their derivatives in the direction of the tangents, which
+        `FlashAttention.backward_jvp` of each split takes.
 
     Raises
     ------
@@ -211,7 +312,8 @@ def merge_backward(
     In rows of large lse, weights of splits have the error that `merge` has.
 
     If the splits are just the keys of one problem, there is a shorter way: `FlashAttention.backward` of each one with
-    the merged out and lse, and the unchanged dout, gives dk and dv of that split, and its partial dq.
+    the merged out and lse, and the unchanged dout, gives dk and dv of that split, and its partial dq. So does
+    `FlashAttention.backward_jvp` with the merged out, lse, tout and tlse.
 
     Examples
     --------
@@ -229,23 +331,31 @@ def merge_backward(
     >>> np.allclose(sum(dqs), attn.backward(dout, q, k, v, *attn.forward(q, k, v)).dq)
     True
     """
-    names = _names_of(outs, lses)
-    given = {"dout": dout, **dict(zip(names, (*outs, *lses), strict=True)), "out": out, "lse": lse, "dlse": dlse}
-    imported = array_imports.import_arguments(given, required=[name for name in given if name != "dlse"])
+    of_tangents = _tangents(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
+    if not of_tangents and (tdout is not None or tdlse is not None):
+        name = "tdlse" if tdout is None else "tdout"
+        raise type_error(name, "an array without other tangents", "touts, tlses, tout and tlse, too")
+    groups = {"outs": outs, "lses": lses} | {name: x for name, x in of_tangents.items() if name in ("touts", "tlses")}
+    merged = {"out": out, "lse": lse} | {name: x for name, x in of_tangents.items() if name not in groups}
+    optional = {"dlse": dlse, "tdout": tdout, "tdlse": tdlse}
+    names, of_splits = _by_name(groups)
+    given = {"dout": dout, **of_splits, **merged}
+    imported = array_imports.import_arguments(given | optional, required=tuple(given))
     arrays = {name: x for name, x in imported.arrays.items() if x is not None}
     rows = _check_partials(arrays, "out", layout)
-    partials, partial_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
-    douts, dlses = [], []
+    ordered = rows.all_in_order(arrays)
+    found = []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        dout, out, lse = arrays["dout"], arrays["out"], arrays["lse"]
-        dlse = arrays.get("dlse")
-        for x, partial_lse in zip(partials, partial_lses, strict=True):
-            own = xp.empty(x.shape, x.dtype), xp.empty(lse.shape, lse.dtype)
-            of_rows = [None if row is None else rows.in_order(row) for row in (own[1], partial_lse, lse, dlse)]
-            _merge_backward(own[0], of_rows[0], dout, x, out, *of_rows[1:])
-            douts.append(own[0])
-            dlses.append(own[1])
-    return MergeGradients(*(tuple(imported.export(x, None) for x in of_splits) for of_splits in (douts, dlses)))
+        for of_split in zip(*names, strict=True):
+            results = {name: xp.empty(arrays[name].shape, arrays[name].dtype) for name in of_split}
+            found.append(results.values())
+            into, own = tuple(rows.all_in_order(results).values()), [ordered[name] for name in of_split]
+            both = (ordered["dout"], own[0], ordered["out"], own[1], ordered["lse"], ordered.get("dlse"))
+            _merge_backward(into[0], into[1], *both)
+            if of_tangents:
+                _merge_backward_tangents(into, own, ordered)
+    exported = (tuple(imported.export(x, None) for x in own) for own in zip(*found, strict=True))
+    return MergeGradientTangents(*exported) if of_tangents else MergeGradients(*exported)
 
 
 def _merge_backward(
@@ -264,6 +374,30 @@ def _merge_backward(
     own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
 
 
+def _merge_backward_tangents(into: Sequence[Array], own: Sequence[Array], merged: Mapping[str, Array]) -> None:
+    """Fill the tangents of what `_merge_backward` filled: the last two of `into`, whose first one is read.
+
+    `own` are out, lse, tout and tlse of a split, `merged` arrays of all splits by name.
+    """
+    own_dout, _, own_tdout, own_tdlse = into
+    lse, optional = merged["lse"], [merged.get(name) for name in ("dlse", "tdlse", "tdout")]
+    if not isinstance(lse, np.ndarray):
+        both = (own[0], merged["out"], own[2], merged["tout"], own[1], lse, own[3], merged["tlse"])
+        merging.merge_backward_tangents(own_tdout, own_tdlse, (merged["dout"], *both), *optional)
+        return
+    dlse, tdlse, tdout = (np.zeros(1, lse.dtype) if x is None else x.astype(lse.dtype) for x in optional)
+    dout, out, tout, own_out, own_tout, rounded = (
+        x.astype(lse.dtype) for x in (merged["dout"], merged["out"], merged["tout"], own[0], own[2], own_dout)
+    )
+    weight = np.where(own[1] == -np.inf, 0, np.exp(own[1] - lse))
+    moved = np.where(weight == 0, 0, weight * (own[3] - merged["tlse"]))  # the tangent of the weight
+    own_tdout[...] = np.where(weight[..., None] == 0, 0, moved[..., None] * dout + weight[..., None] * tdout)
+    delta = (dout * out).sum(axis=-1) - dlse
+    tdelta = (dout * tout + tdout * out).sum(axis=-1) - tdlse
+    found = (rounded * own_tout + own_tdout.astype(lse.dtype) * own_out).sum(axis=-1)
+    own_tdlse[...] = np.where(weight == 0, 0, found - moved * delta - weight * tdelta)
+
+
 class RunningMerge:
     """Merges partial results one after the other, as they come: the same sums as in `merge`, in their order.
 
@@ -272,57 +406,89 @@ class RunningMerge:
     total : array
         (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which partial outputs are
         added.
-    scores : sequence of array, optional
-        (num_heads,) each, dtype of lse: scores of additional keys that every row attends to, and whose values are zero.
+    scores : sequence of (array, array or None), optional
+        (num_heads,) each, dtype of lse: scores of additional keys that every row attends to, and whose values are zero;
+        and their tangents.
+    tangent : array, optional
+        Like total: the array in which tangents of partial outputs are added, if results come with tangents. They are
+        sums about the tangent of lse so far, which moves with each partial result.
     """
 
-    def __init__(self, total: Array, scores: Sequence[Array] = ()) -> None:
-        self.total = total
+    def __init__(
+        self, total: Array, scores: Sequence[tuple[Array, Array | None]] = (), tangent: Array | None = None
+    ) -> None:
+        self.total, self.tangent = total, tangent
         self.xp = dlpack.module_of(total)
         self.largest = self.xp.full(total.shape[:3], -np.inf, total.dtype)  # of all lse up to here
         self.weight = self.xp.zeros(total.shape[:3], total.dtype)  # the sum of exp(lse - largest)
+        self.mean = None if tangent is None else self.xp.zeros(total.shape[:3], total.dtype)  # the tangent of lse
         total[...] = 0
-        for of_heads in scores:
-            lse = self.xp.empty_like(self.largest)
-            lse[...] = of_heads[:, None]
-            self._weigh(slice(None), lse)
+        if tangent is not None:
+            tangent[...] = 0
+        for of_heads, of_tangent in scores:
+            rows = [self.xp.zeros(total.shape[:3], total.dtype) for _ in ("lse", "tlse")]
+            rows[0][...] = of_heads[:, None]
+            if of_tangent is not None:
+                rows[1][...] = of_tangent[:, None]
+            self._weigh(slice(None), *rows[: 1 if tangent is None else 2])
 
-    def add(self, out: Array, lse: Array, rows: slice) -> None:
+    def add(self, out: Array, lse: Array, rows: slice, tout: Array | None = None, tlse: Array | None = None) -> None:
         """Add a partial result of some rows, in the dtype of lse."""
         total = self.total[:, :, rows]
-        factor, own_factor = (x[..., None] for x in self._weigh(rows, lse))
+        factor, own_factor, *shifts = self._weigh(rows, lse, *([] if tlse is None else [tlse]))
+        tangent = None if self.tangent is None else self.tangent[:, :, rows]
         if self.xp is not np:
-            merging.rescale_and_add(total, out, factor[..., 0], own_factor[..., 0])
+            merging.rescale_and_add(total, out, factor, own_factor, (tangent, tout, *shifts) if shifts else ())
             return
+        factor, own_factor, *shifts = (x[..., None] for x in (factor, own_factor, *shifts))
         with np.errstate(all="ignore"):
+            if tangent is not None:
+                tangent += shifts[0] * total
+                tangent *= factor
+                tangent += np.where(own_factor == 0, 0, own_factor * (tout + shifts[1] * out))
             total *= factor
             total += np.where(own_factor == 0, 0, own_factor * out)
 
-    def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
-        """Take a partial lse into account; returns the factors of the sum so far, and of the partial output."""
+    def _weigh(self, rows: slice, lse: Array, *tlse: Array) -> tuple[Array, ...]:
+        """Take a partial lse into account; returns the factors of the sum so far, and of the partial output.
+
+        With its tangent, returns how far the tangents of lse so far, and of the partial one, lie above the new one.
+        """
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
+        mean = None if self.mean is None else self.mean[:, :, rows]
         if self.xp is not np:
-            factor, own_factor = self.xp.empty_like(lse), self.xp.empty_like(lse)
-            merging.softmax_step(largest, weight, factor, own_factor, lse)
-            return factor, own_factor
+            found = tuple(self.xp.empty_like(lse) for _ in range(2 + 2 * len(tlse)))
+            of_tangents = (mean, *found[2:], *tlse) if tlse else ()
+            merging.softmax_step(largest, weight, found[0], found[1], lse, of_tangents)
+            return found
         with np.errstate(all="ignore"):
             top = np.maximum(largest, lse)
             offset = np.where(top == -np.inf, 0, top)
             factor, own_factor = np.exp(largest - offset), np.exp(lse - offset)
             largest[...], weight[...] = top, weight * factor + own_factor
-        return factor, own_factor
+            if mean is None:
+                return factor, own_factor
+            moved = mean + np.where(own_factor == 0, 0, own_factor / weight * (tlse[0] - mean))
+            shifts = mean - moved, tlse[0] - moved
+            mean[...] = moved
+        return factor, own_factor, *shifts
 
-    def finish(self, out: Array, lse: Array) -> None:
+    def finish(self, out: Array, lse: Array, tout: Array | None = None, tlse: Array | None = None) -> None:
         """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""
+        pairs = [(out, self.total)] if self.tangent is None else [(out, self.total), (tout, self.tangent)]
+        if tlse is not None:
+            tlse[...] = self.mean
         if self.xp is not np:
-            merging.normalize(out, lse, self.total, self.largest, self.weight)
+            for result, total in pairs:
+                merging.normalize(result, lse, total, self.largest, self.weight)
             return
         with np.errstate(all="ignore"):
             lse[...] = self.largest + np.log(self.weight)
             self.weight[self.weight == 0] = 1
-            np.divide(self.total, self.weight[..., None], out=self.total)
-        if out is not self.total:
-            out[...] = self.total
+            for result, total in pairs:
+                np.divide(total, self.weight[..., None], out=total)
+                if result is not total:
+                    result[...] = total
 
 
 class LargeRows:
@@ -335,34 +501,56 @@ class LargeRows:
     bound : float
         From which |lse| on rows are large.
     head_dim_v : int
-    scores : sequence of array, optional
+    scores : sequence of (array, array or None), optional
         As `RunningMerge` takes them.
 
     Such rows are rare, so that all of this is in host memory.
     """
 
-    def __init__(self, lse: Array, bound: float, head_dim_v: int, scores: Sequence[Array] = ()) -> None:
+    def __init__(
+        self, lse: Array, bound: float, head_dim_v: int, scores: Sequence[tuple[Array, Array | None]] = ()
+    ) -> None:
         lse = dlpack.on_host(lse)
         self.is_large = row_sums.is_large(lse, bound)
-        self.total = np.zeros((*lse.shape, head_dim_v))
+        self.total, self.tangent = np.zeros((*lse.shape, head_dim_v)), np.zeros((*lse.shape, head_dim_v))
+        self.mean = np.zeros(lse.shape)  # the tangent of lse
         self.sums = row_sums.to_fill(lse, bound)
-        for of_heads in scores:
+        for of_heads, tangent in scores:
             self.sums = row_sums.with_score(self.sums, dlpack.on_host(of_heads))
+            if tangent is not None:
+                self.mean[...] = dlpack.on_host(tangent)[:, None]
 
-    def add(self, sums: Array, rows: slice, out: Array | None = None) -> None:
-        """Add a partial result of some rows: the row sums that it has of large rows, and its out."""
+    def add(
+        self,
+        sums: Array,
+        rows: slice,
+        out: Array | None = None,
+        tout: Array | None = None,
+        tlse: Array | None = None,
+    ) -> None:
+        """Add a partial result of some rows: the row sums that it has of large rows, and its results."""
         large = self.is_large[:, :, rows]
-        so_far, total = self.sums[:, :, rows], self.total[:, :, rows]
-        found, (factor, weight) = row_sums.merged([so_far[large], sums[large]])
+        so_far = self.sums[:, :, rows]
+        found, fractions = row_sums.merged([so_far[large], sums[large]])
         so_far[large] = found
-        if out is not None:
-            total[large] = _weighted(factor, total[large]) + _weighted(weight, dlpack.on_host(out)[large])
+        if out is None:
+            return
+        outs = self.total[:, :, rows][large], dlpack.on_host(out)[large].astype(np.float64)
+        if tout is not None:
+            tlses = self.mean[:, :, rows][large], dlpack.on_host(tlse)[large]
+            touts = self.tangent[:, :, rows][large], dlpack.on_host(tout)[large]
+            tangents = Tangents(self.tangent[:, :, rows], self.mean[:, :, rows], touts, tlses)
+            tangents.tout[large], tangents.tlse[large] = _tangents_of(fractions, outs, tangents, np.float64)
+        self.total[:, :, rows][large] = _weighted_sum(fractions, outs)
 
-    def finish(self, out: Array, lse: Array) -> None:
+    def finish(self, out: Array, lse: Array, tout: Array | None = None, tlse: Array | None = None) -> None:
         """Write these rows to the merged results."""
-        for target, found in ((out, self.total), (lse, row_sums.lse_of(self.sums))):
+        found = ((out, self.total), (lse, row_sums.lse_of(self.sums)), (tout, self.tangent), (tlse, self.mean))
+        for target, values in found:
+            if target is None:
+                continue
             wide = dlpack.on_host(target.astype(lse.dtype))
-            wide[self.is_large] = found[self.is_large]
+            wide[self.is_large] = values[self.is_large]
             target[...] = dlpack.module_of(target).asarray(wide)
 
 
@@ -375,17 +563,35 @@ class _Rows(NamedTuple):
         """A view whose axes are those of out but for the last one."""
         return rows.swapaxes(-1, -2) if self.swapped else rows
 
+    def all_in_order(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays by name, those over rows as such views."""
+        return {name: self.in_order(x) if "lse" in name else x for name, x in arrays.items()}
 
-def _names_of(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
-    """What error messages call the partial results: ``outs[0]``, ..., ``lses[0]``, ..."""
-    for name, arrays in (("outs", outs), ("lses", lses)):
+
+def _tangents(**given: Any) -> dict[str, Any]:
+    """Tangents by name, of which a call has all or none."""
+    if all(x is None for x in given.values()):
+        return {}
+    for name, x in given.items():
+        if x is None:
+            others = ", ".join(other for other in given if other != name)
+            raise type_error(name, "None", f"that of the call that gave {others}")
+    return given
+
+
+def _by_name(groups: Mapping[str, Sequence[Array]]) -> tuple[list[list[str]], dict[str, Array]]:
+    """What error messages call the partial results, ``outs[0]`` and so on, by group; and all of them by name."""
+    for name, arrays in groups.items():
         if not isinstance(arrays, (list, tuple)):
             raise type_error(name, type(arrays).__name__, "a list or tuple of arrays")
-    if not outs:
+    count = len(groups["outs"])
+    if not count:
         raise value_error("outs", "no array", "at least one")
-    if len(lses) != len(outs):
-        raise value_error("lses", f"{len(lses)} arrays", f"{len(outs)}, one for each of outs")
-    return [f"{name}[{i}]" for name in ("outs", "lses") for i in range(len(outs))]
+    for name, arrays in groups.items():
+        if len(arrays) != count:
+            raise value_error(name, f"{len(arrays)} arrays", f"{count}, one for each of outs")
+    names = [[f"{name}[{i}]" for i in range(count)] for name in groups]
+    return names, {f"{name}[{i}]": x for name, arrays in groups.items() for i, x in enumerate(arrays)}
 
 
 def _check_partials(arrays: dict[str, Any], like: str, layout: str) -> _Rows:

@@ -152,10 +152,11 @@ class StreamedPass:
             sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
 
-    def _scores_of_heads(self) -> list[Array]:
-        """The optional inputs that add to the row sum, once for all chunks."""
+    def _scores_of_heads(self) -> list[tuple[Array, Array | None]]:
+        """The optional inputs that add to the row sum, once for all chunks, and their tangents."""
         optional_inputs = self.slices.of_heads(slice(None), of_softmax=True)
-        return [array for name, array in optional_inputs.items() if f"d{name}" in SOFTMAX_GRADIENTS]
+        names = [name for name in optional_inputs if f"d{name}" in SOFTMAX_GRADIENTS]
+        return [(optional_inputs[name], self.arrays.get(f"t{name}")) for name in names]
 
     def _steps(self, results: Mapping[str, Host]) -> Iterator[ChunkStep]:
         """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""

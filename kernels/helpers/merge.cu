@@ -26,8 +26,9 @@ using Index = CUFLASH_INDEX;
 constexpr int kPartials = CUFLASH_PARTIALS, kAxes = CUFLASH_AXES, kArrays = CUFLASH_ARRAYS, kLanes = CUFLASH_LANES;
 constexpr bool kHasLseRest = CUFLASH_HAS_LSE_REST;        // lse of a partial result comes with what its rounding leaves
 constexpr bool kStoresLseRest = CUFLASH_STORES_LSE_REST;  // the merged lse, too
-constexpr bool kHasDlse = CUFLASH_HAS_DLSE;
-constexpr Real kLargeLse = CUFLASH_LARGE_LSE;  // cuflash/spec/row_sums.py
+constexpr bool kHasDlse = CUFLASH_HAS_DLSE, kHasTdlse = CUFLASH_HAS_TDLSE, kHasTdout = CUFLASH_HAS_TDOUT;
+constexpr bool kHasTangents = CUFLASH_HAS_TANGENTS;  // partial results come with their tangents
+constexpr Real kLargeLse = CUFLASH_LARGE_LSE;        // cuflash/spec/row_sums.py
 constexpr int kThreads = 256;
 constexpr int kThreadsOfRow = 16;
 constexpr int kRowLanes = 4;  // neighbours that a thread of a row reads at once; sums have one order for any alignment
@@ -136,14 +137,41 @@ CUFLASH_DEVICE void add(const Params& params) {
   element.store(Result{}, 0, sum);
 }
 
-// arrays 0 and 1: out and lse of partial outs, which follow, and of their lses, which follow these.
+// The tangents of merged results, behind these, from those of partial results, behind their lses; `weight` has their
+// weights, `total` the sum of these. With w = weight / total: tlse = sum w tlse_i, tout = sum w (tout_i + (tlse_i - tlse)
+// out_i).
+template <class Element>
+CUFLASH_DEVICE void merge_tangents(const Element& element, const Real (&weight)[kPartials], Real total) {
+  constexpr int kOuts = 4, kTouts = kOuts + 2 * kPartials, kTlses = kTouts + kPartials;
+  Real tlse = 0;
+#pragma unroll
+  for (int i = 0; i < kPartials; ++i) {
+    const Real own = weight[i] / total;
+    tlse += own == 0 ? Real(0) : own * element.row(kTlses + i);
+  }
+  if (element.is_first()) element.row(3) = tlse;
+  Real tout[kLanes] = {}, x[kLanes], tx[kLanes];
+#pragma unroll
+  for (int i = 0; i < kPartials; ++i) {
+    element.load(Partial{}, kOuts + i, x);
+    element.load(Partial{}, kTouts + i, tx);
+    const Real own = weight[i] / total, shift = element.row(kTlses + i) - tlse;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) tout[lane] += own == 0 ? Real(0) : own * (tx[lane] + shift * x[lane]);
+  }
+  element.store(Result{}, 2, tout);
+}
+
+// arrays 0 and 1: out and lse of partial outs, which follow, and of their lses, which follow these. With tangents, tout
+// and tlse come before the partial outs, and partial touts and tlses after their lses.
 CUFLASH_DEVICE void merge(const Params& params) {
   const auto element = element_of_thread(params);
   if (!element.is_inside) return;
+  constexpr int kOuts = kHasTangents ? 4 : 2;
   Real lse[kPartials], rest[kPartials];
 #pragma unroll
   for (int i = 0; i < kPartials; ++i) {
-    const Real* own = &element.row(2 + kPartials + i);
+    const Real* own = &element.row(kOuts + kPartials + i);
     lse[i] = own[0];
     rest[i] = kHasLseRest ? own[1] : Real(0);
   }
@@ -163,10 +191,11 @@ CUFLASH_DEVICE void merge(const Params& params) {
     }
   }
   const Real total = sum == 0 ? Real(1) : sum;
+  if constexpr (kHasTangents) merge_tangents(element, weight, total);
   Real out[kLanes] = {}, x[kLanes];
 #pragma unroll
   for (int i = 0; i < kPartials; ++i) {
-    element.load(Partial{}, 2 + i, x);
+    element.load(Partial{}, kOuts + i, x);
     const Real own = weight[i] / total;
     // What a partial result without weight has in memory, which may be NaN, counts for nothing.
 #pragma unroll
@@ -176,26 +205,49 @@ CUFLASH_DEVICE void merge(const Params& params) {
 }
 
 // One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1:
-// the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, 4: its lse.
+// the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, last: its lse.
+// With tangents, 4: the tangent of lse so far, to which it moves; 5 and 6: by how much it, and that of the partial
+// result, which follows lse, lie above the new one.
 CUFLASH_DEVICE void softmax_step(const Params& params) {
+  constexpr int kLse = kHasTangents ? 7 : 4;
   const auto element = element_of_thread(params);
   if (!element.is_inside) return;
-  const Real before = element.row(0), row_max = at_least(before, element.row(4)), shift = finite_max(row_max);
-  const Real factor = exponential(before - shift), weight = exponential(element.row(4) - shift);
+  const Real before = element.row(0), row_max = at_least(before, element.row(kLse)), shift = finite_max(row_max);
+  const Real factor = exponential(before - shift), weight = exponential(element.row(kLse) - shift);
   element.row(0) = row_max;
-  element.row(1) = element.row(1) * factor + weight;
+  const Real row_sum = element.row(1) = element.row(1) * factor + weight;
+  if constexpr (kHasTangents) {
+    const Real tlse = element.row(4), own_tlse = element.row(kLse + 1);
+    const Real moved = weight == 0 ? tlse : tlse + weight / row_sum * (own_tlse - tlse);
+    element.row(4) = moved;
+    element.row(5) = tlse - moved;
+    element.row(6) = own_tlse - moved;
+  }
   element.row(2) = factor;
   element.row(3) = weight;
 }
 
-// array 0: what has been added, rescaled, and a partial out (1); factors as above (2, 3).
+// array 0: what has been added, rescaled, and a partial out (1); factors as above (2, 3). With tangents, 0 and 1: what
+// has been added of both, 2: a partial out, 3: its tangent, then factors, and by how much tlse lie above the new one.
 CUFLASH_DEVICE void rescale_and_add(const Params& params) {
+  constexpr int kOut = kHasTangents ? 2 : 1, kFactor = kHasTangents ? 4 : 2;
   const auto element = element_of_thread(params);
   if (!element.is_inside) return;
-  const Real factor = element.row(2), weight = element.row(3);
+  const Real factor = element.row(kFactor), weight = element.row(kFactor + 1);
   Real total[kLanes], x[kLanes];
   element.load(Result{}, 0, total);
-  element.load(Partial{}, 1, x);
+  element.load(Partial{}, kOut, x);
+  if constexpr (kHasTangents) {
+    const Real shift = element.row(kFactor + 2), own_shift = element.row(kFactor + 3);
+    Real tangent[kLanes], tx[kLanes];
+    element.load(Result{}, 1, tangent);
+    element.load(Partial{}, kOut + 1, tx);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane)
+      tangent[lane] = (tangent[lane] + shift * total[lane]) * factor +
+                      (weight == 0 ? Real(0) : weight * (tx[lane] + own_shift * x[lane]));
+    element.store(Result{}, 1, tangent);
+  }
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane)
     total[lane] = total[lane] * factor + (weight == 0 ? Real(0) : weight * x[lane]);
@@ -306,6 +358,51 @@ CUFLASH_DEVICE void merge_backward(const Params& params) {
   if (row.columns == 0 || row.thread != 0) return;
   Real found = own_delta - weight * delta;
   if constexpr (kHasDlse) found += weight * row.element.row(7);
+  row.element.row(1) = weight == 0 ? Real(0) : found;
+}
+
+// The tangents of what merge_backward makes. arrays 0 and 1: those of the gradients of a partial out (3) and of its lse
+// (7); 2: dout, 4: out, 5 and 6: the tangents of both outs, 8: lse, 9 and 10: the tangents of both lses; then dlse, tdlse
+// and tdout, as far as there are any.
+CUFLASH_DEVICE void merge_backward_tangents(const Params& params) {
+  constexpr int kDlse = 11, kTdlse = kDlse + kHasDlse, kTdout = kTdlse + kHasTdlse;
+  const Row row(params);
+  Real weight = 0, moved = 0;  // and its tangent
+  if (row.columns != 0) {
+    const Real own_lse = row.element.row(7);
+    weight = own_lse == -ptx::infinity() ? Real(0) : exponential(own_lse - row.element.row(8));
+    moved = weight == 0 ? Real(0) : weight * (row.element.row(9) - row.element.row(10));
+  }
+  Real delta = 0, tdelta = 0, own_tdelta = 0;
+  Real dout[kRowLanes], tdout[kRowLanes] = {}, own_dout[kRowLanes], own_tdout[kRowLanes], x[kRowLanes];
+  for (int step = 0; row.column(step) < row.columns; ++step) {
+    const Index column = row.column(step);
+    row.load(Partial{}, 2, column, dout);
+    if constexpr (kHasTdout) row.load(Partial{}, kTdout, column, tdout);
+    row.load(Partial{}, 4, column, x);
+    delta += dot(dout, x);
+    tdelta += dot(tdout, x);
+    row.load(Partial{}, 6, column, x);
+    tdelta += dot(dout, x);
+#pragma unroll
+    for (int i = 0; i < kRowLanes; ++i) {  // rounded, as in merge_backward
+      own_dout[i] = to_real(Partial{}, from_real(Partial{}, weight == 0 ? Real(0) : weight * dout[i]));
+      const Real own = weight == 0 ? Real(0) : moved * dout[i] + weight * tdout[i];
+      own_tdout[i] = to_real(Partial{}, from_real(Partial{}, own));
+    }
+    row.load(Partial{}, 3, column, x);
+    own_tdelta += dot(own_tdout, x);
+    row.load(Partial{}, 5, column, x);
+    own_tdelta += dot(own_dout, x);
+    row.store(Partial{}, 0, column, own_tdout);
+  }
+  delta = sum_of_row(delta);
+  tdelta = sum_of_row(tdelta);
+  own_tdelta = sum_of_row(own_tdelta);
+  if (row.columns == 0 || row.thread != 0) return;
+  Real found = own_tdelta - moved * delta - weight * tdelta;
+  if constexpr (kHasDlse) found += moved * row.element.row(kDlse);
+  if constexpr (kHasTdlse) found += weight * row.element.row(kTdlse);
   row.element.row(1) = weight == 0 ? Real(0) : found;
 }
 

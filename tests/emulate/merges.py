@@ -50,6 +50,7 @@ def check(columns: int, kernels: Path | None = None) -> None:
         close(got_lse, gradients[1])
         _check_steps(outs, lses, out, lse)
         _check_pairs(outs)
+        _check_tangents(outs, lses)
 
 
 def _check_steps(outs: list[np.ndarray], lses: list[np.ndarray], out: np.ndarray, lse: np.ndarray) -> None:
@@ -78,3 +79,53 @@ def _check_pairs(outs: list[np.ndarray]) -> None:
     rest = np.full(ROWS, np.log(np.exp([0.5, 2.0]).sum()), np.float32)
     rest[1, 0, 0] = 0
     np.testing.assert_allclose(np.asarray(lse)[..., 1], rest, rtol=1e-5)
+
+
+def _check_tangents(outs: list[np.ndarray], lses: list[np.ndarray]) -> None:
+    """At once, one after the other, and those of gradients."""
+    random = np.random.default_rng(1)
+    touts = [random.standard_normal(x.shape).astype(np.float32) for x in outs]
+    tlses = [random.standard_normal(x.shape).astype(np.float32) for x in lses]
+    for lse, tout, tlse in zip(lses, touts, tlses, strict=True):
+        tout[lse == -np.inf] = tlse[lse == -np.inf] = np.nan
+    partials = dict(zip(("out", "lse", "tout", "tlse"), (outs, lses, touts, tlses), strict=True))
+    merged = {name: np.zeros_like(own[0]) for name, own in partials.items()}
+    tangents = merging.Tangents(merged["tout"], merged["tlse"], touts, tlses)
+    shards_merge.merge_into(outs, lses, merged["out"], merged["lse"], (), tangents)
+    there = {name: list(map(on_device, own)) for name, own in partials.items()}
+    got = {name: on_device(x) for name, x in merged.items()}
+    results = merging.Tangents(got["tout"], got["tlse"], there["tout"], there["tlse"])
+    merging.merge(got["out"], got["lse"], there["out"], there["lse"], results)
+    steps = {name: on_device(x) for name, x in merged.items()}
+    row_sum, factor, weight, shift, own_shift, tlse = (on_device(np.zeros_like(lses[0])) for _ in range(6))
+    row_max, total, tangent = on_device(np.full_like(lses[0], -np.inf)), *(on_device(0 * merged["out"]) for _ in "ot")
+    for out, lse, tout, own_tlse in zip(*there.values(), strict=True):
+        merging.softmax_step(row_max, row_sum, factor, weight, lse, (tlse, shift, own_shift, own_tlse))
+        merging.rescale_and_add(total, out, factor, weight, (tangent, tout, shift, own_shift))
+    for name, sums in (("out", total), ("tout", tangent)):
+        merging.normalize(steps[name], steps["lse"], sums, row_max, row_sum)
+    for name in ("tout", "tlse"):
+        for x in (got, steps | {"tlse": tlse}):
+            np.testing.assert_allclose(np.asarray(x[name]), merged[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    _check_tangents_of_gradients(partials, merged)
+
+
+def _check_tangents_of_gradients(partials: dict[str, list[np.ndarray]], merged: dict[str, np.ndarray]) -> None:
+    random = np.random.default_rng(2)
+    optional = {name: random.standard_normal(ROWS).astype(np.float32) for name in ("dlse", "tdlse")}
+    optional["tdout"], dout = (random.standard_normal(merged["out"].shape).astype(np.float32) for _ in range(2))
+    given = merged | optional | {"dout": dout}
+    there = {name: on_device(x) for name, x in given.items()}
+    for i in range(len(partials["out"])):
+        own = [partials[name][i] for name in ("out", "lse", "tout", "tlse")]
+        right = [np.zeros_like(x) for x in own]
+        both = (dout, own[0], merged["out"], own[1], merged["lse"], optional["dlse"])
+        shards_merge._merge_backward(right[0], right[1], *both)
+        shards_merge._merge_backward_tangents(right, own, given)
+        got = [on_device(x) for x in right[2:]]
+        names = ("out", "tout", "lse", "tlse")
+        reads = (there["dout"], *(x for name in names for x in (on_device(partials[name][i]), there[name])))
+        of_optional = (there[name] for name in optional)
+        merging.merge_backward_tangents(got[0], got[1], reads, *of_optional)
+        for x, y in zip(got, right[2:], strict=True):
+            np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-4)

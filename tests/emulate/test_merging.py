@@ -187,3 +187,104 @@ def test_steps_of_online_softmax_merge_one_after_the_other(seed, count, shape, d
     merging.normalize(*got, total, row_max, row_sum)
     for x, y in zip(got, (out, lse), strict=True):
         np.testing.assert_allclose(np.asarray(x), y, rtol=2e-5, atol=1e-5)
+
+
+# ---- with tangents ---------------------------------------------------------------------------------------------------
+
+PARTIALS = ("out", "lse", "tout", "tlse")
+
+
+def partials_with_tangents(seed, count, shape, dtype, hides):
+    """outs, lses, touts and tlses; of rows that attend to no key of a split, anything."""
+    random, sums = np.random.default_rng(seed), softmax_dtype(dtype)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in PARTIALS}
+    for _ in range(count):
+        hidden = random.integers(0, 3, shape[:3]) == 0 if hides else np.zeros(shape[:3], bool)
+        for name, own in found.items():
+            x = (3 * random.standard_normal(shape if "out" in name else shape[:3])).astype(
+                DTYPES[dtype] if "out" in name else sums
+            )
+            x[hidden] = -np.inf if name == "lse" else np.nan
+            own.append(x)
+    return found
+
+
+def assert_near(found, expected, dtype, columns):
+    """Within rounding of results, and of sums in the dtype of lse."""
+    for name, x in found.items():
+        y = np.asarray(expected[name]).astype(np.float64)
+        sums = float(np.finfo(softmax_dtype(dtype)).eps)
+        unit = 2 * float(ml_dtypes.finfo(DTYPES[dtype]).eps) if "out" in name else 32 * sums
+        np.testing.assert_allclose(
+            np.asarray(x).astype(np.float64), y, rtol=unit, atol=64 * sums * columns, err_msg=name
+        )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 2**32), COUNTS, SHAPES, st.sampled_from(list(DTYPES)), LAYOUTS, st.booleans())
+def test_tangents_are_merged_as_numpy_does(seed, count, shape, dtype, layout, hides):
+    given_partials = partials_with_tangents(seed, count, shape, dtype, hides)
+    outs, lses, touts, tlses = given_partials.values()
+    zeros = {name: np.zeros_like(own[0]) for name, own in given_partials.items()}
+    right = {name: x.copy() for name, x in zeros.items()}
+    shards_merge.merge_into(
+        outs, lses, right["out"], right["lse"], (), merging.Tangents(right["tout"], right["tlse"], touts, tlses)
+    )
+    got = {name: on_device(x, layout) for name, x in zeros.items()}
+    outs, lses, touts, tlses = ([on_device(x, layout) for x in own] for own in given_partials.values())
+    merging.merge(got["out"], got["lse"], outs, lses, merging.Tangents(got["tout"], got["tlse"], touts, tlses))
+    assert_near(got, right, dtype, 1)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.integers(0, 2**32), SHAPES, st.sampled_from(list(DTYPES)), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_tangents_of_gradients_of_a_merge_are_those_of_numpy(seed, shape, dtype, has):
+    *has, hides = has
+    partials = partials_with_tangents(seed, 2, shape, dtype, hides)
+    outs, lses, touts, tlses = partials.values()
+    random, sums = np.random.default_rng(seed + 1), softmax_dtype(dtype)
+    merged = {name: np.zeros_like(own[0]) for name, own in partials.items()}
+    shards_merge.merge_into(
+        outs, lses, merged["out"], merged["lse"], (), merging.Tangents(merged["tout"], merged["tlse"], touts, tlses)
+    )
+    merged["dout"], tdout = (random.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(2))
+    dlse, tdlse = (random.standard_normal(shape[:3]).astype(sums) for _ in range(2))
+    optional = dict(zip(("dlse", "tdlse", "tdout"), (dlse, tdlse, tdout), strict=True))
+    merged |= {name: x for (name, x), is_given in zip(optional.items(), has, strict=True) if is_given}
+    own = [partials[name][0] for name in PARTIALS]
+    right = [np.zeros_like(partials[name][0]) for name in PARTIALS]
+    with np.errstate(all="ignore"):
+        shards_merge._merge_backward(
+            right[0], right[1], merged["dout"], own[0], merged["out"], own[1], merged["lse"], merged.get("dlse")
+        )
+        shards_merge._merge_backward_tangents(right, own, merged)
+    there = {name: on_device(x) for name, x in merged.items()}
+    got = [on_device(np.zeros_like(x)) for x in right]
+    both = ("out", "tout", "lse", "tlse")
+    reads = (there["dout"], *(x for name in both for x in (on_device(partials[name][0]), there[name])))
+    merging.merge_backward_tangents(got[2], got[3], reads, *(there.get(name) for name in optional))
+    assert_near({"tout": got[2], "tlse": got[3]}, {"tout": right[2], "tlse": right[3]}, dtype, 8 * shape[-1])
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), SHAPES, st.sampled_from(["float32", "float64"]), st.booleans())
+def test_steps_of_online_softmax_merge_tangents_one_after_the_other(seed, count, shape, dtype, hides):
+    partials = partials_with_tangents(seed, count, shape, dtype, hides)
+    right = {name: np.zeros_like(own[0]) for name, own in partials.items()}
+    outs, lses, touts, tlses = partials.values()
+    shards_merge.merge_into(
+        outs, lses, right["out"], right["lse"], (), merging.Tangents(right["tout"], right["tlse"], touts, tlses)
+    )
+    rows = {name: on_device(np.zeros(shape[:3], dtype)) for name in ("row_sum", "factor", "weight", "a", "b")}
+    total, tangent, tlse = (on_device(np.zeros(own, dtype)) for own in (shape, shape, shape[:3]))
+    row_max = on_device(np.full(shape[:3], -np.inf, dtype))
+    for partial in zip(*partials.values(), strict=True):
+        out, lse, tout, own_tlse = map(on_device, partial)
+        shifts = rows["a"], rows["b"]
+        state = (row_max, rows["row_sum"], rows["factor"], rows["weight"])
+        merging.softmax_step(*state, lse, (tlse, *shifts, own_tlse))
+        merging.rescale_and_add(total, out, rows["factor"], rows["weight"], (tangent, tout, *shifts))
+    got = {name: on_device(x) for name, x in right.items()} | {"tlse": tlse}
+    for name, sums in (("out", total), ("tout", tangent)):
+        merging.normalize(got[name], got["lse"], sums, row_max, rows["row_sum"])
+    assert_near(got, right, dtype, 4 * count)

@@ -223,7 +223,7 @@ def test_wrong_layout_and_gradients():
     out, lse = cuflash.merge(outs, lses)
     for layout, error in (("sbhd", ValueError), (None, TypeError)):
         with pytest.raises(error, match=r"^layout: got .*bhsd"):
-            cuflash.merge(outs, lses, layout=layout)  # type: ignore[arg-type]  # what is tested
+            cuflash.merge(outs, lses, layout=layout)  # type: ignore[call-overload]  # what is tested
     with pytest.raises(ValueError, match=r"^dout: got shape \(2, 3, 6, 4\), expected \(2, 3, 6, 5\)"):
         cuflash.merge_backward(arrays["dout"][..., :4], outs, lses, out, lse)
     with pytest.raises(TypeError, match=r"^dlse: got dtype float32, expected float64$"):
@@ -237,7 +237,7 @@ def test_splits_merge_one_after_the_other(seed, count, has_scores):
     outs: Any = random.standard_normal((count, 1, 2, 7, 3))
     lses: Any = 9 * random.standard_normal((count, 1, 2, 7))
     lses[random.random(lses.shape) < 0.4] = -np.inf
-    scores = [random.standard_normal(2)] if has_scores else []
+    scores = [(random.standard_normal(2), None)] if has_scores else []
     found, lse = np.empty((1, 2, 7, 3)), np.empty((1, 2, 7))
     running = merging.RunningMerge(found, scores)
     for partial_out, partial_lse in zip(outs, lses, strict=True):
@@ -246,7 +246,7 @@ def test_splits_merge_one_after_the_other(seed, count, has_scores):
         partial_out = np.where(partial_lse[..., None] == -np.inf, np.nan, partial_out)
         running.add(partial_out[:, :, first:], partial_lse[:, :, first:], slice(first, None))
     running.finish(found, lse)
-    for of_heads in scores:
+    for of_heads, _ in scores:
         outs = [*outs, np.zeros(found.shape)]
         lses = [*lses, np.broadcast_to(of_heads[:, None], lse.shape)]
     expected = cuflash.merge(list(outs), list(lses))
