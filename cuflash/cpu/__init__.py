@@ -164,7 +164,7 @@ def jvp(
     if problem.is_packed:
         clear_rows_of_no_sequence(problem, results["out"], results["lse"], others["cu_seqlens_q"])
         clear_rows_of_no_sequence(problem, results["tout"], results["tlse"], others["cu_seqlens_q"], empty=0)
-    fallback_tangents.run(problem, arrays | results, JVP, seed, offset)
+    _run(problem, arrays | results, JVP, seed, offset)
     return tuple(x for name, x in results.items() if name in need)
 
 
@@ -197,7 +197,7 @@ def backward_jvp(
     results = _results_for(BACKWARD_JVP, problem, need, arrays | others)
     wanted = {f"t{name}" for name in problem.gradients}
     arrays |= {name: x for name, x in others.items() if name not in wanted}
-    fallback_tangents.run(problem, arrays | results, BACKWARD_JVP, seed, offset)
+    _run(problem, arrays | results, BACKWARD_JVP, seed, offset)
     return tuple(results.values())
 
 
@@ -206,7 +206,7 @@ def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **optio
     found = of_rows.to_fill(lse)
     if problem.has_float8:  # which have no backward pass
         return _row_sums_of_float8(problem, q, k, v, lse, found, optional_inputs)
-    way, unit, _ = _way_of(problem, ())
+    way, unit, _ = _way_of(problem, (), BACKWARD)
     way(
         problem,
         {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **optional_inputs},
@@ -228,7 +228,7 @@ def _run(
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in FP8_SCALES}
         arrays = {**arrays, **scales}
     wanted = [name for name in pass_.results_in(problem) if arrays.get(name) is not None]
-    way, unit, reason = _way_of(problem, wanted)
+    way, unit, reason = _way_of(problem, wanted, pass_)
     if reason is not None and reason == core.why_not():  # and not one of this problem
         _warn_once(reason)
     if (sums := arrays.get("row_sums")) is not None:
@@ -236,9 +236,12 @@ def _run(
     way(problem, arrays, pass_, seed, offset)
 
 
-def _way_of(problem: Problem, wanted: Collection[str]) -> tuple[Callable[..., None], float, str | None]:
+def _way_of(problem: Problem, wanted: Collection[str], pass_: Pass) -> tuple[Callable[..., None], float, str | None]:
     """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
     way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
+    if pass_.has_tangents:
+        reason = reason or ("it knows no tangents of functions" if problem.has_functions else None)
+        return (way if reason is None else fallback_tangents.run), 1.0, reason
     if problem.has_functions:
         gradients = [name for name in wanted if name in problem.gradients]
         way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not(problem, gradients)

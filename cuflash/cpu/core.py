@@ -24,12 +24,13 @@ from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
     FORWARD_ROWS,
+    GRADIENT_TANGENT_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
 )
-from cuflash.spec.passes import BACKWARD, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, Pass
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -53,7 +54,11 @@ _INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KN
 # How many axes an input is broadcast to: the first ones of the scores, up to its last one.
 _INPUT_AXES = {row.name: SCORES.index(row.shapes[-1][-1]) + 1 if row.shapes else row.strides for row in _INPUTS}
 _OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(row.gradient for row in _INPUTS))
-UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
+# Results that the core does not compute.
+UNKNOWN = (
+    *(row.name for row in FORWARD_ROWS if not row.is_default),
+    *(row.name for row in GRADIENT_TANGENT_ROWS if row.gradient_via == "scores"),
+)
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
@@ -61,6 +66,7 @@ AXES = {
     **_INPUT_AXES,
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
+    **dict.fromkeys(_NUMBERS, 0),  # whose tangents are arrays
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
@@ -71,7 +77,7 @@ class _Call(ctypes.Structure):
     """`struct Call` of `core/call.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "finds_row_sums")),
+        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "has_tangents", "finds_row_sums")),
         *((name, ctypes.c_int64) for name in ("dtype", "kv_dtype", "bias_dtype")),
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
@@ -242,6 +248,8 @@ def run(
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
+    if pass_.has_tangents:
+        given = dict(sorted(given.items(), key=lambda item: item[0] not in AXES))  # as the core takes them
     kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})  # with the problem
     key = (pass_, *given, *[x.strides for x in given.values()])
     prepared = kept.get(key)
@@ -356,10 +364,22 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> Prepa
     steps = [(s, x.dtype.itemsize) for x in filled for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
     if any(stride % itemsize for stride, itemsize in steps):
         return None
+    fixed = _fixed_fields(problem, {name: x for name, x in given.items() if name in AXES}, pass_)
+    per_ns = 30 if problem.dtype == "float64" else 60
+    nanoseconds = pass_.flops(problem) / per_ns + library.functions.cuflash_overhead_ns(fixed)
+    if pass_.has_tangents:
+        of_tangents = {name[1:]: x for name, x in given.items() if name not in AXES}
+        fixed = fixed.ljust(ctypes.sizeof(_Call), b"\0") + _fixed_fields(problem, of_tangents, pass_)
+    return Prepared(fixed, nanoseconds)
+
+
+def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> bytes:
+    """A `struct Call` up to what changes from call to call, of arrays like these."""
     call = _Call(
         bytes=ctypes.sizeof(_Call),
-        is_backward=pass_ is BACKWARD,
-        finds_row_sums=not {*given}.issuperset(pass_.required),
+        is_backward=pass_ in (BACKWARD, BACKWARD_JVP),
+        has_tangents=pass_.has_tangents,
+        finds_row_sums=pass_ is BACKWARD and "dout" not in given,
         dtype=DTYPES.index(problem.dtype),
         kv_dtype=(*DTYPES, *FLOAT8).index(problem.k.dtype),
         bias_dtype=0 if problem.bias is None else DTYPES.index(problem.bias.dtype),
@@ -389,10 +409,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> Prepa
         call.sizes[at] = x.dtype.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
         call.begins[at], call.ends[at] = extent(x)
-    fixed = bytes(call)[: _Call.seed.offset]
-    per_ns = 30 if problem.dtype == "float64" else 60
-    nanoseconds = pass_.flops(problem) / per_ns + library.functions.cuflash_overhead_ns(fixed)
-    return Prepared(fixed, nanoseconds)
+    return bytes(call)[: _Call.seed.offset]
 
 
 def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:

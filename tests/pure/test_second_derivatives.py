@@ -1,4 +1,4 @@
-"""jvp, backward_jvp and what is made of them, on NumPy arrays."""
+"""jvp, backward_jvp and what is made of them, on NumPy arrays: by NumPy, and by the core on every instruction set."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,26 +9,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.cpu import fallback
+from cuflash.cpu import core, fallback
 from cuflash.testing import cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents, movable
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.sampling import examples
 from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, moved_by
 
+WAYS = [way for _, way in (NUMPY, *INSTRUCTION_SETS)]
+TWO_WAYS = WAYS[:2]  # NumPy, and the best instruction set
 
-def computed(case, moved, need=None):
-    """All tangents that the interface gives, by name."""
+
+def computed(case, moved, way):
+    """out and lse, and all tangents that the interface gives in a way, by name."""
+    with way_taken(way):
+        return compute(case, moved, () if way == NUMPY[1] else core.UNKNOWN)
+
+
+def compute(case, moved, without=()):
+    """The same, without some of the tangents of gradients."""
     attention, arrays, tangents = cuflash.FlashAttention(**case.keywords), case.arrays(), moved.arrays(case)
     given = optional(arrays) | case.random
     of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
     inputs = inputs_of(arrays)
     of_forward = attention.jvp(**inputs, **given, **of_inputs)
-    need = tuple(f"t{name}" for name in case.problem.gradients if has_gradient(case, name)) if need is None else need
+    need = [f"t{name}" for name in case.problem.gradients if has_gradient(case, name) and f"t{name}" not in without]
     others = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
     found = attention.backward_jvp(
         arrays["dout"], **inputs, **of_forward._asdict(), need=need, **given, **tangents, **others
     )
-    return of_forward, found
+    return of_forward._asdict() | found._asdict()
+
+
+def judge(case, moved, results):
+    """Hold tangents to the oracle rule, and out to what the forward pass gives."""
+    arrays = case.arrays()
+    out, _ = cuflash.FlashAttention(**case.keywords).forward(**inputs_of(arrays), **optional(arrays), **case.random)
+    np.testing.assert_allclose(
+        results["out"].astype(np.float64),
+        out.astype(np.float64),
+        rtol=0.02,
+        atol=0.02 if out.dtype.itemsize == 2 else 1e-4,
+    )
+    assert_tangents(case, moved, {name: x for name, x in results.items() if name[0] == "t"})
 
 
 def inputs_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,25 +64,16 @@ def test_several_tiles_by_the_oracle_rule(case, common, monkeypatch):
     monkeypatch.setattr(fallback, "PAIRS", 2**11)
     cotangents = ("tdout", "tdlse") if case.dlse else ("tdout",)
     moved = Moved(names=tuple(movable(case)), cotangents=cotangents, common=common)
-    of_forward, found = computed(case, moved)
-    assert_tangents(case, moved, {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict())
+    for way in WAYS:
+        judge(case, moved, computed(case, moved, way))
 
 
 @settings(max_examples=examples(200))
 @given(cases(features=FEATURES, max_seqlen=129, max_head_dim=64, max_scores=2**14, min_seqlen=0), st.data())
 def test_every_option_by_the_oracle_rule(case, data):
     moved = data.draw(moved_by(case))
-    of_forward, found = computed(case, moved)
-    arrays = case.arrays()
-    out, _ = cuflash.FlashAttention(**case.keywords).forward(**inputs_of(arrays), **optional(arrays), **case.random)
-    np.testing.assert_allclose(
-        of_forward.out.astype(np.float64),
-        out.astype(np.float64),
-        rtol=0.02,
-        atol=0.02 if out.dtype.itemsize == 2 else 1e-4,
-    )
-    results = {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
-    assert_tangents(case, moved, results)
+    for way in WAYS:
+        judge(case, moved, computed(case, moved, way))
 
 
 # ---- properties without an oracle ------------------------------------------------------------------------------------
@@ -77,6 +91,12 @@ def pair(x, y):
 @given(EXACT, st.data())
 def test_tangents_times_four_and_zero_tangents_are_exact(case, data):
     moved = data.draw(moved_by(case))
+    for way in TWO_WAYS:
+        with way_taken(way):
+            check_exact(case, moved)
+
+
+def check_exact(case, moved):
     attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
     inputs, given = inputs_of(arrays), optional(arrays) | case.random
     tangents = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
@@ -97,9 +117,11 @@ def test_the_tangent_of_values_alone(case):
     """With tv = v and nothing else tout is out, bit for bit, and tlse is 0."""
     attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
     inputs = inputs_of(arrays)
-    out, _, tout, tlse = attention.jvp(**inputs, tv=arrays["v"], **optional(arrays), **case.random)
-    np.testing.assert_array_equal(tout, out)
-    assert not tlse.any()
+    for way in WAYS:
+        with way_taken(way):
+            out, _, tout, tlse = attention.jvp(**inputs, tv=arrays["v"], **optional(arrays), **case.random)
+        np.testing.assert_array_equal(tout, out)
+        assert not tlse.any()
 
 
 @settings(max_examples=examples(60))
@@ -107,6 +129,12 @@ def test_the_tangent_of_values_alone(case):
 def test_jvp_is_the_adjoint_of_backward(case, data):
     """<J t, w> = <t, J' w>."""
     moved = data.draw(moved_by(case))
+    for way in TWO_WAYS:
+        with way_taken(way):
+            check_adjoint(case, moved)
+
+
+def check_adjoint(case, moved):
     attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
     inputs, given = inputs_of(arrays), optional(arrays) | case.random
     tangents = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
@@ -123,11 +151,17 @@ def test_jvp_is_the_adjoint_of_backward(case, data):
 @settings(max_examples=examples(60))
 @given(DOUBLE, st.data())
 def test_the_hessian_is_symmetric(case, data):
-    """<H c, e> = <c, H e>; and backward_jvp is linear in dout and dlse, whose tangents add `backward` of them."""
+    """<H c, e> = <c, H e>."""
+    names = data.draw(moved_by(case)).names or ("q",)
+    for way in TWO_WAYS:
+        with way_taken(way):
+            check_symmetry(case, names)
+
+
+def check_symmetry(case, names):
     arrays = case.arrays()
     inputs, given = inputs_of(arrays), optional(arrays) | case.random
     attention = cuflash.FlashAttention(**case.keywords)
-    names = data.draw(moved_by(case)).names or ("q",)
     c, e = (Moved(names=names, seed=seed).arrays(case) for seed in (1, 2))
     need = tuple(f"td{name}" for name in names)
     dlse = {"dlse": arrays["dlse"]} if case.dlse else {}
@@ -144,6 +178,13 @@ def test_the_hessian_is_symmetric(case, data):
 @settings(max_examples=examples(40))
 @given(DOUBLE)
 def test_a_tangent_of_dout_adds_its_backward_pass(case):
+    """backward_jvp is linear in dout and dlse, whose tangents add `backward` of them."""
+    for way in TWO_WAYS:
+        with way_taken(way):
+            check_tangent_of_dout(case)
+
+
+def check_tangent_of_dout(case):
     arrays, attention = case.arrays(), cuflash.FlashAttention(**case.keywords)
     inputs, given = inputs_of(arrays), optional(arrays) | case.random
     tangents = Moved(cotangents=("tdout",)).arrays(case)

@@ -74,7 +74,7 @@ template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row ro
 
 template <class T>
 inline void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq, long dim) {
-    const Call &call = work.call;
+    const Call &call = work.results();
     const T scale = T(call.scale);
     for (long r = range.first; r < range.stop; ++r) {
         const Row row = row_of(block, r);
@@ -133,10 +133,10 @@ inline void add_to_keys(const Call &call, const Visible &visible, long count, co
     }
 }
 
-// dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys of a tile.
+// dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys k of a tile.
 template <class T>
 inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, long first,
-                             long count, BackwardBuffers<T> &buffers, T *dq, bool adds) {
+                             long count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
     const long dim = buffers.sizes.dim;
     for (long r0 = range.first, n; r0 < range.stop; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
@@ -145,24 +145,41 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
         if constexpr (MAY_USE_BF16X2<T>)
             if (uses_bf16x2<T>(call)) {
                 bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
-                               KEYS_BF16X2_STRIDE, buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
+                               KEYS_BF16X2_STRIDE, k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
                 continue;
             }
         // Long sums are made of partial sums, which keeps rounding errors down. Rows that attend to no key get zeros.
         long j = keys.first;
         do {
-            product<T, Order::ROWS>(n, dim, smaller(USUAL_KEYS, keys.stop - j), buffers.ds + r0 * SCORES_STRIDE<T> + j,
-                                    SCORES_STRIDE<T>, buffers.k + j * dim, dim, dq + r0 * dim, dim,
-                                    adds || j > keys.first);
+            product<T, Order::ROWS>(n, dim, smaller(USUAL_KEYS, keys.stop - j), ds + r0 * SCORES_STRIDE<T> + j,
+                                    SCORES_STRIDE<T>, k + j * dim, dim, dq + r0 * dim, dim, adds || j > keys.first);
             j += USUAL_KEYS;
         } while (j < keys.stop);
     }
 }
 
+// Adds to dk and dv of a tile, and writes what it adds to dq, if that is wanted, for the rows of a block.
+template <class T>
+inline void multiply_gradients(const Call &call, const Entry &entry, const Block &block, const Visible &visible,
+                               long first, long count, bool wants_dq, BackwardBuffers<T> &buffers) {
+    const Sizes<T> &sizes = buffers.sizes;
+    const bool is_bf16x2 = uses_bf16x2<T>(call);
+    if (is_bf16x2) pack_scores(block, visible, buffers);
+    if (is_wanted(call, DV))
+        add_to_keys(call, visible, count, buffers.p, is_bf16x2 ? buffers.dout_t : buffers.dout, sizes.dim_v, buffers.dv,
+                    buffers.keys_stride);
+    if (is_wanted(call, DK))
+        add_to_keys(call, visible, count, is_bf16x2 ? buffers.ds_columns : buffers.ds,
+                    is_bf16x2 ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
+    if (wants_dq)
+        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq,
+                         false);
+}
+
 // Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.
 template <class T>
 inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, BackwardBuffers<T> &buffers) {
-    const Call &call = work.call;
+    const Call &call = work.results();
     const Entry &entry = work.entries[tile.entry];
     const Sizes<T> &sizes = buffers.sizes;
     const T scale = T(size_of_scale(call));
@@ -195,12 +212,12 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
                    buffers.total + g * SCORES_STRIDE<T>, tile.num_keys * sizeof(T));
 }
 
-template <class T> void key_tile_job(Work &work, char *memory, long job) {
+template <class T, class Buffers> void key_tile_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     const KeyTile &tile = work.tiles[job];
     const Entry &entry = work.entries[tile.entry];
     const Scaling<T> scaling(call);
-    BackwardBuffers<T> buffers(work, memory);
+    Buffers buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     const Steps steps(work, entry);
     const long first = tile.first_key, count = tile.num_keys;
@@ -229,15 +246,8 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         load_queries(work, entry, block, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (visible.rows.stop <= visible.rows.first) continue;
-        if (is_bf16x2) pack_scores(block, visible, buffers);
-        if (is_wanted(call, DV))
-            add_to_keys(call, visible, count, buffers.p, is_bf16x2 ? buffers.dout_t : buffers.dout, sizes.dim_v,
-                        buffers.dv, buffers.keys_stride);
-        if (is_wanted(call, DK))
-            add_to_keys(call, visible, count, is_bf16x2 ? buffers.ds_columns : buffers.ds,
-                        is_bf16x2 ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
+        multiply_gradients(call, entry, block, visible, first, count, wants_dq, buffers);
         if (wants_dq) {
-            multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.dq, false);
             if (!order.wait(job, step + 1)) return;
             add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
         }
@@ -278,7 +288,7 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
         if (uses_bf16x2<T>(call)) pack_scores(block, visible, buffers);
-        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, total, true);
+        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.ds, buffers.k, total, true);
     }
     for (long r = 0; r < rows_of(block); ++r) {
         for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(call.scale);
@@ -290,16 +300,16 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
 // Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and
 // with packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
 template <class T> void clear_job(Work &work, char *, long job) {
-    const Call &call = work.call;
+    const Call &call = work.call, &results = work.results();
     const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
     const T zero[MAX_KEYS] = {};
     auto clear_head = [&](Array array, int64_t dtype, long num_heads, long seqlen, long dim) {
-        if (!is_wanted(call, array) || h >= num_heads) return;
-        const long size = size_of(dtype), step = call.strides[array][3];
+        if (!is_wanted(results, array) || h >= num_heads) return;
+        const long size = size_of(dtype), step = results.strides[array][3];
         for (long i = 0; i < seqlen; ++i)
             for (long d = 0; d < dim; d += MAX_KEYS)
                 store_row(zero, dtype, step, smaller(MAX_KEYS, dim - d),
-                          address(call, array, size, b, h, i) + d * step * size);
+                          address(results, array, size, b, h, i) + d * step * size);
     };
     // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
     if (!has_dq_accum(call) || call.arrays[CU_SEQLENS_Q])
@@ -322,7 +332,7 @@ template <class T> void row_sums_job(Work &work, char *memory, long job) {
 
 // Rounds dq of a head to 16 bits.
 template <class T> void round_job(Work &work, char *, long job) {
-    const Call &call = work.call;
+    const Call &call = work.results();
     const Entry &entry = work.entries[job / call.num_heads];
     for (long i = 0; i < entry.seqlen_q; ++i) {
         const Row row = {job % call.num_heads, i};
@@ -419,7 +429,7 @@ template <class T> bool prepare_backward(Work &work) {
     const bool finds_row_sums = work.row_sums && !call.arrays[ROW_SUMS];
     if (finds_row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
-        work.add_phase(key_tile_job<T>, work.num_tiles);
+        work.add_phase(key_tile_job<T, BackwardBuffers<T>>, work.num_tiles);
     if (has_accum && accum_fits) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
     if (has_accum && !accum_fits) work.add_phase(dq_job<T>, work.num_blocks);
     if (has_sums) work.add_phase(sums_job<T>, 1);

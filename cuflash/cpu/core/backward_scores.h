@@ -94,17 +94,31 @@ template <class T> struct BackwardBuffers {
     }
 };
 
-// rowsum(dout o out) - dlse of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
+// rowsum(dout o out) of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
 template <class T>
-inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
+inline T dot_with_out(const Call &call, const Entry &entry, Row row, const T *dout, long dim, T *values) {
     load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
     clear(values + call.head_dim_v, dim - call.head_dim_v);
     Vector<T> sum = {};
     for (long d = 0; d < dim; d += LANES<T>) sum += load(dout + d) * load(values + d);
-    T delta = sum_of_lanes<T>(sum);
+    return sum_of_lanes<T>(sum);
+}
+
+// The same without dlse of the row.
+template <class T>
+inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
+    T delta = dot_with_out(call, entry, row, dout, dim, values);
     if (call.arrays[DLSE] && lse != T(-__builtin_inf()))
         delta -= number<T>(call, DLSE, entry.batch, row.head, entry.first_q + row.i);
     return delta;
+}
+
+// The tangent of delta of a row, rowsum(dout o tout + tdout o out) - tdlse. `tdout` is null where there is none.
+template <class T>
+inline T tangent_of_delta(const Call &call, const Call &tangents, const Entry &entry, Row row, T lse, const T *dout,
+                          const T *tdout, long dim, T *values) {
+    const T found = delta_of(tangents, entry, row, lse, dout, dim, values);
+    return tdout ? found + dot_with_out(call, entry, row, tdout, dim, values) : found;
 }
 
 // Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and transposed, with bf16x2 of two rows.
@@ -133,10 +147,8 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
             load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
                                 buffers.dq);
     } else {
-        load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
+        load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
         if (has_dout) load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
-        if (call.scale < 0)
-            for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
     T *values = buffers.dq,
       *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where bf16x2 are loaded
@@ -153,12 +165,19 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     }
 }
 
+// Loads rows of k or v of a tile, and the same transposed.
+template <class T>
+inline void load_and_transpose(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                               long dim, T *rows, T *transposed, long keys_stride) {
+    const long padded = round_up(count, LANES<T>), whole = round_up(dim, LANES<T>);
+    load_keys(call, array, entry, head_kv, first, count, dim, rows, whole, padded);
+    transpose(rows, whole, padded, whole, transposed, keys_stride);
+}
+
 // Loads k and v of a tile: v transposed, k both as it is and transposed.
 template <class T>
 inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
                           BackwardBuffers<T> &buffers) {
-    const Sizes<T> &sizes = buffers.sizes;
-    const long padded = round_up(count, LANES<T>);
     if (uses_bf16x2<T>(call)) {
         load_keys_bf16x2(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
                          buffers.keys_stride);
@@ -167,10 +186,10 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
         interleave_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k);
         return;
     }
-    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, sizes.dim_v, padded);
-    transpose(buffers.k, sizes.dim_v, padded, sizes.dim_v, buffers.v_t, buffers.keys_stride);
-    load_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, sizes.dim, padded);
-    transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, buffers.keys_stride);
+    load_and_transpose(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
+                       buffers.keys_stride);
+    load_and_transpose(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
+                       buffers.keys_stride);
 }
 
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
@@ -216,6 +235,57 @@ struct Visible {
     RowRange rows, sections[MAX_SECTIONS];
 };
 
+// Calls body(r0, n, keys, columns) for n rows of a block, from r0 on, that attend to keys of a tile, which take up whole
+// vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of keys
+// `computed` are read. Returns what the rows attend to.
+template <class T, class C, class F>
+inline Visible for_visible_rows(const Call &call, const Entry &entry, const Block &block, long first, long count,
+                                C clear_keys, F body) {
+    const long num_rows = rows_of(block), padded = round_up(count, LANES<T>);
+    const RowRange none = {num_rows, 0};
+    Visible visible;
+    visible.rows = none;
+    for (RowRange &section : visible.sections) section = none;
+    const Keys of_block = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    visible.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
+    visible.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
+    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>);
+        for (long r = r0; r < r0 + n; ++r) {
+            clear_keys(visible.keys, r, 0, keys.first);
+            clear_keys(visible.keys, r, keys.first + columns, padded);
+        }
+        if (here <= 0) continue;
+        visible.rows.include(r0, r0 + n);
+        for (long x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
+            visible.sections[x].include(r0, r0 + n);
+        body(r0, n, keys, columns);
+    }
+    return visible;
+}
+
+// Clears scores of a row that are computed, among keys from `begin` to `end`.
+template <class T> inline void clear_scores(Keys computed, long r, long begin, long end, T *scores) {
+    begin = larger(begin, computed.first), end = smaller(end, computed.stop);
+    if (begin < end) clear(scores + r * SCORES_STRIDE<T> + begin, end - begin);
+}
+
+// Calls `run` with the function that makes weights of scores of a row.
+template <class T, class F>
+inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, F run) {
+    if (row_sum.is_found()) {
+        run([&](Vector<T> s) {
+            return exp2<T>((s - splat(row_sum.row_max)) * splat(scaling.factor)) * splat(row_sum.inverse);
+        });
+    } else {
+        run([&](Vector<T> s) {
+            return exp2<T>((s * splat(T(scaling.natural)) - splat(lse)) * splat(T(1.4426950408889634)));
+        });
+    }
+}
+
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
 // both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf attends to no
 // key: it has no weights, whatever its scores are, which a function may have made NaN.
@@ -246,15 +316,7 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
             tanhs ? recompute_p(weight_of, no, yes) : recompute_p(weight_of, no, no);
         }
     };
-    if (row_sum.is_found()) {
-        softmax_by([&](Vector<T> s) {
-            return exp2<T>((s - splat(row_sum.row_max)) * splat(scaling.factor)) * splat(row_sum.inverse);
-        });
-    } else {
-        softmax_by([&](Vector<T> s) {
-            return exp2<T>((s * splat(T(scaling.natural)) - splat(lse)) * splat(T(1.4426950408889634)));
-        });
-    }
+    with_weights(scaling, lse, row_sum, softmax_by);
 }
 
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
@@ -266,7 +328,6 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                              long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
-    const long num_rows = rows_of(block), padded = round_up(count, N);
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
@@ -274,33 +335,14 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
-    const RowRange none = {num_rows, 0};
-    Visible visible;
-    visible.rows = none;
-    for (RowRange &section : visible.sections) section = none;
-    const Keys of_block = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    visible.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
-    visible.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
-    auto clear_scores = [&](long r, long begin, long end) {
+    auto clear_keys = [&](Keys computed, long r, long begin, long end) {
         if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
-        begin = larger(begin, visible.keys.first), end = smaller(end, visible.keys.stop);
-        if (begin >= end) return;
-        clear(buffers.p + r * STRIDE + begin, end - begin);
-        clear(buffers.ds + r * STRIDE + begin, end - begin);
+        clear_scores(computed, r, begin, end, buffers.p);
+        clear_scores(computed, r, begin, end, buffers.ds);
     };
-    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
-        n = rows_of_group(call, block, r0, GROUP);
-        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first, columns = round_up(here, N), at = first + keys.first;
-        for (long r = r0; r < r0 + n; ++r) {
-            clear_scores(r, 0, keys.first);
-            clear_scores(r, keys.first + columns, padded);
-        }
-        if (here <= 0) continue;
+    auto differentiate_rows = [&](long r0, long n, Keys keys, long columns) {
+        const long here = keys.stop - keys.first, at = first + keys.first;
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
-        visible.rows.include(r0, r0 + n);
-        for (long x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
-            visible.sections[x].include(r0, r0 + n);
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
                       columns, ds);
@@ -350,8 +392,8 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                 buffers.sums[call.num_heads] += double(call.scale < 0 ? -total : total);
             }
         }
-    }
-    return visible;
+    };
+    return for_visible_rows<T>(call, entry, block, first, count, clear_keys, differentiate_rows);
 }
 
 // Packs weights and gradients of scores as bf16x2 of two rows, in place of p and in ds_columns, and packs gradients

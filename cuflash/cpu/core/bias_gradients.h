@@ -32,10 +32,30 @@ template <class T> void sums_job(Work &work, char *, long) {
     if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
+// What takes the place of delta in the tangent of the gradient of a sink: (tsink - tlse) delta + tdelta. The row of dout
+// is loaded.
+template <class T>
+inline double tangent_of_sink_term(const Work &work, const Entry &entry, Row row, T lse, T delta,
+                                   BackwardBuffers<T> &buffers) {
+    const Call &call = work.call, &tangents = *work.tangents;
+    const long dim = buffers.sizes.dim_v;
+    T *tdout = tangents.arrays[DOUT] ? buffers.dout + dim : nullptr;
+    if (tdout) {
+        load_row(row_address(tangents, DOUT, entry, row), call.dtype, tangents.strides[DOUT][3], call.head_dim_v,
+                 tdout);
+        clear(tdout + call.head_dim_v, dim - call.head_dim_v);
+    }
+    const T tdelta = tangent_of_delta(call, tangents, entry, row, lse, buffers.dout, tdout, dim, buffers.dq);
+    const double tsink = tangents.arrays[SINKS] ? double(number<T>(tangents, SINKS, 0, row.head)) : 0.0;
+    const T tlse = number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i);
+    return (tsink - double(tlse)) * double(delta) + double(tdelta);
+}
+
 // The gradient of the sink of a head: the sum of its weights times (dlse - delta). It is one sum over all rows, and in
-// double each row, however small its term is, would round off half a unit in the last place of the sum.
+// double each row, however small its term is, would round off half a unit in the last place of the sum. With tangents,
+// it is the tangent of all that.
 template <class T> void sinks_job(Work &work, char *memory, long head) {
-    const Call &call = work.call;
+    const Call &call = work.call, *tangents = work.tangents;
     BackwardBuffers<T> buffers(work, memory);
     const Scaling<T> scaling(call);
     const double sink = number<T>(call, SINKS, 0, head);
@@ -50,16 +70,17 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v,
                      buffers.dout);
             clear(buffers.dout + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
-            const T delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
+            double delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
+            if (tangents) delta = tangent_of_sink_term(work, entry, row, lse, T(delta), buffers);
             const RowSum<T> sum = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
             if (sum.is_found()) {
-                total -= weight_of_sink(scaling, sum, sink) * double(delta);
+                total -= weight_of_sink(scaling, sum, sink) * delta;
             } else {
-                total -= exp_of(sink - lse) * double(delta);
+                total -= exp_of(sink - lse) * delta;
             }
         }
     }
-    number<T>(call, DSINKS, 0, head) = T(total);
+    number<T>(work.results(), DSINKS, 0, head) = T(total);
 }
 
 // Where a job of keys leaves its sums for a bias of keys: those of a head of q, from a key on.

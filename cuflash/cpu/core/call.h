@@ -9,15 +9,19 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT
 enum Array {
     Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES, KV_LENGTHS, SINKS, CU_SEQLENS_Q,
     CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, ROW_SUMS, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS,
+    SCALE, SOFTCAP,  // numbers of a call; their tangents are arrays
     NUM_ARRAYS
 };
 // clang-format on
 
 constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // the bound of a window without one; larger than any length
 
+// A pass with tangents has another of these structs after the first, with the same sizes and options: its arrays are the
+// tangents of arrays, each under the name of what it is the tangent of.
 struct Call {
     int64_t bytes;  // of this struct, as a check
     int64_t is_backward;
+    int64_t has_tangents;
     int64_t finds_row_sums;  // only: ROW_SUMS is the result of a backward pass, not an operand
     int64_t dtype, kv_dtype, bias_dtype;
     int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;

@@ -70,13 +70,14 @@ Target target_of_processor([[maybe_unused]] int limit) {
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
-// forward pass of float16.
+// forward pass of float16, both without tangents.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
 #if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
-    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = target_of_processor(2).kernels;
+    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents;
+    if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
 #endif
     return *kernels;
 }
@@ -153,23 +154,37 @@ bool all_match(char *const *arrays, const Table &table, int64_t call) {
     return true;
 }
 
-int load_call(Work &work, const void *fixed, const Changing *changing) {
-    memcpy((void *)&work.call, fixed, offsetof(Call, seed));
-    if (work.call.bytes != int64_t(sizeof(Call))) return OTHER_LAYOUT;
-    work.call.seed = changing->seed;
-    work.call.offset = changing->offset;
-    memset((void *)work.call.arrays, 0, sizeof work.call.arrays);
-    for (int i = 0; i < work.call.num_given; ++i) {
-        char *array = changing->arrays[i];
-        const int64_t at = work.call.given[i];
-        if (is_empty(work.call, at)) {  // it may have any address and strides
-            if (!is_result(work.call, at)) work.call.arrays[at] = array;
+// Fills in a call, whose arrays these are.
+inline int load_one(Call &call, const void *fixed, const Changing *changing, char *const *arrays) {
+    memcpy((void *)&call, fixed, offsetof(Call, seed));
+    if (call.bytes != int64_t(sizeof(Call))) return OTHER_LAYOUT;
+    call.seed = changing->seed;
+    call.offset = changing->offset;
+    memset((void *)call.arrays, 0, sizeof call.arrays);
+    for (int i = 0; i < call.num_given; ++i) {
+        char *array = arrays[i];
+        const int64_t at = call.given[i];
+        if (is_empty(call, at)) {  // it may have any address and strides
+            if (!is_result(call, at)) call.arrays[at] = array;
             continue;
         }
         const bool is_object = changing->head_bytes >= 0;
-        work.call.arrays[at] = is_object ? ((const ArrayObject *)(array + changing->head_bytes))->data : array;
-        if ((uintptr_t)work.call.arrays[at] & (work.call.sizes[at] - 1)) return UNALIGNED;
+        call.arrays[at] = is_object ? ((const ArrayObject *)(array + changing->head_bytes))->data : array;
+        if ((uintptr_t)call.arrays[at] & (call.sizes[at] - 1)) return UNALIGNED;
     }
+    return DONE;
+}
+
+int load_call(Work &work, const void *fixed, const Changing *changing) {
+    int status = load_one(work.call, fixed, changing, changing->arrays);
+    if (status == DONE && work.call.has_tangents) {
+        if (!work.allocate(work.tangents, 1)) return OUT_OF_MEMORY;
+        const char *of_tangents = (const char *)fixed + sizeof(Call);
+        status = load_one(*work.tangents, of_tangents, changing, changing->arrays + work.call.num_given);
+        // Gradients of scores are scaled where their tangents are made: what is left is the sign that q comes with.
+        work.tangents->scale = work.call.scale < 0 ? -1 : 1;
+    }
+    if (status != DONE) return status;
     if (!changing->are_disjoint && !are_disjoint(work.call)) return OVERLAPPING;
     for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
     work.stopped = false;

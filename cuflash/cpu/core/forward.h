@@ -108,9 +108,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         load_split_rows(call, entry, block, (float *)buffers.q);
 #endif
     } else {
-        load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
-        if (call.scale < 0)
-            for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
+        load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
     }
     const T *columns = nullptr;
 #if HAS_TILES

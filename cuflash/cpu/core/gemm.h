@@ -83,13 +83,12 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
     run(std::integral_constant<int, 1>());
 }
 
-// The same for C = A B, two vectors at a time, which is the best shape where B is read again and again. Long sums are
-// made of partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
+// The same two vectors at a time, which is the best shape where B is read again and again. Long sums are made of partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
 constexpr long SUM_LENGTH = 96;
 
 template <class T, class M = Numbers<T>>
 inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
-                            long b_stride, T *c, long c_stride) {
+                            long b_stride, T *c, long c_stride, bool adds = false) {
     const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
     for (long j = 0; j < num_columns; j += 2 * LANES<T>) {
         for (long k = 0; k < length; k += step) {
@@ -97,10 +96,10 @@ inline void product_of_rows(long num_rows, long num_columns, long length, const 
             const T *from = b + k * b_stride + j;
             if (num_columns - j >= 2 * LANES<T>) {
                 product_columns<T, 2, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                      k > 0);
+                                                      adds || k > 0);
             } else {
                 product_columns<T, 1, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                      k > 0);
+                                                      adds || k > 0);
             }
         }
     }

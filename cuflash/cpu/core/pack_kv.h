@@ -11,6 +11,40 @@ template <class T> struct Tile {
     const T *low_v;  // the low terms of v, where numbers have two
 };
 
+// Loads keys of a tile, transposed; `rows` has space for them as they are.
+template <class T>
+inline void load_transposed_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, long dim,
+                                 T *rows, T *k_t, long keys_stride) {
+    const long padded = round_up(count, LANES<T>);
+    const T *k = rows;
+    long k_stride = dim;
+    if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
+        k = (const T *)key_address(call, K, entry, head_kv, first);
+        k_stride = call.strides[K][2];
+    } else {
+        load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, dim, padded);
+    }
+    transpose(k, k_stride, padded, dim, k_t, keys_stride);
+}
+
+// Rows of v of a tile, of stride `v_stride`: where they lie, or copied to v. They are read again and again, so they are
+// copied where rows have large strides, which fall into the same few sets of the cache, or where their vectors straddle
+// lines of the cache, of which each load then reads two.
+template <class T>
+inline const T *find_values(const Call &call, const Entry &entry, long head_kv, long first, long count, T *v,
+                            long &v_stride) {
+    const long stride = call.strides[V][2];
+    const char *values = key_address(call, V, entry, head_kv, first);
+    const bool lie_well = (stride == call.head_dim_v || stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
+    if (lie_well && has_whole_rows<T>(call, V, call.head_dim_v)) {
+        v_stride = stride;
+        return (const T *)values;
+    }
+    v_stride = round_up(call.head_dim_v, LANES<T>);
+    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v, v_stride, count);
+    return v;
+}
+
 template <class T>
 inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, long first, long count, long terms,
                          ForwardBuffers<T> &buffers) {
@@ -30,24 +64,10 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
         interleave_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v);
         return {k_t, v, sizes.dim_v, nullptr};
     }
-    const long padded = round_up(count, LANES<T>);
-    const T *k = rows;
-    long k_stride = sizes.dim;
-    if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
-        k = (const T *)key_address(call, K, entry, head_kv, first);
-        k_stride = call.strides[K][2];
-    } else {
-        load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, sizes.dim, padded);
-    }
-    transpose(k, k_stride, padded, sizes.dim, k_t, buffers.keys_stride);
-    // They are read again and again, so they are copied where rows have large strides, which fall into the same few
-    // sets of the cache, or where their vectors straddle lines of the cache, of which each load then reads two.
-    const long v_stride = call.strides[V][2];
-    const char *values = key_address(call, V, entry, head_kv, first);
-    const bool lie_well = (v_stride == call.head_dim_v || v_stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
-    if (lie_well && has_whole_rows<T>(call, V, call.head_dim_v)) return {k_t, (const T *)values, v_stride, nullptr};
-    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v, sizes.dim_v, count);
-    return {k_t, v, sizes.dim_v, nullptr};
+    load_transposed_keys(call, entry, head_kv, first, count, sizes.dim, rows, k_t, buffers.keys_stride);
+    Tile<T> tile = {k_t, nullptr, 0, nullptr};
+    tile.v = find_values(call, entry, head_kv, first, count, v, tile.v_stride);
+    return tile;
 }
 
 // Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to

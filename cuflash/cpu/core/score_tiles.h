@@ -99,7 +99,16 @@ inline void load_rows(const Call &call, Array array, const Entry &entry, const B
     clear(out + num_rows * stride, (padded_rows - num_rows) * stride);
 }
 
-// Loads rows of k or v, likewise.
+// Loads rows of q, whose sign changes where the scale is negative.
+template <class T>
+inline void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out) {
+    const long num_rows = rows_of(block), stride = round_up(dim, LANES<T>);
+    load_rows(call, array, entry, block, dim, out, stride, num_rows);
+    if (call.scale < 0)
+        for (long x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
+}
+
+// Loads rows of k or v, with zeros after each row and below the last.
 template <class T>
 inline void load_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count, long dim,
                       T *out, long stride, long padded_rows) {

@@ -112,27 +112,41 @@ inline void exponentials_as_bf16x2(Drops drops, const Scaling<float> &scaling, c
 }
 #endif
 
-// Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
-template <class T>
-inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
-    double shrinks = 1;
-    if (call.arrays[SINKS]) {
-        const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
-        const double top = row_max > sink ? row_max : sink == -infinity ? 0 : sink;
-        shrinks = exp_of(row_max - top);
-        l = l * shrinks + exp_of(sink - top);
-        row_max = top;
-    }
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(row_max + double(log_of(T(l))));
-    const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
+// The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`, and
+// what keys have summed shrinks.
+struct RowWithSink {
+    double row_max, l, shrinks = 1, of_sink = 0;
+    template <class T> T divisor() const { return l == 0 ? T(1) : T(l); }
+};
+
+template <class T> inline RowWithSink with_sink(const Call &call, Row row, double row_max, double l) {
+    if (!call.arrays[SINKS]) return {row_max, l};
+    const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
+    const double top = row_max > sink ? row_max : sink == -infinity ? 0 : sink;
+    const double shrinks = exp_of(row_max - top), of_sink = exp_of(sink - top);
+    return {top, l * shrinks + of_sink, shrinks, of_sink};
+}
+
+// Writes values_of(d), a vector, to a row of out, for every d.
+template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
     const long step = call.strides[OUT][3];
     for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const long count = smaller(MAX_KEYS, call.head_dim_v - d);
-        for (long x = 0; x < count; x += LANES<T>) store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
+        for (long x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
         store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
     }
+}
+
+// Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
+template <class T>
+inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
+    const RowWithSink all = with_sink<T>(call, row, row_max, l);
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of(T(all.l))));
+    const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks));
+    write_out<T>(call, entry, row, [&](long d) { return load(o + d) * factor / divisor; });
+    return all;
 }
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.

@@ -1,11 +1,18 @@
 // Both passes for one target, which the compiler's flags say. TARGET is its name.
 #include "targets.h"
 #include "small_heads.h"
+#if !defined(ONLY_BFLOAT16)
+#include "backward_jvp.h"
+#include "jvp.h"
+#endif
 
 #define JOINED(a, b) a##b
 #define NAMED(a, b) JOINED(a, b)
 
 template <class T> static bool prepare_pass(Work &work) {
+#if !defined(ONLY_BFLOAT16)
+    if (work.tangents) return work.call.is_backward ? prepare_backward_jvp<T>(work) : prepare_jvp<T>(work);
+#endif
     if (work.call.finds_row_sums) return prepare_row_sums<T>(work);
     if (is_small(work.call)) return prepare_small<T>(work);
     return work.call.is_backward ? prepare_backward<T>(work) : prepare_forward<T>(work);

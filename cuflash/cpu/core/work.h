@@ -41,6 +41,7 @@ struct KeyTile {
 struct Work {
     static constexpr int MAX_PHASES = 10;
     Call call;
+    Call *tangents = nullptr;  // of a pass with tangents
     int num_phases = 0;
     Phase phases[MAX_PHASES];
     std::atomic<long> next[MAX_PHASES];  // the job that is taken next
@@ -75,6 +76,9 @@ struct Work {
         p = (T *)memory;
         return true;
     }
+
+    // The call that has the results of a backward pass.
+    const Call &results() const { return tangents ? *tangents : call; }
 
     // Every phase has jobs, so that a call is done when its last phase is.
     void add_phase(void (*run)(Work &, char *, long), long num_jobs) {

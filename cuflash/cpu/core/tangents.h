@@ -1,0 +1,116 @@
+// Tangents of scores, from those of products of q and k.
+#pragma once
+
+#include "score_tiles.h"
+
+namespace {
+
+inline bool has_tangent(const Call &tangents, Array array) { return tangents.arrays[array] != nullptr; }
+
+// Whether tangents of scores are made of those of products, and of others.
+inline bool moves_products(const Call &tangents) {
+    return has_tangent(tangents, Q) || has_tangent(tangents, K) || has_tangent(tangents, SCALE);
+}
+inline bool moves_scores(const Call &tangents) {
+    return moves_products(tangents) || has_tangent(tangents, BIAS) || has_tangent(tangents, ALIBI_SLOPES) ||
+           has_tangent(tangents, SOFTCAP);
+}
+
+// The tangent of the scale, where it is the size of the scale that multiplies products.
+template <class T> inline T tangent_of_scale(const Call &tangents) {
+    return has_tangent(tangents, SCALE) ? number<T>(tangents, SCALE, 0, 0) * T(tangents.scale) : T(0);
+}
+
+// What the tangents of scores of a few rows are made of, and what goes with them.
+template <class T> struct TangentBuffers {
+    bool has_products;      // whether a tangent depends on products of q and k themselves
+    bool acts_on_tangents;  // whether tangents of products are anything but scaled
+    T unit;                 // by which what `finish_tangents` leaves is scaled
+    T *tanhs, *products, *cap_slopes, *bias;
+
+    TangentBuffers(const Call &call, const Call &tangents, const Scaling<T> &scaling, Scratch &scratch)
+        : has_products(has_tangent(tangents, SCALE) || has_tangent(tangents, SOFTCAP)),
+          acts_on_tangents(scaling.acts_on_scores || has_products), unit(T(acts_on_tangents ? 1 : scaling.natural)) {
+        const long scores = GROUP * SCORES_STRIDE<T>;
+        tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
+        products = scratch.template take<T>(has_products ? scores : 0);
+        cap_slopes = scratch.template take<T>(has_cap(call) && call.is_backward ? scores : 0);
+        bias = scratch.template take<T>(has_tangent(tangents, BIAS) ? FEW_OF_GROUP * MAX_KEYS : 0);
+        if (!has_cap(call)) tanhs = nullptr;
+        if (!has_cap(call) || !call.is_backward) cap_slopes = nullptr;
+    }
+};
+
+// Computes the tangents of products of q and k, for rows from r0 on.
+template <class T>
+inline void multiply_tangents(const Call &call, const Call &tangents, long num_rows, long columns, const T *q,
+                              const T *tq, const T *k_t, const T *tk_t, long dim, long keys_stride, T *ts) {
+    bool adds = false;
+    auto add = [&](const T *rows, const T *keys) {
+        product_of_rows(num_rows, columns, call.head_dim, rows, dim, keys, keys_stride, ts, SCORES_STRIDE<T>, adds);
+        adds = true;
+    };
+    if (has_tangent(tangents, Q)) add(tq, k_t);
+    if (has_tangent(tangents, K)) add(q, tk_t);
+    for (long r = 0; r < num_rows && !adds; ++r) clear(ts + r * SCORES_STRIDE<T>, columns);
+}
+
+// Turns tangents of products of q and k into those of scores, whose tanhs, if there is a cap, and products, if tangents
+// depend on them, are in `buffers`. Arguments are those of `finish_scores`. Tangents of hidden scores may be anything.
+template <class T>
+__attribute__((noinline)) void finish_tangents(const Call &call, const Call &tangents, const Entry &entry,
+                                               const Block &block, long r0, long num_rows, long first, long count,
+                                               long padded, long next, T *ts, TangentBuffers<T> &buffers) {
+    constexpr long STRIDE = SCORES_STRIDE<T>;
+    const Vector<T> scale = splat(T(size_of_scale(call))), of_scale = splat(tangent_of_scale<T>(tangents));
+    const Vector<T> one = splat(T(1)), inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
+    const Vector<T> of_cap = splat(has_tangent(tangents, SOFTCAP) ? number<T>(tangents, SOFTCAP, 0, 0) : T(0));
+    BiasRows bias;
+    const bool has_bias = has_tangent(tangents, BIAS), has_slopes = has_tangent(tangents, ALIBI_SLOPES);
+    if (has_bias) find_bias(tangents, entry, block, r0, num_rows, first, count, padded, next, buffers.bias, bias);
+    for (long r = 0; r < num_rows; ++r, ts += STRIDE) {
+        const Row row = row_of(block, r0 + r);
+        const T *products = buffers.has_products ? buffers.products + r * STRIDE : nullptr;
+        const T *tanhs = buffers.tanhs ? buffers.tanhs + r * STRIDE : nullptr;
+        T *cap_slopes = buffers.cap_slopes ? buffers.cap_slopes + r * STRIDE : nullptr;
+        const T slope = has_slopes ? number<T>(tangents, ALIBI_SLOPES, entry.index, row.head) : T(0);
+        const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
+        for (long j = 0; j < padded; j += LANES<T>) {
+            Vector<T> x = load(ts + j) * scale;
+            const Vector<T> product = products ? load(products + j) : Vector<T>{};
+            if (products) x = add_product(x, product, of_scale);
+            if (tanhs) {
+                const Vector<T> tanh = load(tanhs + j), cap_slope = slope_of_cap<T>(tanh);
+                if (cap_slopes) {
+                    const Vector<T> moved = products ? x - product * scale * inverse * of_cap : x;
+                    store(cap_slopes + j, splat(T(-2)) * tanh * cap_slope * (moved * inverse));
+                }
+                x = x * cap_slope;
+                if (products) x = add_product(x, derivative_by_softcap<T>(call, product, tanh), of_cap);
+            }
+            if (has_slopes) x = add_product(x, size_of_each<T>(start + splat(T(j))), splat(-slope));
+            store(ts + j, x);
+        }
+        if (has_bias)
+            with_numbers<T>(bias.dtype, [&](auto *numbers) {
+                for (long j = 0; j < padded; j += LANES<T>)
+                    store(ts + j, load(ts + j) + load_as<T>(decltype(numbers)(bias.at[r]) + j));
+            });
+    }
+}
+
+// Scores of rows from r0 on, of stride SCORES_STRIDE, and their tangents if these move, from products of q and k and the
+// tangents of these. Arguments are those of `finish_scores`.
+template <class T>
+inline void finish_both(const Call &call, const Call &tangents, const Scaling<T> &scaling, const Entry &entry,
+                        const Block &block, long r0, long num_rows, long first, long count, long padded, long next,
+                        T *scores, T *copies, T *ts, TangentBuffers<T> &buffers) {
+    for (long r = 0; r < num_rows && ts && buffers.has_products; ++r)
+        memcpy(buffers.products + r * SCORES_STRIDE<T>, scores + r * SCORES_STRIDE<T>, padded * sizeof(T));
+    finish_decode_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies,
+                            buffers.tanhs);
+    if (ts && buffers.acts_on_tangents)
+        finish_tangents(call, tangents, entry, block, r0, num_rows, first, count, padded, next, ts, buffers);
+}
+
+}  // namespace

@@ -1,0 +1,170 @@
+"""jvp and backward_jvp in the compiled core: threads, long problems, and who computes what.
+
+`tests/pure/test_second_derivatives.py` holds every instruction set to the oracle rule.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import cpu
+from cuflash.cpu import core, fallback_tangents
+from cuflash.testing.tangents import Moved
+from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
+from tests.pure.test_second_derivatives import compute, judge
+from tests.sampling import examples
+from tests.second_derivatives import movable
+
+if core.why_not() is not None:
+    pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (90, 70)},
+    "mask": {"mask": (1, 0)},
+    "block_mask": {"block_mask": (4,), "block_size": (64, 80), "blocks_kept": 0.5},
+    "bias": {"bias": (4, 1, 0), "causal": True},
+    "alibi_slopes": {"alibi_slopes": (4,), "softcap": 3.0},
+    "dropout": {"dropout": 0.3, "sinks": True, "dlse": True},
+    "lengths": {"kv_lengths": None, "softcap": 2.0, "scale": -0.3},
+    "large": {"score_mean": 3e3, "sinks": True},
+}
+
+
+@st.composite
+def long_cases(draw):
+    """Blocks of several heads or several groups of rows, and several tiles of keys."""
+    seqlen_q, seqlen_k = draw(st.integers(1, 260)), draw(st.integers(130, 420))
+    options = dict(OPTIONS[draw(st.sampled_from(list(OPTIONS)))])
+    for name in ("mask", "bias"):
+        if name in options:
+            rows = seqlen_q if options[name][0] == 1 else 1
+            options[name] = (rows, seqlen_k) if name == "mask" else (4, rows, seqlen_k)
+    if "kv_lengths" in options:
+        options["kv_lengths"] = (seqlen_k, seqlen_k // 3)
+    heads = draw(st.sampled_from([(4, 4), (4, 2), (4, 1)]))
+    dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
+    head_dim, head_dim_v = (draw(st.sampled_from([5, 16, 33])) for _ in range(2))
+    return ct.Case(
+        batch=2, num_heads=heads[0], num_heads_kv=heads[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim,
+        head_dim_v=head_dim_v, dtype=dtype, **options,
+    )  # fmt: skip
+
+
+def everything(case):
+    return Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",), common=10.0)
+
+
+@settings(max_examples=examples(40))
+@given(long_cases())
+def test_the_same_bits_on_any_number_of_threads(case):
+    moved = everything(case)
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        with cuflash.cpu_threads(3):
+            results = compute(case, moved, core.UNKNOWN)
+        judge(case, moved, results)
+        with cuflash.cpu_threads(1):
+            assert_same_bits(compute(case, moved, core.UNKNOWN), results)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("head_dim", [257, 1025])
+def test_large_head_dims(head_dim, dtype):
+    case = ct.Case(seqlen_q=50, seqlen_k=140, head_dim=head_dim, head_dim_v=1300 - head_dim, dtype=dtype, causal=True)
+    judge(case, everything(case), compute(case, everything(case), core.UNKNOWN))
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -200.0, 0.0, 70.0])
+def test_sinks_of_any_size(sink):
+    """In rows that attend to keys, and in rows that attend to none, as NumPy computes them."""
+    random = np.random.default_rng(0)
+    q, k, v, tq, tk, tv, dout = random.standard_normal((7, 2, 150, 8))
+    k, v, tk, tv = k[:, :70], v[:, :70], tk[:, :70], tv[:, :70]
+    attention = cuflash.FlashAttention(causal=True)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "sinks": np.array([sink, 0.0])}
+    tangents: dict[str, Any] = {"tq": tq, "tk": tk, "tv": tv, "tsinks": np.array([2.0, -3.0])}
+    results = {}
+    for way in (NUMPY[1], 0):
+        with way_taken(way):
+            of_forward = attention.jvp(**given, **tangents)
+            need = ("tdq", "tdk", "tdv", "tdsinks")
+            found = attention.backward_jvp(dout, **given, **of_forward._asdict(), **tangents, need=need)
+        results[way] = (*of_forward, *found)
+    for x, y in zip(*results.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_infinite_tangents_of_hidden_keys_change_nothing():
+    random = np.random.default_rng(1)
+    q, k, v, tq, tk, dout = random.standard_normal((6, 2, 40, 8))
+    mask = random.random((40, 40)) < 0.5
+    mask[:, 7] = False
+    attention, found = cuflash.FlashAttention(), []
+    for value in (1.0, np.inf, np.nan):
+        tk[:, 7] = value
+        of_forward = attention.jvp(q, k, v, tq=tq, tk=tk, mask=mask)
+        tangents = attention.backward_jvp(dout, q, k, v, *of_forward, tq=tq, tk=tk, mask=mask, need=("tdk", "tdv"))
+        found.append((*of_forward, *tangents))
+    for one, infinite, nan in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, infinite)
+        np.testing.assert_array_equal(one, nan)
+
+
+# ---- who computes ----------------------------------------------------------------------------------------------------
+
+
+def by_numpy(monkeypatch, attention, *, need=("tdq", "tdk", "tdv"), **given):
+    """Which of the two passes NumPy computes."""
+    passes: list[str] = []
+    compute_pass = fallback_tangents.run
+
+    def run(problem, arrays, pass_, seed, offset):
+        passes.append(pass_.name)
+        compute_pass(problem, arrays, pass_, seed, offset)
+
+    monkeypatch.setattr(fallback_tangents, "run", run)
+    q = np.random.default_rng(2).standard_normal((2, 5, 4))
+    of_forward = attention.jvp(q, q, q, tq=q, **given)
+    attention.backward_jvp(q, q, q, q, *of_forward, tq=q, need=need, **given)
+    return passes
+
+
+def test_the_core_computes_what_it_serves(monkeypatch, recwarn):
+    assert by_numpy(monkeypatch, cuflash.FlashAttention(causal=True)) == []
+    assert not recwarn.list
+
+
+def test_numpy_computes_other_results_and_functions(monkeypatch, recwarn):
+    assert by_numpy(monkeypatch, cuflash.FlashAttention(), need=("tdq", "tdscale")) == ["backward_jvp"]
+    function = cuflash.FlashAttention(score=lambda s, i, j: s * abs(i - j))
+    assert by_numpy(monkeypatch, function) == ["jvp", "backward_jvp"]
+    assert not recwarn.list
+
+
+def test_without_a_core_there_is_a_warning(monkeypatch):
+    cpu._warn_once.cache_clear()
+    monkeypatch.setenv("CUFLASH_NO_CORE_WARNING", "0")
+    with way_taken(NUMPY[1]), pytest.warns(RuntimeWarning, match="NumPy computes attention in place of the compiled"):
+        by_numpy(monkeypatch, cuflash.FlashAttention())
+    cpu._warn_once.cache_clear()
+
+
+def test_every_instruction_set_has_tangents():
+    """Those with products of bfloat16 leave tangents to others: results in bfloat16 are those of float32, rounded."""
+    random = np.random.default_rng(3)
+    arrays = [x.astype(ct.numpy_dtype("bfloat16")) for x in random.standard_normal((6, 2, 70, 16))]
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        q, k, v, tq, tk, tv = (x.astype(ct.numpy_dtype(dtype)) for x in arrays)
+        for name, way in INSTRUCTION_SETS:
+            with way_taken(way):
+                found[name, dtype] = cuflash.FlashAttention().jvp(q, k, v, tq=tq, tk=tk, tv=tv)
+    for name, _ in INSTRUCTION_SETS:
+        for x, y in zip(found[name, "bfloat16"], found[name, "float32"], strict=True):
+            np.testing.assert_array_equal(x, y.astype(x.dtype))
