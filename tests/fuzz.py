@@ -67,7 +67,8 @@ HEAD_DIMS = (64, 64, 64, 128, 128, 128, 1, 3, 8, 16, 17, 24, 32, 40, 48, 72, 80,
 WIDE_HEAD_DIMS = (264, 320, 512, 576, 704, 1024)  # of half precision
 OF_BYTES = ("kv_dtype", "q_float8", "q_scale", "k_scale", "v_scale", "scale_block")
 PAGE_SIZES = (16, 32, 64, 128)
-WIDEST_WITH_TANGENTS = {"float64": 192, "float32": 256, "others": 512}  # head dimensions of backward_jvp on a device
+# Head dimensions of jvp and backward_jvp on compute capability 8.0 and 9.0.
+WIDEST_WITH_TANGENTS = {"float64": (192, 128), "float32": (256, 256), "bfloat16": (576, 320), "float16": (576, 320)}
 SECONDS = 300  # that a group may take
 
 
@@ -193,7 +194,7 @@ def _moves(rng: random.Random, fixed: Mapping[str, Any]) -> tuple[tuple[str, ...
     names = tuple(name for name in MOVABLE if name in present)
     moves = names[:3] if rng.random() < 0.3 else tuple(name for name in names if rng.random() < 0.6) or names[:1]
     widest = max(fixed["head_dim"], fixed["head_dim_v"])
-    if widest > WIDEST_WITH_TANGENTS.get(fixed["dtype"], WIDEST_WITH_TANGENTS["others"]):
+    if widest > WIDEST_WITH_TANGENTS[fixed["dtype"]][1]:
         return moves, ()
     always = rng.choice((("q", "k", "v"), ("q", "k", "v"), ("k",), ("q",), ()))
     models = [model_of(name) for name in GRADIENTS]
@@ -244,6 +245,8 @@ def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
     if dtype in ("bfloat16", "float16") and not is_float8 and rng.random() < 0.12:
         dims = list(WIDE_HEAD_DIMS)
+    if has_tangents:
+        dims = [n for n in dims if n <= WIDEST_WITH_TANGENTS[dtype][0]]
     is_packed = goes_whole and "dbias" not in need and rng.random() < 0.15
     fixed = {
         "dtype": dtype,
