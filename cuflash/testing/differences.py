@@ -10,9 +10,11 @@ import numpy as np
 
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of
-from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT
+from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT, model_of
 from cuflash.spec.scalars import array_of, is_scalar
 
+_DERIVATIVE_BY = {"tout": "dout", "tlse": "dlse"}  # tangents of results are derivatives by what `backward` takes
+ROUNDING = 16  # units in the last place of the sum of absolute values by which a sum may be off
 STEP = 1e-5  # of each element, times a number of a normal distribution
 
 
@@ -31,6 +33,7 @@ def check_gradients(
     v: Any,
     *,
     need: Collection[str] | None = None,
+    order: int = 1,
     seed: int = 0,
     rtol: float = 1e-6,
     **arrays: Any,
@@ -41,6 +44,10 @@ def check_gradients(
     key. It changes by ``sum(gradient * direction)`` times a small step, and by what two calls of `forward` say.
     Elements at a kink, such as that of ``abs(x)`` at 0, break this.
 
+    With ``order=2`` the double backward pass is held against differences of `attn.backward`: the sum is that of all
+    gradients times random arrays, and its gradients are tout, tlse and the tangents of gradients that `attn.jvp` and
+    `attn.backward_jvp` give, as `cuflash.double_backward` says.
+
     Parameters
     ----------
     attn : cuflash.FlashAttention
@@ -49,6 +56,8 @@ def check_gradients(
         Of float64, of NumPy or CuPy: differences leave nothing of the digits of other dtypes.
     need : collection of str, optional
         The gradients to check; by default those of q, k and v, and of all arrays given that have one.
+    order : {1, 2}, default 1
+        Whether to check gradients, or gradients of gradients.
     seed : int, default 0
         Of dout, dlse and the directions.
     rtol : float, default 1e-6
@@ -59,60 +68,94 @@ def check_gradients(
     Returns
     -------
     dict of str to Change
-        By the names of the gradients.
+        By the names of the gradients; of the second order "tdq" and so on, and "tout" and "tlse" for dout and dlse.
 
     Raises
     ------
     AssertionError
         Where the two differ by more; the message names all gradients that do.
     ValueError
-        Inputs of another dtype, and gradients of options that are numbers.
+        Inputs of another dtype, gradients of options that are numbers, and another order.
     """
+    if order not in (1, 2):
+        raise value_error("order", repr(order), "1 or 2: there are no third derivatives")
     if q.dtype != np.float64:
         raise value_error("q", f"dtype {q.dtype}", "float64, of which differences leave enough digits")
     random = {name: arrays.pop(f"dropout_{name}") for name in ("seed", "offset") if f"dropout_{name}" in arrays}
     for name in [name for name, x in arrays.items() if is_scalar(x)]:
         arrays[name] = module_of(q).asarray(array_of(name, arrays[name], "float64"))
-    given = {"q": q, "k": k, "v": v, **arrays}
+    inputs = {"q": q, "k": k, "v": v, **arrays}
     if need is None:
         of_terms = [gradient for gradient, name in INPUT_OF_GRADIENT.items() if name in arrays]
         of_functions = [name for name in attn.options.score_gradients if arrays[name[1:]].dtype.kind == "f"]
         need = (*DEFAULT_NEED, *of_terms, *of_functions)
     for name in need:
-        if name[1:] not in given:
+        if name[1:] not in inputs:
             raise value_error("need", repr(name), "gradients of arrays of the call")
     numbers = np.random.default_rng(seed)
 
     def normal(x: Any) -> Any:
         return module_of(x).asarray(numbers.standard_normal(x.shape))
 
-    def called(moved: dict[str, Any]) -> Any:
-        return attn.forward(moved["q"], moved["k"], moved["v"], **{n: moved[n] for n in arrays}, **random)
+    def forward(moved: dict[str, Any]) -> Any:
+        return attn.forward(**{name: moved[name] for name in inputs}, **random)
 
-    out, lse = called(given)
-    dout, dlse = normal(out), normal(lse)
+    def backward(moved: dict[str, Any]) -> dict[str, Any]:
+        out, lse = forward(moved)
+        others = {name: x for name, x in moved.items() if name in ("dout", "dlse")}
+        own = {name: moved[name] for name in inputs}
+        found: dict[str, Any] = attn.backward(**others, **own, out=out, lse=lse, need=need, **random)._asdict()
+        return found
+
+    out, lse = forward(inputs)
     sees_keys = lse > -math.inf
+    point = inputs | {"dout": normal(out), "dlse": normal(lse)}
 
-    def total(moved: dict[str, Any]) -> float:
-        out, lse = called(moved)
-        return float((dout * out).sum() + (dlse * lse)[sees_keys].sum())
+    def of_results(moved: dict[str, Any]) -> list[Any]:
+        out, lse = forward(moved)
+        return [moved["dout"] * out, (moved["dlse"] * lse)[sees_keys]]
 
-    gradients = attn.backward(dout, q, k, v, out, lse, need=need, dlse=dlse, **arrays, **random)._asdict()
+    def of_gradients(moved: dict[str, Any]) -> list[Any]:
+        return [weights[name] * x for name, x in backward(moved).items()]
+
+    if order == 1:
+        summands, gradients = of_results, backward(point)
+    else:
+        weights = {name: normal(inputs[name[1:]]) for name in need}
+        summands, gradients = of_gradients, _double_backward(attn, point, weights, need, random)
+    size = sum(float(abs(x).sum()) for x in summands(point))
+    unresolved = ROUNDING * float(np.finfo(np.float64).eps) * size / STEP
     found: dict[str, Change] = {}
     for name, gradient in gradients.items():
-        direction, x = normal(gradient), given[name[1:]]
-        after, before = (total(given | {name[1:]: _moved(x, sign * STEP * direction)}) for sign in (1, -1))
+        model = _DERIVATIVE_BY.get(name) or model_of(name)
+        direction, x = normal(gradient), point[model]
+        after, before = (
+            sum(float(y.sum()) for y in summands(point | {model: _moved(x, sign * STEP * direction)}))
+            for sign in (1, -1)
+        )
         terms = gradient * direction
         found[name] = Change((after - before) / (2 * STEP), float(terms.sum()), float((terms * terms).sum()) ** 0.5)
     wrong = [
         f"{name}: got {own.by_gradient:.9g} by the gradient, expected {own.by_differences:.9g} by differences "
         f"(scale {own.scale:.3g})"
         for name, own in found.items()
-        if not abs(own.by_gradient - own.by_differences) <= rtol * own.scale
+        if not abs(own.by_gradient - own.by_differences) <= rtol * own.scale + unresolved
     ]
     if wrong:
         raise AssertionError("\n".join(wrong))
     return found
+
+
+def _double_backward(
+    attn: Any, point: dict[str, Any], weights: dict[str, Any], need: Collection[str], random: dict[str, Any]
+) -> dict[str, Any]:
+    """The gradients of the sum of all gradients times their weights: by dout, dlse and what is needed."""
+    inputs = {name: x for name, x in point.items() if name not in ("dout", "dlse")}
+    tangents = {f"t{name[1:]}": x for name, x in weights.items()}
+    results = attn.jvp(**inputs, **tangents, **random)._asdict()
+    wanted = tuple(f"t{name}" for name in need)
+    found = attn.backward_jvp(**point, **results, **tangents, **random, need=wanted)._asdict()
+    return {name: results[name] for name in _DERIVATIVE_BY} | found
 
 
 def _moved(x: Any, step: Any) -> Any:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.testing import check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
 from tests.second_derivatives import CASES, NAMES, moves_of
 
@@ -77,6 +78,16 @@ def test_a_graph_replays_and_results_repeat():
     for x, y, z in zip(expected, captured, run(), strict=True):
         cupy.testing.assert_array_equal(x, y)
         cupy.testing.assert_array_equal(x, z)
+
+
+@pytest.mark.parametrize("options", [{"causal": True, "softcap": 2.0}, {"window": (30, 9), "scale": -0.3}], ids=str)
+def test_the_double_backward_pass_is_that_of_differences(options):
+    random = cupy.random.default_rng(4)
+    q, k, v = (random.standard_normal(shape) for shape in ((2, 4, 70, 16), (2, 2, 90, 16), (2, 2, 90, 24)))
+    found = check_gradients(
+        cuflash.FlashAttention(**options, deterministic=True), q, k, v, order=2, sinks=random.standard_normal(4)
+    )
+    assert set(found) == {"tout", "tlse", "tdq", "tdk", "tdv", "tdsinks"}
 
 
 def test_what_kernels_do_not_make():

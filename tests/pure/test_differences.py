@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from tests.sampling import examples
 from tests.scored import SCORES, score_args_of
+from tests.second_derivatives import FEATURES
 
 SMOOTH = ("distance", "fade", "of_rows")
 SIZES = (2, 2, 20, 24)
@@ -25,13 +27,40 @@ def inputs(seed):
     return q, k, v
 
 
+NAMES = {1: {"dq", "dk", "dv"}, 2: {"tout", "tlse", "tdq", "tdk", "tdv"}}
+
+
 @settings(max_examples=8)
-@given(st.sampled_from(SMOOTH), st.integers(0, 2**16), st.booleans())
-def test_gradients_of_functions_are_those_of_differences(name, seed, causal):
+@given(st.sampled_from(SMOOTH), st.integers(0, 2**16), st.booleans(), st.sampled_from((1, 2)))
+def test_gradients_of_functions_are_those_of_differences(name, seed, causal, order):
     attn = cuflash.FlashAttention(score=SCORES[name], causal=causal)
     arrays: dict[str, Any] = score_args_of((SCORES[name],), SIZES, "float64", seed)
-    found = ct.check_gradients(attn, *inputs(seed), seed=seed, **arrays)
-    assert {"dq", "dk", "dv"} < found.keys() and all(own.scale > 0 for own in found.values())
+    found = ct.check_gradients(attn, *inputs(seed), seed=seed, order=order, **arrays)
+    assert NAMES[order] < found.keys() and all(own.scale > 0 for own in found.values())
+
+
+@settings(max_examples=examples(40))
+@given(
+    ct.cases(
+        features=FEATURES,
+        dtypes=("float64",),
+        score_spreads=(1.0,),
+        strides=("contiguous",),
+        max_seqlen=20,
+        max_head_dim=8,
+        max_scores=2**10,
+    ),
+    st.integers(0, 2**16),
+)
+def test_second_derivatives_of_options_are_those_of_differences(case, seed):
+    arrays = case.arrays()
+    random = {f"dropout_{name}": x for name, x in case.random.items()}
+    attn = cuflash.FlashAttention(**case.keywords)
+    q, k, v = ct.qkv(arrays)
+    given_arrays: dict[str, Any] = ct.optional(arrays) | random
+    found = ct.check_gradients(attn, q, k, v, order=2, seed=seed, rtol=1e-5, **given_arrays)
+    of_terms = {f"td{name}" for name in ("bias", "alibi_slopes", "sinks") if name in arrays}
+    assert found.keys() == NAMES[2] | of_terms
 
 
 def test_gradients_of_options_are_those_of_differences():
@@ -84,9 +113,28 @@ def test_a_wrong_gradient_is_named(monkeypatch):
         ct.check_gradients(attn, q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("method", "result", "order"), [("backward_jvp", "tdk", 2), ("jvp", "tout", 2), ("jvp", "tlse", 2)]
+)
+def test_a_wrong_second_derivative_is_named(monkeypatch, method, result, order):
+    attn, (q, k, v) = cuflash.FlashAttention(softcap=2.0), inputs(2)
+    right = getattr(cuflash.FlashAttention, method)
+
+    def wrong(self, *args, **keywords):
+        results = right(self, *args, **keywords)
+        return results._replace(**{result: getattr(results, result) * (1 + 1e-4)})
+
+    monkeypatch.setattr(cuflash.FlashAttention, method, wrong)
+    assert set(ct.check_gradients(attn, q, k, v)) == NAMES[1]
+    with pytest.raises(AssertionError, match=rf"(?m)^{result}: got .* by the gradient, expected .* by differences"):
+        ct.check_gradients(attn, q, k, v, order=order)
+
+
 def test_what_it_cannot_check_is_refused():
     attn, (q, k, v) = cuflash.FlashAttention(), inputs(3)
     with pytest.raises(ValueError, match="q: got dtype float32"):
         ct.check_gradients(attn, *(x.astype(np.float32) for x in (q, k, v)))
     with pytest.raises(ValueError, match="need: got 'dscale'"):
         ct.check_gradients(attn, q, k, v, need=("dscale",))
+    with pytest.raises(ValueError, match="order: got 3, expected 1 or 2: there are no third derivatives"):
+        ct.check_gradients(attn, q, k, v, order=3)
