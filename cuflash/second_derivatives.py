@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, overload
 
 from cuflash.preparation import Preparation, backend_of
-from cuflash.spec.call import Backend, prepare
+from cuflash.spec.call import prepare
 from cuflash.spec.inputs import (
     INPUTS,
     BackwardJvpArrays,
@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
-
-
-def _check_backend(backend: Backend) -> None:
-    """Refuse arrays whose tangents nothing computes yet."""
-    if backend == "streamed":
-        raise NotImplementedError(
-            "k: got cuflash.Streamed, expected an array in host memory: no tangents of "
-            "streamed keys are computed yet; give the k that was passed to cuflash.streamed"
-        )
 
 
 class SecondDerivatives(Preparation):
@@ -75,7 +66,8 @@ class SecondDerivatives(Preparation):
             bias, mask and so on, and what `score` and `mask` read, as `forward` takes them; out, lse, tout and tlse, to
             be written to. And the tangents, of which one that is not given is zero and saves its products: tq, tk, tv,
             tbias, talibi_slopes, tsinks, and for an array gamma of real numbers that `score` reads tgamma, with the
-            shapes and dtypes of what they are tangents of; tscale and tsoftcap, of shape () and the dtype of lse.
+            shapes and dtypes of what they are tangents of; tscale and tsoftcap, of shape () and the dtype of lse. With
+            `cuflash.streamed` k and v, tk and tv are arrays in host memory, which are streamed with them.
 
         Returns
         -------
@@ -88,9 +80,9 @@ class SecondDerivatives(Preparation):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `backward` does; for streamed keys, whose tangents are not computed yet; and for CuPy arrays with a
-            `cuflash.Score`, head dimensions without a tile (`backward_jvp`: 512, 256 of float32 and 192 of float64 are
-            the largest), and, of `backward_jvp`, other results than tdq, tdk, tdv and tdsinks.
+            As `backward` does; and for CuPy arrays with a `cuflash.Score`, head dimensions without a tile
+            (`backward_jvp`: 512, 256 of float32 and 192 of float64 are the largest), and, of `backward_jvp`, other
+            results than tdq, tdk, tdv and tdsinks.
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)
@@ -99,7 +91,6 @@ class SecondDerivatives(Preparation):
         by_name = {"q": q, "k": k, "v": v, **given}
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, INPUTS, JVP.default, JVP.default)
-        _check_backend(call.backend)
         computed = backend_of(call.backend).jvp(call.options, call.arrays, random, call.need)
         return JvpResult(*(computed if call.is_direct else call.exported(computed, by_name)))
 
@@ -174,6 +165,5 @@ class SecondDerivatives(Preparation):
         by_name |= {name: results[name] for name in names}
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, _BACKWARD_JVP_INPUTS, names, names)
-        _check_backend(call.backend)
         computed = backend_of(call.backend).backward_jvp(call.options, call.arrays, call.need, random)
         return named_tuple_of_tangents(names)(*(computed if call.is_direct else call.exported(computed, by_name)))

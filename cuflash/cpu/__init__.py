@@ -241,7 +241,7 @@ def _way_of(problem: Problem, wanted: Collection[str], pass_: Pass) -> tuple[Cal
     way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
     if pass_.has_tangents:
         reason = reason or ("it knows no tangents of functions" if problem.has_functions else None)
-        return (way if reason is None else fallback_tangents.run), 1.0, reason
+        return (way, core.unit_of(problem), None) if reason is None else (fallback_tangents.run, 1.0, reason)
     if problem.has_functions:
         gradients = [name for name in wanted if name in problem.gradients]
         way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not(problem, gradients)

@@ -160,7 +160,7 @@ class Execution(Run):
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         traversal, split = self.schedule.by_queries, self.schedule.split_q
         pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name != "dq"])
-        wide = {name: x for name, x in self.slices.wide_score_args.items() if f"d{name}" in need}
+        wide = self.slices.summed_score_args(need)
         for a_round, heads, held, streams in Rows(self, traversal, ("k", "v"), ("k", "v")).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):

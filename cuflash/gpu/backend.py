@@ -137,10 +137,7 @@ def backward(
 
     `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
     """
-    if "row_sums" not in arrays:
-        return _call(BACKWARD, options, arrays, need, random)
-    others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return _call(BACKWARD, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
+    return _with_row_sums(BACKWARD, options, arrays, need, random)
 
 
 def jvp(
@@ -154,7 +151,17 @@ def backward_jvp(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The tangents of gradients `need` of CuPy arrays and tangents by name, as `backward` gives gradients."""
-    return _call(BACKWARD_JVP, options, arrays, need, random)
+    return _with_row_sums(BACKWARD_JVP, options, arrays, need, random)
+
+
+def _with_row_sums(
+    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Any, ...]:
+    """A backward pass, which may be given the row sums of rows whose lse is large (`cuflash.spec.row_sums`)."""
+    if "row_sums" not in arrays:
+        return _call(pass_, options, arrays, need, random)
+    others = {name: x for name, x in arrays.items() if name != "row_sums"}
+    return _call(pass_, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:

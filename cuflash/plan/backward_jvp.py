@@ -12,6 +12,7 @@ from cuflash.plan.families import BACK_SECTION, ForwardFamily, choose_family, fa
 from cuflash.plan.jvp import check_score, tangent_bits
 from cuflash.plan.scores import needs
 from cuflash.plan.tiles import Tile
+from cuflash.spec.outputs import DEFAULT_NEED
 
 _SERVED = ("tdq", "tdk", "tdv", *(f"t{name}" for name in SOFTMAX_KERNELS))
 
@@ -44,6 +45,7 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     off = ("PAIRS_STATS", "DQ_BY_REDUCTION", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL")
     draft.defines |= {f"CUFLASH_{name}": 0 for name in (*off, "CLEARS_AHEAD")} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
     draft.defines |= {f"CUFLASH_NEEDS_D{x}": int(f"td{x.lower()}" in need) for x in "KV"} | needs(())
+    draft.defines |= {f"CUFLASH_{name.upper()}_WIDE": int(_is_wide(draft, f"t{name}")) for name in DEFAULT_NEED}
     first = draft.tiles[0]
     delta = first.changed(block_m=max(tile.block_m for tile in draft.tiles))
     add_preprocess(draft, first, delta, [name[1:] for name in need])
@@ -57,3 +59,8 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 def _add(draft: Draft, family: ForwardFamily[Any], tile: Tile) -> None:
     family.draft(draft, tile)
     draft.models.append(family.model)
+
+
+def _is_wide(draft: Draft, name: str) -> bool:
+    """Whether a result is wanted in the dtype of sums, to be added to others, and not rounded to that of the inputs."""
+    return name in draft.need and draft.arrays[name].dtype != draft.problem.dtype

@@ -83,8 +83,11 @@ class Family(ABC, Generic[Row]):
 
 class ForwardFamily(Family[Row]):
     outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make
+    sums_tangents: ClassVar[bool] = False  # of a pass with tangents: it makes results in the dtype of sums, too
 
     def why_not_served(self, draft: Draft) -> str | None:
+        if draft.problem.moved is not None and draft.problem.wide and not self.sums_tangents:
+            return "it rounds results to the dtype of q, and these are to be merged or added"
         unmade = [name for name in draft.need if name not in self.outputs]
         return f"it makes no {' and no '.join(unmade)}" if unmade else super().why_not_served(draft)
 

@@ -22,7 +22,12 @@ def draft_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         family, tile, reason = choose_family(JVP_FAMILIES, draft)
     draft.tiles = (tile,)
     draft.defines |= {"CUFLASH_TANGENTS": tangent_bits(problem), "CUFLASH_PARAMS_BYTES": params_bytes(problem)}
-    draft.defines |= {"CUFLASH_OUT_WIDE": 0, "CUFLASH_LSE_WIDE": 0}
+    is_wide = draft.arrays["out"].dtype != problem.dtype  # and so tout
+    draft.defines |= {"CUFLASH_OUT_WIDE": int(is_wide), "CUFLASH_LSE_WIDE": int("lse" in problem.wide)}
+    if is_wide:
+        draft.reasons.append(
+            "out and tout are not rounded to the dtype of q: they are partial results, which are merged with others"
+        )
     draft.reasons.append(reason)
     family.draft(draft, tile)
     draft.models.append(family.model)

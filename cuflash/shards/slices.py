@@ -24,22 +24,22 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, NAMES, PER_HEAD_INPUTS
+from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, NAMES, NUMBERS, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
 from cuflash.spec.outputs import (
-    DEFAULT_NEED,
-    GRADIENTS,
+    MOVABLE_OVER_HEAD_DIM,
+    MOVABLE_OVER_ROWS,
     OF_QUERIES,
-    OUTPUTS,
-    OVER_HEAD_DIM,
-    OVER_ROWS,
-    TAKEN_BY_BACKWARD,
+    gradient_of,
 )
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 Array = Any
-_ARRAYS = (*INPUTS, *TAKEN_BY_BACKWARD, "row_sums")
-_OF_BATCH = (*OVER_HEAD_DIM, *OVER_ROWS, "row_sums")  # arrays with an axis of the batch, and of rows
+# Arrays with an axis of the batch, and of rows.
+_OF_BATCH = (*MOVABLE_OVER_HEAD_DIM, *MOVABLE_OVER_ROWS, "row_sums")
+# Inputs over pairs, and their tangents.
+_OF_PAIRS = (*BROADCAST, *(f"t{name}" for name in BROADCAST))
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
@@ -108,29 +108,37 @@ class Slices:
         first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
         return (*first, self.first_head, self.first_entry)
 
-    def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
+    def forward(self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass = FORWARD) -> dict[str, Array]:
         """out and lse of a slice; out has the dtype of the softmax if `arrays` has an out of this dtype.
 
-        On a device, `arrays` may have memory for the pairs of lse and what its rounding leaves, in place of lse.
+        The pass `jvp` gives their tangents, too, where tout is as out is. On a device, `arrays` may have memory for the
+        pairs of lse and what its rounding leaves, in place of lse.
         """
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         wide, pairs = self._wide(("out",), arrays), arrays.pop("lse_pairs", None)
         if pairs is not None:
             arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
         options = self.options_of(queries, keys, wide)
-        of_call = dict.fromkeys((*NAMES, *OUTPUTS)) | self.score_args(options, queries, keys, arrays["q"]) | arrays
-        found = self.backend.forward(options, self._packed(of_call), self.random)
-        return self._unpacked(dict(zip(OUTPUTS, found, strict=True)))
+        of_call = dict.fromkeys((*NAMES, *pass_.default)) | self.of_all(options, queries, keys, arrays["q"], pass_)
+        call = getattr(self.backend, pass_.name)
+        found = call(options, self._packed(of_call | arrays), self.random)
+        return self._unpacked(dict(zip(pass_.default, found, strict=True)))
 
-    def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The gradients `need` of a slice; dq, dk and dv have the dtype of the softmax if `arrays` has them so."""
-        options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
+    def backward(
+        self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array], pass_: Pass = BACKWARD
+    ) -> dict[str, Array]:
+        """The gradients `need` of a slice; dq, dk and dv have the dtype of the softmax if `arrays` has them so.
+
+        The pass `backward_jvp` gives their tangents.
+        """
+        options = self.options_of(queries, keys, self._wide(pass_.default, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
-        ordered = tuple(name for name in (*GRADIENTS, *self.options.score_gradients) if name in need)
-        of_call = absent | self.score_args(options, queries, keys, arrays["q"]) | arrays
+        ordered = tuple(name for name in pass_.results_of(self.options) if name in need)
+        of_call = absent | self.of_all(options, queries, keys, arrays["q"], pass_) | arrays
         results = {name: arrays.get(name) for name in ordered}
-        found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
+        call = getattr(self.backend, pass_.name)
+        found = call(options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
     def row_sums(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -141,10 +149,22 @@ class Slices:
         del of_call["block_table"]
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
 
+    def of_all(self, options: Options, queries: Span, keys: Span, q: Array, pass_: Pass) -> dict[str, Array]:
+        """What every call of a pass gets whole: what functions read, and the tangents of this and of numbers."""
+        found = self.score_args(options, queries, keys, q)
+        if not pass_.has_tangents:
+            return found
+        names = [f"t{name}" for name in (*NUMBERS, *self.options.score_args)]
+        tangents = {name: self.arrays[name] for name in names if self.arrays.get(name) is not None}
+        return found | {name: self.widened(x) if self._is_widened(q) else x for name, x in tangents.items()}
+
+    def _is_widened(self, q: Array) -> bool:
+        """Whether the arrays of a call were converted to the dtype of the softmax."""
+        return q.dtype.name not in (self.problem.dtype, *FLOAT8)
+
     def score_args(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
         """What the functions of a call read: whole arrays, as wide as q is, and where the call begins."""
-        is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
-        arrays = self.wide_score_args if is_widened else self.arrays
+        arrays = self.wide_score_args if self._is_widened(q) else self.arrays
         found = {name: arrays[name] for name in options.score_args if name != ORIGIN}
         if ORIGIN in options.score_args:
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
@@ -164,6 +184,13 @@ class Slices:
                 self._widened[name] = self.widened(self.arrays[name])
         return self._widened
 
+    def summed_score_args(self, need: Collection[str]) -> dict[str, Array]:
+        """Those whose gradients, or tangents of gradients, are among the results `need`, and their own tangents."""
+        gradients = set(map(gradient_of, need))
+        found = {name: x for name, x in self.wide_score_args.items() if f"d{name}" in gradients}
+        tangents = {f"t{name}" for name in found}
+        return found | {name: self.widened(x) for name, x in self.arrays.items() if name in tangents and x is not None}
+
     def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a call as the backend takes them: with packed sequences, without the axis of the batch."""
         if self.is_on_cpu:
@@ -182,7 +209,8 @@ class Slices:
     def _wide(self, names: Collection[str], arrays: Mapping[str, Array]) -> tuple[str, ...]:
         """The option `wide` of a call: the given results whose dtype is not that of q, or of what q of float8 gives."""
         dtype = self.problem.dtype if arrays["q"].dtype.name in FLOAT8 else arrays["q"].dtype.name
-        return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype.name != dtype)
+        given = (name for name in names if arrays.get(name) is not None and arrays[name].dtype.name != dtype)
+        return tuple(map(gradient_of, given))
 
     def _as_float8(self, name: str, array: Array) -> Array:
         """An array as a call takes it: CuPy's arrays of float8 are bytes here, but not there."""
@@ -198,7 +226,7 @@ class Slices:
         """
         if not front:
             return arrays
-        names = {*OF_QUERIES, *BROADCAST} - set(shared)
+        names = {*OF_QUERIES, *_OF_PAIRS} - {*shared, *(f"t{name}" for name in shared)}
         longer = {name: self._with_zeros_before(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
             # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row attends to
@@ -212,11 +240,12 @@ class Slices:
         """The arrays of a call that begins `front` keys earlier, with keys that a mask hides."""
         if not front:
             return arrays
-        of_pairs = {name: x for name, x in arrays.items() if name in BROADCAST and x.shape[3] != 1}
+        of_pairs = {name: x for name, x in arrays.items() if name in _OF_PAIRS and x.shape[3] != 1}
         visible = self.xp.ones((1, 1, 1, arrays["k"].shape[2]), bool)
         of_pairs["mask"] = of_pairs.get("mask", visible if "mask" not in arrays else visible & arrays["mask"])
         longer = {name: self._with_zeros_before(x, front, 3) for name, x in of_pairs.items()}
-        return arrays | longer | {name: self._with_zeros_before(arrays[name], front, 2) for name in ("k", "v")}
+        of_keys = [name for name in ("k", "v", "tk", "tv") if name in arrays]
+        return arrays | longer | {name: self._with_zeros_before(arrays[name], front, 2) for name in of_keys}
 
     def _with_zeros_before(self, array: Array, front: int, axis: int) -> Array:
         """An array with `front` zeros put before it, along an axis."""
@@ -289,8 +318,9 @@ class Slices:
 
     def of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
         """The optional inputs with a value for each query head; those of the softmax only if `of_softmax`."""
-        rows = (row for row in PER_HEAD_INPUTS if of_softmax or row.gradient_via != "softmax")
-        return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
+        rows = [row.name for row in PER_HEAD_INPUTS if of_softmax or row.gradient_via != "softmax"]
+        names = (*rows, *(f"t{name}" for name in rows))
+        return {name: self.arrays[name][..., q_heads] for name in names if self.arrays.get(name) is not None}
 
     def scales(self, q_heads: slice, heads: slice) -> dict[str, Array]:
         """The factors of q, k and v of float8, which are those of all rows, for some query and key/value heads."""

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 from cuflash.arrays.dlpack import Imported
 from cuflash.spec.array_imports import are_cupy, import_arguments, numpy_arrays
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import model_of
 from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.streamed import import_with_streamed, is_streamed
+from cuflash.spec.streamed import OF_KEYS, import_with_streamed, is_streamed
 
 Backend = Literal["numpy", "cupy", "streamed"]
 
@@ -48,7 +49,7 @@ class Call(NamedTuple):
             return results
         libraries = dict.fromkeys(self.wanted, self.imported)
         if self.backend == "streamed":
-            libraries |= {"dk": self.given["k"].imported, "dv": self.given["v"].imported}
+            libraries |= {name: self.given[model_of(name)].imported for name in OF_KEYS}
         return [libraries[name].export(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
 
     def rewritten(self, rewrite: Equivalent | None) -> Call:

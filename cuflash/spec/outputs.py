@@ -154,6 +154,11 @@ def model_of(result: str) -> str:
     return result.removeprefix("t")[1:]
 
 
+def gradient_of(result: str) -> str:
+    """The gradient that a result of a backward pass is, or is the tangent of."""
+    return result.removeprefix("t")
+
+
 def _with_gradients(rows: tuple[Output, ...]) -> tuple[str, ...]:
     return tuple(name for row in rows for name in (row.name, row.gradient) if name)
 
@@ -169,4 +174,4 @@ OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows)
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
-OF_QUERIES = ("q", *TAKEN_BY_BACKWARD, "row_sums")
+OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, "row_sums")

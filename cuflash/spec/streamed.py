@@ -12,7 +12,8 @@ from cuflash.arrays.checks import as_integer, type_error, value_error
 from cuflash.spec import array_imports
 
 Array = Any
-OF_KEYS = ("dk", "dv")  # gradients in host memory
+OF_KEYS = ("dk", "dv", "tdk", "tdv")  # gradients, and their tangents, in host memory
+TANGENTS = ("tk", "tv")  # of keys and values, in host memory
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -160,8 +161,8 @@ def import_with_streamed(
 ) -> tuple[dlpack.Imported, dict[str, Any]]:
     """The imported arguments of a call with streamed keys, but for these, and all arrays that it is given.
 
-    Among these are k and v as they are wrapped, and dk and dv as NumPy arrays. Raises as `import_arguments` does, and
-    for keys or values that are not both of one `streamed`.
+    Among these are k and v as they are wrapped, and their tangents, dk and dv as NumPy arrays. Raises as
+    `import_arguments` does, and for keys or values that are not both of one `streamed`.
     """
     k, v = arrays["k"], arrays["v"]
     for name, wrapped, other in (("k", k, "v"), ("v", v, "k")):
@@ -170,7 +171,7 @@ def import_with_streamed(
     if k.chunk != v.chunk:
         raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
     present = {name: x for name, x in arrays.items() if x is not None and name not in ("k", "v")}
-    of_keys = {name: present.pop(name) for name in OF_KEYS if name in present}
+    of_keys = {name: present.pop(name) for name in (*TANGENTS, *OF_KEYS) if name in present}
     others = [name for name in required if name not in ("k", "v")]
     own = array_imports.import_arguments(
         {**dict.fromkeys(others), **present},

@@ -20,10 +20,16 @@ from cuflash.shards.slices import Slices, steps_of
 from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
-from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    MOVABLE_OVER_HEAD_DIM,
+    MOVABLE_OVER_ROWS,
+    OUTPUTS,
+    model_of,
+)
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem
-from cuflash.spec.streamed import OF_KEYS
+from cuflash.spec.streamed import OF_KEYS, TANGENTS
 from cuflash.streaming import memory
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
 from cuflash.streaming.copy_pipeline import Host
@@ -48,7 +54,7 @@ class _Call:
     options: Options
     backend: dlpack.Backend  # of the arrays in the memory where the queries are
     given: Mapping[str, Array]  # these
-    hosts: Mapping[str, Host]  # arrays in host memory: k, v, and dk and dv if given
+    hosts: Mapping[str, Host]  # arrays in host memory: k, v, and their tangents, dk and dv if given
     problem: Problem
     band: Band
     length: int  # keys of a chunk
@@ -62,16 +68,18 @@ class _Call:
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
         """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
-        return self.hosts[name] if name in self.hosts else _host_result(self.hosts[name[1:]], device)
+        return self.hosts[name] if name in self.hosts else _host_result(self.hosts[model_of(name)], device)
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
         device = device_of(self.backend)
-        read = ("q", *pass_.takes, *NAMES, *self.options.score_args)
+        score_args = self.options.score_args
+        read = ("q", *pass_.takes, *NAMES, *score_args, *(f"t{name}" for name in score_args))
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         slices = Slices(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
-        keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
-        run = StreamedPass(slices=slices, chunks=self.chunks, keys=keys, device=device)
+        names = [name for name in ("k", "v", *TANGENTS) if name in self.hosts]
+        keys = {name: view_4d(self.hosts[name], self.options.layout) for name in names}
+        run = StreamedPass(pass_=pass_, slices=slices, chunks=self.chunks, keys=keys, device=device)
         if device is None or self.is_explicit or not pass_.reads_keys_once:
             return run
         whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
@@ -80,45 +88,75 @@ class _Call:
 
     def seen(self, name: str, array: Array) -> Array:
         """A view with all axes, if the array has axes of rows; else the array itself."""
-        if name in BROADCAST or name == "dbias":
+        if name.removeprefix("t") in (*BROADCAST, "dbias"):
             return array[(None,) * (4 - array.ndim)]
-        if name in OVER_ROWS:
+        if name in MOVABLE_OVER_ROWS:
             return view_rows(array)
-        return view_4d(array, self.options.layout) if name in OVER_HEAD_DIM else array
+        return view_4d(array, self.options.layout) if name in MOVABLE_OVER_HEAD_DIM else array
 
 
-@np.errstate(all="ignore")
 def forward(
     options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
 ) -> tuple[Array, ...]:
     """The results `need` of arrays by name: q, k, v, and the optional inputs, out and lse that are given."""
-    if calls := _over_axes(options, arrays, need):
-        return calls.run(lambda own, found: forward(own, _streamed(found, arrays), random, need))
-    call = _checked(FORWARD, options, arrays, need)
-    problem = call.problem
-    with dlpack.on_device(call.given["q"]):
-        out = call.result("out", problem.out_shape, call.given["q"].dtype)
-        lse = call.result("lse", problem.lse_shape, numpy_dtype(problem.softmax_dtype))
-        call.run(FORWARD, random).forward(view_4d(out, options.layout), view_rows(lse))
-    return out, lse
+    return _forward(FORWARD, options, arrays, random, need)
 
 
-@np.errstate(all="ignore")
 def backward(
     options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
     """The gradients `need` of arrays by name, in the order of `GRADIENTS`, with the arrays to write to."""
+    return _backward(BACKWARD, options, arrays, need, random)
+
+
+def jvp(
+    options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
+) -> tuple[Array, ...]:
+    """The results `need` of arrays and tangents by name, as `forward` gives its own; tk and tv are in host memory."""
+    return _forward(JVP, options, arrays, random, need)
+
+
+def backward_jvp(
+    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Array, ...]:
+    """The tangents of gradients `need` of arrays and tangents by name, as `backward` gives gradients."""
+    return _backward(BACKWARD_JVP, options, arrays, need, random)
+
+
+@np.errstate(all="ignore")
+def _forward(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], random: tuple[int, int], need: tuple[str, ...]
+) -> tuple[Array, ...]:
     if calls := _over_axes(options, arrays, need):
-        return calls.run(lambda own, found: backward(own, _streamed(found, arrays), need, random))
-    call = _checked(BACKWARD, options, arrays, need)
+        return calls.run(lambda own, found: _forward(pass_, own, _streamed(found, arrays), random, need))
+    call = _checked(pass_, options, arrays, need)
+    problem, dtype = call.problem, numpy_dtype(call.problem.softmax_dtype)
     with dlpack.on_device(call.given["q"]):
-        run = call.run(BACKWARD, random)
+        results = {
+            row.name: call.result(row.name, problem.lse_shape, dtype)
+            if row.is_of_rows
+            else call.result(row.name, problem.out_shape, call.given["q"].dtype)
+            for row in pass_.rows
+        }
+        call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
+    return tuple(results.values())
+
+
+@np.errstate(all="ignore")
+def _backward(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Array, ...]:
+    if calls := _over_axes(options, arrays, need):
+        return calls.run(lambda own, found: _backward(pass_, own, _streamed(found, arrays), need, random))
+    call = _checked(pass_, options, arrays, need)
+    with dlpack.on_device(call.given["q"]):
+        run = call.run(pass_, random)
         results = {}
         for name in need:
             if name in OF_KEYS:
                 results[name] = call.host_result(name, run.device)
                 continue
-            like = call.given.get(name[1:])
+            like = call.given.get(model_of(name))
             shape, dtype = ((), run.slices.softmax_dtype) if like is None else (like.shape, like.dtype)
             results[name] = call.result(name, shape, dtype)
         run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
@@ -214,7 +252,7 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
     device = device_of(_backend_of(arrays))
     for name in OF_KEYS:
         if name in results and name not in given:  # pinned, if its input is
-            given[name] = _host_result(hosts[name[1:]], device)
+            given[name] = _host_result(hosts[model_of(name)], device)
     return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
 
 
@@ -249,7 +287,8 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
 def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _Call:
     """The arguments of a call, checked against each other."""
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
-    hosts = {name: arrays[name].array for name in ("k", "v")} | {x: arrays[x] for x in OF_KEYS if x in arrays}
+    hosts = {name: arrays[name].array for name in ("k", "v")}
+    hosts |= {name: arrays[name] for name in (*TANGENTS, *OF_KEYS) if name in arrays}
     own = {name: x for name, x in arrays.items() if name not in hosts}
     dlpack.check_no_overlap(hosts, results)
     given = own | hosts

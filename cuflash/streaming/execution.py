@@ -17,8 +17,9 @@ from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST
-from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import BROADCAST, INPUTS, NAMES
+from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS, gradient_of
+from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.copy_pipeline import Drain, Feed, Host
@@ -31,17 +32,18 @@ class ChunkStep(NamedTuple):
 
     number: int
     chunk: Chunk
-    keys: dict[str, Array]  # k and v
-    buffers: dict[str, Array]  # dk and dv
+    keys: dict[str, Array]  # k and v, and their tangents
+    buffers: dict[str, Array]  # dk and dv, or their tangents
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedPass:
     """A pass over keys in host memory."""
 
+    pass_: Pass
     slices: Slices
     chunks: tuple[Chunk, ...]
-    keys: Mapping[str, Host]  # k and v, as (batch, heads, rows, dim)
+    keys: Mapping[str, Host]  # k and v, and their tangents, as (batch, heads, rows, dim)
     device: Cuda | None  # None: queries are in host memory, too
     is_mapped: bool = False  # kernels read the one chunk in host memory
 
@@ -55,37 +57,43 @@ class StreamedPass:
         seqlen_q = self.arrays["q"].shape[2]
         return len(self.chunks) == 1 and self.chunks[0].queries == (0, seqlen_q)
 
-    def forward(self, out: Array, lse: Array) -> None:
-        """Fill out, with four axes, and lse, with three."""
+    def forward(self, results: Mapping[str, Array]) -> None:
+        """Fill out, with four axes, and lse, with three, and their tangents, if the pass makes them."""
         if self.is_whole:
             for step in self._steps({}):
-                arrays = self.arrays_of(step, of_softmax=True) | {"out": out, "lse": lse}
-                self.slices.forward(*step.chunk, arrays)
+                arrays = self.arrays_of(step, of_softmax=True) | dict(results)
+                self.slices.forward(*step.chunk, arrays, self.pass_)
             return
         xp, dtype = self.slices.xp, self.slices.softmax_dtype
-        total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
-        merge = RunningMerge(total, self._scores_of_heads())
+        over_columns = [x for x in results.values() if x.ndim == 4]  # out, and tout
+        totals = [x if x.dtype == dtype else xp.empty(x.shape, dtype) for x in over_columns]
+        merge = RunningMerge(totals[0], self._scores_of_heads(), *totals[1:])
         buffers = {}
         if not self.slices.is_on_cpu:
-            buffers = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
+            buffers = {name: xp.empty(x.shape, dtype) for name, x in results.items()}
         for step in self._steps({}):
             rows = slice(*step.chunk.queries)
-            results = {name: x[:, :, rows] for name, x in buffers.items()}
-            call = functools.partial(self.slices.forward, *step.chunk)
+            of_rows = {name: x[:, :, rows] for name, x in buffers.items()}
+            call = functools.partial(self._call_forward, step.chunk, self.pass_)
             arrays = self.arrays_of(step, of_softmax=False)
-            got = self.slices.into(results, arrays, call, is_wide=self.slices.is_on_cpu)
-            merge.add(got["out"], got["lse"], rows)
-        merge.finish(out, lse)
-        if row_sums.has_large(dlpack.on_host(lse), self.slices.large_lse):
-            self._merge_large(out, lse)
+            got = self.slices.into(of_rows, arrays, call, is_wide=self.slices.is_on_cpu)
+            merge.add(rows=rows, **got)
+        merge.finish(**results)
+        if row_sums.has_large(dlpack.on_host(results["lse"]), self.slices.large_lse):
+            self._merge_large(results)
 
-    def _merge_large(self, out: Array, lse: Array) -> None:
+    def _call_forward(self, chunk: Chunk, pass_: Pass, arrays: dict[str, Array]) -> dict[str, Array]:
+        return self.slices.forward(*chunk, arrays, pass_)
+
+    def _merge_large(self, results: Mapping[str, Array]) -> None:
         """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
+        out, lse = results["out"], results["lse"]
         merge = LargeRows(lse, self.slices.large_lse, out.shape[3], self._scores_of_heads())
         for step in self._steps({}):
-            got = self._forward_of(step)
-            merge.add(self._row_sums_of(step, lse, got["lse"]), slice(*step.chunk.queries), got["out"])
-        merge.finish(out, lse)
+            got = self._forward_of(step, self.pass_)
+            sums = self._row_sums_of(step, lse, got.pop("lse"))
+            merge.add(sums, slice(*step.chunk.queries), **got)
+        merge.finish(**results)
 
     def _row_sums(self) -> Array:
         """The row sums over all chunks, where lse is large."""
@@ -93,21 +101,23 @@ class StreamedPass:
         merge = LargeRows(lse, self.slices.large_lse, 0, self._scores_of_heads())
         for step in self._steps({}):
             # Kernels find the row sums only of the lse of a chunk.
-            own_lse = None if self.slices.is_on_cpu else self._forward_of(step)["lse"]
+            own_lse = None if self.slices.is_on_cpu else self._forward_of(step, FORWARD)["lse"]
             merge.add(self._row_sums_of(step, lse, own_lse), slice(*step.chunk.queries))
         return merge.sums
 
-    def _forward_of(self, step: ChunkStep) -> dict[str, Array]:
-        """out and lse of a chunk, in the dtype of the softmax."""
-        slices, arrays = self.slices, self._inputs_of(step)
+    def _forward_of(self, step: ChunkStep, pass_: Pass) -> dict[str, Array]:
+        """out and lse of a chunk, in the dtype of the softmax, and their tangents, if the pass makes them."""
+        slices = self.slices
+        arrays = self.arrays_of(step, of_softmax=False) if pass_.has_tangents else self._inputs_of(step)
+        results = {}
         if not slices.is_on_cpu:
-            *shape, length = arrays["q"].shape[:3]
-            of_out = (*shape, length, arrays["v"].shape[3])
-            arrays |= {
-                "out": slices.xp.empty(of_out, slices.softmax_dtype),
-                "lse": slices.xp.empty(of_out[:3], slices.softmax_dtype),
+            of_lse = arrays["q"].shape[:3]
+            shapes = {"out": (*of_lse, arrays["v"].shape[3]), "lse": of_lse}
+            results = {
+                name: slices.xp.empty(shapes[name.removeprefix("t")], slices.softmax_dtype) for name in pass_.default
             }
-        return slices.into({}, arrays, functools.partial(slices.forward, *step.chunk), is_wide=slices.is_on_cpu)
+        call = functools.partial(self._call_forward, step.chunk, pass_)
+        return slices.into({}, arrays | results, call, is_wide=slices.is_on_cpu)
 
     def _row_sums_of(self, step: ChunkStep, lse: Array, own_lse: Array | None) -> Array:
         """The row sums over a chunk, of rows whose lse is large; on a device, those that its own lse does not say."""
@@ -120,11 +130,13 @@ class StreamedPass:
 
     def _inputs_of(self, step: ChunkStep) -> dict[str, Array]:
         """The arrays of a call that finds the weights of a chunk."""
-        found = self.arrays_of(step, of_softmax=False)
-        return {name: x for name, x in found.items() if name not in OF_QUERIES or name == "q"}
+        return {name: x for name, x in self.arrays_of(step, of_softmax=False).items() if name in (*INPUTS, *NAMES)}
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
-        """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
+        """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are.
+
+        Or their tangents, if the pass makes these.
+        """
         if not self.is_whole and row_sums.has_large(dlpack.on_host(self.arrays["lse"]), self.slices.large_lse):
             arrays = {**self.arrays, "row_sums": self._row_sums()}
             replace(self, slices=replace(self.slices, arrays=arrays))._backward(need, results)
@@ -136,21 +148,24 @@ class StreamedPass:
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
         for step in self._steps(of_keys):
-            wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or step.number == 0)
+            wanted = tuple(name for name in need if gradient_of(name) not in SOFTMAX_GRADIENTS or step.number == 0)
             if not wanted:
                 break
             into = dict(step.buffers)
             is_wide = self.slices.is_on_cpu and not self.is_whole
-            if "dq" in need and not is_wide:
-                into["dq"] = sums.buffer_of_dq(step.chunk)
+            if sums.dq in need and not is_wide:
+                into[sums.dq] = sums.buffer_of_dq(step.chunk)
             arrays = self.arrays_of(step, of_softmax=sums_softmax(wanted))
             if sums.adds_bias:
-                arrays["bias"] = self.slices.widened(arrays["bias"])
+                arrays |= {name: self.slices.widened(arrays[name]) for name in ("bias", "tbias") if name in arrays}
             if not self.is_whole:
-                arrays |= {name: x for name, x in self.slices.wide_score_args.items() if f"d{name}" in need}
-            call = functools.partial(self.slices.backward, *step.chunk, wanted)
+                arrays |= self.slices.summed_score_args(need)
+            call = functools.partial(self._call_backward, step.chunk, wanted)
             sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
+
+    def _call_backward(self, chunk: Chunk, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
+        return self.slices.backward(*chunk, need, arrays, self.pass_)
 
     def _scores_of_heads(self) -> list[tuple[Array, Array | None]]:
         """The optional inputs that add to the row sum, once for all chunks, and their tangents."""
@@ -192,7 +207,7 @@ class StreamedPass:
         queries, keys = step.chunk
         found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_QUERIES if name in self.arrays}
         found |= step.keys
-        for name in BROADCAST:
+        for name in (*BROADCAST, *(f"t{name}" for name in BROADCAST)):
             if name in self.arrays:
                 found[name] = of_pairs(self.arrays[name], queries, keys)
         heads = slice(0, self.slices.problem.num_heads)
@@ -201,28 +216,32 @@ class StreamedPass:
 
 
 class _Sums:
-    """Gradients that are sums over chunks, in the dtype of the softmax, or that consist of a slice from each chunk."""
+    """Gradients that are sums over chunks, in the dtype of the softmax, or that consist of a slice from each chunk.
+
+    Or the tangents of these.
+    """
 
     def __init__(self, run: StreamedPass, names: Sequence[str], results: Mapping[str, Array]) -> None:
         self.run, self.names, self.results = run, names, results
+        self.dq, self.dbias = (f"t{name}" if run.pass_.has_tangents else name for name in ("dq", "dbias"))
         xp, dtype = run.slices.xp, run.slices.softmax_dtype
         self.totals = {}
         # The gradient of a bias that is the same for all keys is a sum over chunks.
-        self.adds_bias = "dbias" in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
+        self.adds_bias = self.dbias in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
         for name in names:
             array = results[name]
-            is_sum = array.dtype != dtype and (name != "dbias" or self.adds_bias)
-            if name != "dq" or not run.is_whole:
+            is_sum = array.dtype != dtype and (name != self.dbias or self.adds_bias)
+            if name != self.dq or not run.is_whole:
                 self.totals[name] = xp.zeros(array.shape, dtype) if is_sum else array
                 self.totals[name][...] = 0
         self.partial_dq = None
-        if "dq" in self.totals and not run.slices.is_on_cpu:
-            self.partial_dq = xp.empty(results["dq"].shape, dtype)
+        if self.dq in self.totals and not run.slices.is_on_cpu:
+            self.partial_dq = xp.empty(results[self.dq].shape, dtype)
 
     def buffer_of_dq(self, chunk: Chunk) -> Array:
         """The array that a call writes dq, or its partial dq, to."""
-        if "dq" not in self.totals:
-            return self.results["dq"]
+        if self.dq not in self.totals:
+            return self.results[self.dq]
         assert self.partial_dq is not None
         return self.partial_dq[:, :, slice(*chunk.queries)]
 
@@ -231,12 +250,12 @@ class _Sums:
         for name, total in self.totals.items():
             if name not in got:
                 continue
-            if name == "dbias" and not self.adds_bias:
+            if name == self.dbias and not self.adds_bias:
                 of_pairs(total, *chunk)[...] = got[name]
                 continue
-            if name == "dq":
+            if name == self.dq:
                 total = total[:, :, slice(*chunk.queries)]
-            elif name == "dbias":
+            elif name == self.dbias:
                 total = of_pairs(total, *chunk)
             total += got[name]
 
@@ -248,8 +267,8 @@ class _Sums:
 
 
 def sums_softmax(need: Collection[str]) -> bool:
-    """Whether `need` has gradients of optional inputs that add to the row sum."""
-    return not set(SOFTMAX_GRADIENTS).isdisjoint(need)
+    """Whether `need` has gradients of optional inputs that add to the row sum, or tangents of these."""
+    return not set(SOFTMAX_GRADIENTS).isdisjoint(map(gradient_of, need))
 
 
 def of_pairs(array: Array, queries: Span, keys: Span) -> Array:

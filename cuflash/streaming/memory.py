@@ -185,7 +185,7 @@ def call_on(
     options = run.slices.options_of(*chunk)
     arrays |= run.slices.score_args(options, *chunk, arrays["q"])
     if not run.is_whole:
-        arrays |= {name: x for name, x in run.slices.wide_score_args.items() if f"d{name}" in need}
+        arrays |= run.slices.summed_score_args(need)
     if not run.is_whole and _is_narrow(run.slices.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     return options, arrays

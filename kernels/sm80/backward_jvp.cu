@@ -154,18 +154,24 @@ struct BackwardJvp {
     const Real factor = ScaledGradients(scale_of(params), tscale).factor;
     ptx::copy_async_wait<0>();
     ptx::sync_block();
-    if constexpr (kNeedsDk)
-      store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, tdk,
-                                                            [&](int, int) { return factor; });
-    if constexpr (kNeedsDv)
-      store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, tdv,
-                                                             [&](int, int) { return kept_scale; });
+    const auto of_k = [&](int, int) { return factor; };
+    const auto of_v = [&](int, int) { return kept_scale; };
+    if constexpr (kNeedsDk && !CUFLASH_DK_WIDE)
+      store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, tdk, of_k);
+    if constexpr (kNeedsDv && !CUFLASH_DV_WIDE)
+      store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, tdv, of_v);
     ptx::sync_block();
     const int seqlen_k = seqlen_k_of(params, batch);
-    if constexpr (kNeedsDk)
+    if constexpr (kNeedsDk && CUFLASH_DK_WIDE)
+      store_sums<kHeadDim, kWarpsD>(tdk, warp_key, warp_d, of_k, per_key_values_of(params.dk, batch, head_kv),
+                                    params.dk.row_stride, first_key, seqlen_k);
+    else if constexpr (kNeedsDk)
       store_tile<kBlockN, kHeadDim>(s_k, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
                                     first_key, seqlen_k);
-    if constexpr (kNeedsDv)
+    if constexpr (kNeedsDv && CUFLASH_DV_WIDE)
+      store_sums<kHeadDimV, kWarpsD>(tdv, warp_key, warp_d, of_v, per_key_values_of(params.dv, batch, head_kv),
+                                     params.dv.row_stride, first_key, seqlen_k);
+    else if constexpr (kNeedsDv)
       store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
                                      first_key, seqlen_k);
   }

@@ -136,11 +136,16 @@ struct BackwardJvpDq {
   CUFLASH_DEVICE void finish() const {
     ptx::copy_async_wait<0>();
     ptx::sync_block();
-    store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_q, warp_row, warp_d, tdq,
-                                                          [&](int, int) { return made.scaled.factor; });
-    ptx::sync_block();
-    store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
-                                  seqlen_q);
+    const auto factor = [&](int, int) { return made.scaled.factor; };
+    if constexpr (CUFLASH_DQ_WIDE) {
+      store_sums<kHeadDim, kWarpsD>(tdq, warp_row, warp_d, factor, row_values_of(params.dq, batch, head),
+                                    params.dq.row_stride, first_row, seqlen_q);
+    } else {
+      store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_q, warp_row, warp_d, tdq, factor);
+      ptx::sync_block();
+      store_tile<kBlockM, kHeadDim>(s_q, (Storage*)queries_of(params.dq, batch, head), params.dq.row_stride, first_row,
+                                    seqlen_q);
+    }
   }
 };
 

@@ -183,12 +183,17 @@ struct Jvp {
 
   CUFLASH_DEVICE void store(const Real (&sum)[1][kColumnTiles][4], const Tensor& result) const {
     const Real kept_scale = kept_scale_of(params);
-    ptx::sync_block();
-    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(
-        s_q, warp_row, warp_d, sum, [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; });
-    ptx::sync_block();
-    store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(result, batch, head), result.row_stride, first_row,
-                                   seqlen_q);
+    const auto factor = [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; };
+    if constexpr (CUFLASH_OUT_WIDE) {  // partial results, which are merged with others
+      store_sums<kHeadDimV, kWarpsD>(sum, warp_row, warp_d, factor, row_values_of(result, batch, head),
+                                     result.row_stride, first_row, seqlen_q);
+    } else {
+      ptx::sync_block();
+      store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, sum, factor);
+      ptx::sync_block();
+      store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(result, batch, head), result.row_stride, first_row,
+                                     seqlen_q);
+    }
   }
 };
 

@@ -193,7 +193,7 @@ template <class T> bool prepare_backward_jvp(Work &work) {
     if (!work.allocate(work.progress, work.num_tiles)) return false;
     for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (work.row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
+    if (work.row_sums && !call.arrays[ROW_SUMS]) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (work.adds_dq || is_wanted(results, DK) || is_wanted(results, DV))
         work.add_phase(key_tile_job<T, BackwardJvpBuffers<T>>, work.num_tiles);
     if (has_accum) work.add_phase(round_job<T>, work.num_entries * call.num_heads);

@@ -22,6 +22,7 @@ class Jvp(ForwardFamily[JvpTile]):
     kernel = "sm80/jvp"
     has_functions = True
     model = "queries"
+    sums_tangents = True
     tile = JvpTile
     outputs = JVP.default
 
@@ -40,6 +41,7 @@ class BackwardJvp(ForwardFamily[BackwardJvpTile]):
     kernel = "sm80/backward_jvp"
     has_functions = True
     model = "keys"
+    sums_tangents = True
     tile = BackwardJvpTile
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
 
@@ -59,6 +61,7 @@ class DqJvp(ForwardFamily[DqJvpTile]):
     kernel = "sm80/backward_jvp_dq"
     has_functions = True
     model = "queries of dq"
+    sums_tangents = True
     tile = DqJvpTile
     outputs = BackwardJvp.outputs
 
