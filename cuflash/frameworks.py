@@ -12,12 +12,13 @@ import functools
 import inspect
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import INPUTS, NAMES, OPTIONAL_INPUTS
+from cuflash.spec.outputs import model_of
 
 OPTION_NAMES = tuple(inspect.signature(FlashAttention).parameters)
 _MOVABLE = (*INPUTS, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via))
@@ -118,6 +119,55 @@ def _keyword_error(name: str, x: object) -> TypeError:
     if name in NAMES:
         return TypeError(f"{name}: got {type(x).__name__}, expected an array of the library of q")
     return TypeError(f"attention() got an unexpected keyword argument {name!r}")
+
+
+def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """The shapes of what a pass gives, by name, for arrays of such shapes, whose sizes may be a compiler's symbols."""
+    if call.need:
+        return {name: tuple(shapes[model_of(name)]) for name in call.need}
+    q, k, v = (shapes[name] for name in INPUTS)
+    ndim = max(len(q), len(k), len(v))
+    is_bshd = call.attn.options.layout == "bshd"
+    heads, seqlen = (1, q[-2]) if len(q) == 2 else (q[-2], q[-3]) if is_bshd else (q[-3], q[-2])
+    pooled = "block_table" in call.names
+    batch = _broadcast([x[:-3] for x in ((q,) if pooled else (q, k, v))])
+    rows = (heads, seqlen) if ndim > 2 else (seqlen,)
+    of_out = (seqlen, heads) if ndim > 2 and is_bshd else rows
+    of_forward = {"out": (*batch, *of_out, v[-1]), "lse": (*batch, *rows)}
+    if which == "forward":
+        return of_forward
+    return of_forward | {f"t{name}": shape for name, shape in of_forward.items()}
+
+
+def _broadcast(shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """As `numpy.broadcast_shapes`, but shapes that do not fit are left to the pass, which names the argument."""
+    sizes = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for axis, size in enumerate(shape, start=len(sizes) - len(shape)):
+            if sizes[axis] == 1:
+                sizes[axis] = size
+    return tuple(sizes)
+
+
+class _StreamPointer:
+    """A stream of CUDA by its address, in the protocol by which libraries pass streams on."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+@functools.lru_cache(maxsize=256)
+def cupy_stream(pointer: int, device: int) -> Any:
+    """A stream of another library as one of CuPy, which is a context in which kernels run on it."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        if hasattr(cupy.cuda.Stream, "from_external"):
+            return cupy.cuda.Stream.from_external(_StreamPointer(pointer))
+        return cupy.cuda.ExternalStream(pointer, device)
 
 
 def third_order_error(what: str) -> NotImplementedError:

@@ -1,0 +1,424 @@
+"""Attention of JAX arrays, for `jax.grad`, `jax.jvp`, `jax.jit` and `jax.vmap`.
+
+>>> import jax, cuflash.jax
+>>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 64))
+>>> jax.jit(jax.grad(lambda q: cuflash.jax.attention(q, k, v, causal=True).sum()))(q).shape
+(8, 100, 64)
+
+JAX is no dependency of cuflash, and ``import cuflash`` does not import this module.
+
+Each pass is a primitive of JAX. The tangents of `forward` are a primitive that is linear in the tangents of the inputs,
+whose transpose is `backward`; those of `backward` are the Hessian times a vector, which is its own transpose. That is
+all of second order but forward mode over forward mode, whose values no pass gives; its transpose exists, so reverse
+mode over forward mode has them.
+
+Arrays with values are passed on by DLPack, without a copy. Within `jax.jit` the host calls the pass back: on a CPU by
+`jax.pure_callback`, on a GPU by JAX's buffer callbacks, which copy nothing and launch on the stream of the computation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from cuflash.flash_attention import FlashAttention
+from cuflash.frameworks import (
+    Call,
+    call,
+    cupy_stream,
+    forward_call,
+    forward_twice_error,
+    result_shapes,
+    third_order_error,
+)
+from cuflash.spec.options import check_random
+from cuflash.spec.outputs import model_of
+
+__all__ = ["attention"]
+
+Array = Any
+_RANDOM = "random"  # the operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed
+
+
+def _primitive(which: str) -> Primitive:
+    primitive = Primitive(f"cuflash_{which}")
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(_computed, which))
+    primitive.def_abstract_eval(functools.partial(_abstract, which))
+    batching.primitive_batchers[primitive] = functools.partial(_one_by_one, primitive)
+    for platform, rule in (("cpu", _on_cpu), ("cuda", _on_gpu)):
+        function = functools.partial(rule, which)
+        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform=platform)
+    return primitive
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+def _keywords(which: str, call: Call, arrays: Sequence[Array]) -> dict[str, Array]:
+    """The keyword arguments of a pass: `jvp` and what is linear take out and lse for their transposes alone."""
+    given = dict(zip(call.names, arrays, strict=True))
+    if _RANDOM in given:
+        low, high, offset = (int(x) for x in np.asarray(given.pop(_RANDOM)))
+        given |= {"seed": low | high << 32, "offset": offset}
+    if which == "jvp":
+        given = {name: x for name, x in given.items() if name not in ("out", "lse")}
+    return given | ({"need": call.need} if call.need else {})
+
+
+def _names(which: str, call: Call) -> tuple[str, ...]:
+    """The names of what a primitive gives of the results of a pass."""
+    return call.need or (("out", "lse") if which == "forward" else ("tout", "tlse"))
+
+
+def _computed(which: str, *arrays: Array, call: Call) -> list[Array]:
+    """The results for arrays with values."""
+    if which == "second":
+        raise forward_twice_error()
+    own = [x if isinstance(x, jax.Array) else jax.numpy.asarray(np.asarray(x)) for x in arrays]  # JAX's constants
+    found = getattr(call.attn, which)(**_keywords(which, call, own))
+    return [getattr(found, name) for name in _names(which, call)]
+
+
+def _abstract(which: str, *arrays: Any, call: Call) -> list[Any]:
+    """Shapes and dtypes of results; shapes that do not fit are refused here, where the function is traced."""
+    given = dict(zip(call.names, arrays, strict=True))
+    if which == "forward":
+        empty = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items() if name != _RANDOM}
+        call.attn.plan(**empty)
+    shapes = result_shapes("jvp", call, {name: x.shape for name, x in given.items()})
+    dtype = jax.numpy.bfloat16 if given["q"].dtype.itemsize == 1 else given["q"].dtype
+    of_forward = {"out": dtype, "lse": np.float64 if dtype == np.float64 else np.float32}
+    dtypes = [given[model_of(x)].dtype if call.need else of_forward[x.removeprefix("t")] for x in _names(which, call)]
+    return [jax.core.ShapedArray(shapes[x], d) for x, d in zip(_names(which, call), dtypes, strict=True)]
+
+
+def _on_cpu(which: str, *arrays: Array, call: Call) -> list[Array]:
+    if which == "second":
+        raise forward_twice_error()
+
+    names = _names(which, call)
+
+    def compute(*arrays: Array) -> list[Array]:
+        given = [np.asarray(x) for x in arrays]
+        found = getattr(call.attn, which)(**_keywords(which, call, given))
+        return [getattr(found, name) for name in names]
+
+    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
+    return list(jax.pure_callback(compute, kinds, *arrays))
+
+
+def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
+    if which == "second":
+        raise forward_twice_error()
+    try:
+        from jax.experimental.buffer_callback import buffer_callback
+    except ImportError as error:
+        raise NotImplementedError(
+            f"attention: got a GPU within jax.jit and JAX {jax.__version__}, expected JAX 0.6 or later, which has "
+            "jax.experimental.buffer_callback; or call it outside of jax.jit"
+        ) from error
+    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
+    names = _names(which, call)
+
+    def compute(context: Any, results: Sequence[Any], *buffers: Any) -> None:
+        import cupy
+
+        with cupy_stream(context.stream, cupy.cuda.Device().id):
+            given = [cupy.from_dlpack(x) for x in buffers]
+            if _RANDOM in call.names:
+                given[-1] = given[-1].get()
+            own = dict(zip(names, (cupy.from_dlpack(x) for x in results), strict=True))
+            getattr(call.attn, which)(**_keywords(which, call, given), **own)
+
+    return list(buffer_callback(compute, kinds)(*arrays))
+
+
+def _one_by_one(primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
+    """The batching rule: one pass for each entry, which may differ in every array."""
+    is_batched = [d is not None for d in dims]
+    moved = [jax.numpy.moveaxis(x, d, 0) for x, d, b in zip(arrays, dims, is_batched, strict=True) if b]
+
+    def one(entry: list[Array]) -> list[Array]:
+        entries = iter(entry)
+        own = [next(entries) if b else x for x, b in zip(arrays, is_batched, strict=True)]
+        return list(primitive.bind(*own, **parameters))
+
+    found = jax.lax.map(one, moved)
+    return found, [0] * len(found)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+_forward, _backward, _jvp, _backward_jvp, _second = map(
+    _primitive, ("forward", "backward", "jvp", "backward_jvp", "second")
+)
+
+
+def _bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
+    own = tuple(name for name in given if name != _RANDOM)  # last, so that it is not in the way of results' shapes
+    names = (*own, *((_RANDOM,) if _RANDOM in given else ()))
+    return primitive.bind(*(given[name] for name in names), call=call(attn, names, tuple(need)))
+
+
+def _moved(call: Call, tangents: Sequence[Any]) -> dict[str, Array]:
+    """The tangents that are not zero, by the names of what they are tangents of."""
+    named = zip(call.names, tangents, strict=True)
+    return {name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0}
+
+
+def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:
+    return {f"t{name}": x for name, x in by_name.items()}
+
+
+def _inputs(call: Call, given: Mapping[str, Array]) -> dict[str, Array]:
+    """What the forward pass takes."""
+    return {name: given[name] for name in (*call.inputs, _RANDOM) if name in given}
+
+
+def _zero(x: Array) -> Any:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
+    out, lse = _bind(_forward, call.attn, given)
+    if not moved:
+        return (out, lse), [_zero(x) for x in (out, lse)]
+    return (out, lse), _bind(_jvp, call.attn, given | {"out": out, "lse": lse} | _prefixed(moved))
+
+
+def _split(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
+    """The arrays by name, and the names of those with respect to which a primitive is transposed."""
+    given = dict(zip(call.names, arrays, strict=True))
+    linear = [name for name, x in given.items() if ad.is_undefined_primal(x)]
+    return {name: x for name, x in given.items() if name not in linear}, linear
+
+
+def _cotangents(found: Sequence[Any], names: Sequence[str]) -> dict[str, Array]:
+    return {name: c for name, c in zip(names, found, strict=True) if type(c) is not ad.Zero}
+
+
+def _of_rows(given: Mapping[str, Array], cotangents: Mapping[str, Array]) -> dict[str, Array]:
+    """dout and dlse, from the cotangents of out and lse, or of tout and tlse."""
+    by_name = {name.removeprefix("t"): c for name, c in cotangents.items()}
+    dout = by_name.get("out")
+    own = {"dout": jax.numpy.zeros_like(given["out"]) if dout is None else dout}
+    return own | ({"dlse": by_name["lse"]} if "lse" in by_name else {})
+
+
+def _in_order(call: Call, by_name: Mapping[str, Any]) -> list[Any]:
+    return [by_name.get(name) for name in call.names]
+
+
+def _jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+    given, linear = _split(call, arrays)
+    if not (own := _cotangents(cotangents, ("tout", "tlse"))):
+        return _in_order(call, {})
+    rows = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]} | _of_rows(given, own)
+    found = _bind(_backward, call.attn, rows, [f"d{name[1:]}" for name in linear])
+    return _in_order(call, dict(zip(linear, found, strict=True)))
+
+
+def _jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
+    tout, tlse = _bind(_jvp, call.attn, given)
+    inputs = _inputs(call, given)
+    fixed = inputs | {"out": given["out"], "lse": given["lse"]}
+    of_tangents = {name: t for name, t in moved.items() if name[1:] in inputs and name not in fixed}
+    of_inputs = {name: t for name, t in moved.items() if name in inputs}
+    found: list[Any] = [_zero(x) for x in (tout, tlse)]
+    if of_tangents:
+        found = _bind(_jvp, call.attn, fixed | of_tangents)
+    if of_inputs:
+        directions = {f"u{name}": u for name, u in of_inputs.items()}
+        second = _bind(_second, call.attn, given | {"tout": tout, "tlse": tlse} | directions)
+        found = [ad.add_tangents(x, y) for x, y in zip(found, second, strict=True)]
+    return (tout, tlse), found
+
+
+def _second_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+    """The gradient of a Jacobian-vector product with respect to the inputs, as `cuflash.jvp_backward` has it."""
+    given, linear = _split(call, arrays)
+    if not (own := _cotangents(cotangents, ("tout", "tlse"))):
+        return _in_order(call, {})
+    found = _bind(_backward_jvp, call.attn, given | _of_rows(given, own), [f"td{name[1:]}" for name in linear])
+    return _in_order(call, dict(zip(linear, found, strict=True)))
+
+
+def _backward_of_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+    given, moved, attn = dict(zip(call.names, primals, strict=True)), _moved(call, tangents), call.attn
+    gradients = _bind(_backward, attn, given, call.need)
+    inputs = _inputs(call, given)
+    of_inputs = _prefixed({name: t for name, t in moved.items() if name in inputs})
+    of_rows = {name: t for name, t in moved.items() if name in ("dout", "dlse")}
+    if of_inputs:
+        if {"out", "lse"} <= moved.keys():
+            tout, tlse = moved["out"], moved["lse"]
+        else:
+            tout, tlse = _bind(_jvp, attn, inputs | {"out": given["out"], "lse": given["lse"]} | of_inputs)
+        own = given | {"tout": tout, "tlse": tlse} | of_inputs | _prefixed(of_rows)
+        found = _bind(_backward_jvp, attn, own, [f"t{name}" for name in call.need])
+    elif of_rows:
+        fixed = {name: x for name, x in given.items() if name != "dlse"}
+        zero = {"dout": jax.numpy.zeros_like(given["dout"])}
+        found = _bind(_backward, attn, fixed | zero | of_rows, call.need)
+    else:
+        found = [_zero(x) for x in gradients]
+    return gradients, found
+
+
+def _backward_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+    """The pass is linear in dout and dlse, whose gradients are the tangents of out and lse."""
+    given, _ = _split(call, arrays)
+    if not (own := _cotangents(cotangents, call.need)):
+        return _in_order(call, {})
+    fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
+    tout, tlse = _bind(_jvp, call.attn, fixed | {f"t{name[1:]}": c for name, c in own.items()})
+    linear = [name for name in ("dout", "dlse") if name in call.names and name not in given]
+    return _in_order(call, {name: x for name, x in (("dout", tout), ("dlse", tlse)) if name in linear})
+
+
+def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+    """The Hessian is symmetric. What goes through tout and tlse is in the gradients of the other tangents."""
+    given, linear = _split(call, arrays)
+    if not (own := _cotangents(cotangents, call.need)):
+        return _in_order(call, {})
+    fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
+    directions = {f"t{name[2:]}": c for name, c in own.items()}
+    tout, tlse = _bind(_jvp, call.attn, fixed | directions)
+    found = {name: x for name, x in (("tdout", tout), ("tdlse", tlse)) if name in linear}
+    if tangents := [name for name in linear if name[1:] in call.inputs]:
+        rows = {name: given[name] for name in ("dout", "dlse") if name in given}
+        results = {"tout": tout, "tlse": tlse}
+        product = _bind(_backward_jvp, call.attn, fixed | rows | results | directions, [f"td{x[1:]}" for x in tangents])
+        found |= dict(zip(tangents, product, strict=True))
+    return _in_order(call, found)
+
+
+def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
+    inputs = _inputs(call, given)
+    if wrong := [name for name in moved if name in inputs or name in ("dout", "dlse")]:
+        raise third_order_error(f"a derivative of backward_jvp with respect to {wrong[0]}")
+    results = _bind(_backward_jvp, call.attn, given, call.need)
+    linear = {name for name in call.names if name.startswith("t") and name not in inputs}
+    own = {name: t for name, t in moved.items() if name in linear}
+    if not own:
+        return results, [_zero(x) for x in results]
+    fixed = {name: x for name, x in given.items() if name not in linear}
+    zeros = {name: jax.numpy.zeros_like(given[name]) for name in ("tout", "tlse")}
+    return results, _bind(_backward_jvp, call.attn, fixed | zeros | own, call.need)
+
+
+def _second_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+    raise third_order_error("a derivative of forward mode over forward mode")
+
+
+for _of, _rule in {
+    _forward: _forward_jvp,
+    _backward: _backward_of_jvp,
+    _jvp: _jvp_jvp,
+    _backward_jvp: _backward_jvp_jvp,
+    _second: _second_jvp,
+}.items():
+    ad.primitive_jvps[_of] = _rule
+for _of, _rule in {
+    _backward: _backward_transpose,
+    _jvp: _jvp_transpose,
+    _backward_jvp: _backward_jvp_transpose,
+    _second: _second_transpose,
+}.items():
+    ad.primitive_transposes[_of] = _rule
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+# fmt: off
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, attn: FlashAttention | None = ..., seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, attn: FlashAttention | None = ..., seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Array, Array]: ...
+# fmt: on
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    attn: FlashAttention | None = None,
+    seed: Array | None = None,
+    offset: Array | None = None,
+    return_lse: bool = False,
+    **keywords: Any,
+) -> Array | tuple[Array, Array]:
+    """Exact attention of JAX arrays, differentiable twice, in memory linear in the sequence length.
+
+    Gradients reach q, k, v, bias, alibi_slopes, sinks, and the arrays that `score` reads, in reverse mode, forward mode
+    and one over the other, but for forward mode over forward mode. `jax.vmap` computes one entry after the other.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        As `cuflash.FlashAttention.forward` takes them.
+    attn : FlashAttention, optional
+        The options.
+    seed, offset : int or jax.Array, optional
+        Which weights dropout drops, as `cuflash.FlashAttention.forward` takes them, and the same in every entry of
+        `jax.vmap`. A seed in an array, which may change without another compilation, has 32 bits.
+    return_lse : bool, default False
+        Whether to return lse, too, which is differentiable as out is.
+    **keywords :
+        Without `attn`, options of `cuflash.FlashAttention`: causal, scale, softcap, score and so on. And arrays, as
+        `cuflash.FlashAttention.forward` takes them: bias, sinks, kv_lengths and so on, and those that `score` and
+        `mask` read. A `mask` is an option if it is a function.
+
+    Returns
+    -------
+    jax.Array or (jax.Array, jax.Array)
+        out, or (out, lse).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `cuflash.FlashAttention.forward` does; within `jax.jit` where it is traced. NotImplementedError also for
+        third derivatives, for forward mode over forward mode, and for gradients of what has none (keys in pages, fp8).
+    """
+    arrays = {"q": q, "k": k, "v": v}
+    options: dict[str, Any] = {}
+    for name, x in keywords.items():
+        if isinstance(x, (jax.Array, np.ndarray)):
+            arrays[name] = x
+        elif x is not None:
+            options[name] = x
+    for name in ("q", "k", "v"):
+        if not isinstance(arrays[name], (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a jax.Array")
+    attn = forward_call(attn, tuple(arrays), options).attn
+    if attn.options.dropout:
+        arrays[_RANDOM] = _random(seed, offset)
+    out, lse = _bind(_forward, attn, {name: jax.numpy.asarray(x) for name, x in arrays.items()})
+    return (out, lse) if return_lse else out
+
+
+def _random(seed: Array, offset: Array) -> Array:
+    """Seed and offset as the operand of a primitive."""
+    if isinstance(seed, jax.Array) or isinstance(offset, jax.Array):
+        parts = seed, 0, offset
+        return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in parts])
+    seed, offset = check_random(seed, offset)
+    return np.array([seed & 0xFFFFFFFF, seed >> 32, offset], np.uint32)

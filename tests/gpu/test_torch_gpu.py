@@ -1,0 +1,146 @@
+"""`cuflash.torch` on tensors in CUDA memory: results of the passes, derivatives, streams, memory and compilers."""
+
+import numpy as np
+import pytest
+
+import cuflash
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash.torch import attention  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
+]
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
+def normal(*shape, dtype="float64", seed=0):
+    random = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", dtype=torch.float64, generator=random).to(getattr(torch, dtype))
+
+
+def problem(dtype):
+    """q, k, v, sinks and a mask."""
+    q, k, v = normal(2, 4, 130, 64, dtype=dtype), normal(2, 2, 150, 64, dtype=dtype, seed=1), normal(150, 64, seed=2)
+    sinks = normal(4, dtype="float64" if dtype == "float64" else "float32", seed=3)
+    return q, k, v.to(q.dtype).expand(1, 2, 150, 64), sinks, normal(130, 150, seed=4) > -1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_and_gradients_are_those_of_the_passes(dtype):
+    q, k, v, sinks, mask = problem(dtype)
+    attn, how = cuflash.FlashAttention(causal=True, dropout=0.25, deterministic=True), {"seed": 1, "offset": 2}
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    out, lse = attention(*leaves[:3], sinks=leaves[3], mask=mask, attn=attn, return_lse=True, **how)
+    dout = normal(*out.shape, dtype=dtype, seed=5)
+    found = torch.autograd.grad(out, leaves, dout)
+    right = attn.forward(q, k, v, sinks=sinks, mask=mask, **how)
+    gradients = attn.backward(dout, q, k, v, *right, sinks=sinks, mask=mask, need=("dq", "dk", "dv", "dsinks"), **how)
+    for got, expected in zip((out, lse, *found), (*right, *gradients), strict=True):
+        assert torch.equal(got.detach(), expected)
+
+
+def test_first_and_second_derivatives():
+    q, k, v = (normal(1, heads, n, 4, seed=heads).requires_grad_() for heads, n in ((4, 5), (2, 6), (2, 6)))
+    sinks, mask = normal(4, seed=3).requires_grad_(), normal(5, 6, seed=4) > -1
+
+    def f(q, k, v, sinks):
+        return attention(q, k, v, sinks=sinks, mask=mask, causal=True, softcap=2.0, deterministic=True, return_lse=True)
+
+    how = {"fast_mode": True}
+    assert torch.autograd.gradcheck(f, (q, k, v, sinks), check_forward_ad=True, **how)
+    assert torch.autograd.gradgradcheck(f, (q, k, v, sinks), check_fwd_over_rev=True, **how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tangents_are_those_of_the_passes(dtype):
+    q, k, v, _, mask = problem(dtype)
+    tk, dout = normal(*k.shape, dtype=dtype, seed=7), normal(*q.shape, dtype=dtype, seed=8)
+    attn = cuflash.FlashAttention(deterministic=True)
+    right = attn.jvp(q, k, v, tk=tk, mask=mask)
+    _, tout = torch.func.jvp(lambda k: attention(q, k, v, mask=mask, attn=attn), (k,), (tk,))
+    assert torch.equal(tout, right.tout)
+    back = torch.func.grad(lambda k: (attention(q, k, v, mask=mask, attn=attn) * dout).sum())
+    _, tdk = torch.func.jvp(back, (k,), (tk,))
+    product = attn.backward_jvp(dout, q, k, v, *right, tk=tk, mask=mask, need=("tdk",))
+    atol = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-13}[dtype]
+    torch.testing.assert_close(tdk, product.tdk, rtol=atol, atol=atol)  # another kernel: q and v have tangents of 0
+
+
+def test_kernels_run_on_the_current_stream():
+    """Tensors are written late on a stream of PyTorch, and results are read there at once."""
+    q, k, v = (normal(2, 4, 129, 64, dtype="float16", seed=n) for n in range(3))
+    expected = attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            late = torch.full_like(q, torch.nan)
+            torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second
+            late.copy_(q)
+            copied = attention(late, k, v, causal=True).clone()
+            late.fill_(torch.nan)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+
+
+def test_results_are_memory_of_pytorch():
+    q = normal(2, 4, 1024, 64, dtype="float16")
+    attention(q, q, q)
+    before, pool = torch.cuda.memory_allocated(), cupy.get_default_memory_pool()
+    used = pool.used_bytes()
+    out = attention(q, q, q)
+    assert torch.cuda.memory_allocated() - before == out.nbytes  # lse is freed
+    assert pool.used_bytes() == used
+
+
+def test_a_cuda_graph_of_pytorch_repeats_a_call():
+    q, k, v = (normal(2, 4, 256, 64, dtype="bfloat16", seed=n) for n in range(3))
+    attention(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True)
+    q.copy_(normal(2, 4, 256, 64, dtype="bfloat16", seed=9))
+    graph.replay()
+    torch.testing.assert_close(out, attention(q, k, v, causal=True), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_function_is_one_graph(backend):
+    xs = tuple(normal(2, 4, 130, 64, dtype="bfloat16", seed=n).requires_grad_() for n in range(3))
+
+    def f(q, k, v):
+        return attention(q * 2, k, v, causal=True, deterministic=True).float().sin()
+
+    torch.compiler.reset()
+    found, right = (
+        (out := g(*xs), *torch.autograd.grad(out.sum(), xs))
+        for g in (torch.compile(f, backend=backend, fullgraph=True), f)
+    )
+    torch.testing.assert_close(found, right)
+
+
+def test_autocast():
+    q = normal(2, 4, 65, 64, dtype="float32").requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = attention(q, q, q)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_vmap_is_a_loop():
+    q, k, v = normal(3, 4, 17, 8), normal(4, 19, 8), normal(4, 19, 8)
+    found = torch.func.vmap(lambda q: attention(q, k, v))(q)
+    torch.testing.assert_close(found, torch.stack([attention(x, k, v) for x in q]), rtol=0, atol=0)
+
+
+def test_tensors_of_both_sides_are_refused():
+    q = normal(2, 4, 8)
+    with pytest.raises(TypeError, match=r"^k: got a tensor on cpu, expected one on cuda:0 as q is"):
+        attention(q, q.cpu(), q)
+    with pytest.raises(TypeError, match=r"^v: got a tensor on cuda:0, expected one on cpu as q is"):
+        attention(q.cpu(), q.cpu(), q)
+    assert np.isfinite(attention(q.cpu(), q.cpu(), q.cpu()).numpy()).all()

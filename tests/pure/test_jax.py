@@ -1,0 +1,289 @@
+"""`cuflash.jax` on arrays in host memory: the passes, derivatives up to second order, jit, vmap and messages."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.testing.tangents import assert_tangents
+from tests.sampling import examples
+from tests.second_derivatives import FEATURES, movable, moved_by
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+from jax.test_util import check_grads  # noqa: E402
+
+from cuflash.jax import attention  # noqa: E402
+
+jnp = jax.numpy
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)  # in all threads, as callbacks need it
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+SMALL: dict[str, Any] = {"features": FEATURES, "max_seqlen": 33, "max_head_dim": 16, "max_scores": 2**12}
+
+
+def of_case(case):
+    """The arrays of a case, those of a call, the names of those with gradients, and the other keywords of a call."""
+    arrays = case.arrays(jnp.asarray)
+    inputs = {name: arrays[name] for name in ("q", "k", "v")} | ct.optional(arrays)
+    names = [name for name in movable(case) if name in inputs]
+    return arrays, inputs, names, {"attn": cuflash.FlashAttention(**case.keywords), "return_lse": True} | case.random
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(ct.cases(**SMALL), st.booleans())
+def test_results_and_gradients_are_those_of_the_passes(case, compiled):
+    """To the bit, of every option, with values and within jit."""
+    arrays, inputs, names, how = of_case(case)
+    plain, attn = case.arrays(), how["attn"]
+
+    def f(own):
+        return attention(**inputs | own, **how)
+
+    def both(own, cotangents):
+        out, back = jax.vjp(f, own)
+        return out, back(cotangents)[0]
+
+    (out, lse), found = (jax.jit(both) if compiled else both)(
+        {name: inputs[name] for name in names}, (arrays["dout"], arrays.get("dlse", _no_gradient(case, arrays)))
+    )
+    given, inputs_of = {**ct.optional(plain), **case.random}, {name: plain[name] for name in ("q", "k", "v")}
+    right = attn.forward(**inputs_of, **given)
+    np.testing.assert_array_equal(out, right.out)
+    np.testing.assert_array_equal(lse, right.lse)
+    dlse = np.asarray(arrays.get("dlse", _no_gradient(case, arrays)))
+    need = tuple(f"d{name}" for name in names)
+    expected = attn.backward(plain["dout"], **inputs_of, **right._asdict(), need=need, dlse=dlse, **given)._asdict()
+    for name in names:
+        np.testing.assert_array_equal(found[name], expected[f"d{name}"], err_msg=name)
+
+
+def _no_gradient(case, arrays):
+    lse = (
+        cuflash.FlashAttention(**case.keywords)
+        .forward(
+            **{name: np.asarray(arrays[name]) for name in ("q", "k", "v")}, **ct.optional(case.arrays()), **case.random
+        )
+        .lse
+    )
+    return jnp.zeros(lse.shape, lse.dtype)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(ct.cases(**SMALL), st.data())
+def test_tangents_by_the_oracle_rule(case, data):
+    """Forward mode, and forward mode over reverse mode."""
+    arrays, inputs, leaves, how = of_case(case)
+    drawn = data.draw(moved_by(case))
+    names = [name for name in drawn.names if name in leaves] or ["q"]  # numbers have no arrays
+    moved = replace(drawn, names=tuple(names))
+    tangents = moved.arrays(case, jnp.asarray)
+    point = tuple(inputs[name] for name in names)
+    direction = tuple(tangents[f"t{name}"] for name in names)
+    cotangents = (arrays["dout"], *([arrays["dlse"]] if case.dlse else []))
+    of_cotangents = tuple(
+        tangents.get(name, jnp.zeros_like(x)) for name, x in zip(("tdout", "tdlse"), cotangents, strict=False)
+    )
+
+    def f(*xs):
+        return attention(**inputs | dict(zip(names, xs, strict=True)), **how)[: 1 + case.dlse]
+
+    def gradients(cotangents, *xs):
+        return jax.vjp(f, *xs)[1](cotangents)
+
+    _, tangent = jax.jvp(f, point, direction)
+    _, of_gradients = jax.jvp(gradients, (cotangents, *point), (of_cotangents, *direction))
+    results = {"tout": tangent[0]} | ({"tlse": tangent[1]} if case.dlse else {})
+    results |= {f"td{name}": x for name, x in zip(names, of_gradients, strict=True)}
+    assert_tangents(case, moved, {name: np.asarray(x) for name, x in results.items()})
+
+
+# ---- derivatives by differences --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal, softcap": {"causal": True, "softcap": 2.0},
+    "mask, bias, sinks, GQA, dropout": {"mask": True, "bias": True, "sinks": True, "dropout": 0.25},
+    "window, slopes, layout": {"window": (3, 1), "alibi_slopes": True, "layout": "bshd"},
+    "varlen": {"cu_seqlens": True, "causal": True},
+    "score": {"score": True},
+}
+
+
+def problem(options):
+    """A function of arrays in float64, and these."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(random.standard_normal(shape))
+
+    given, heads = dict(options), (4, 2)
+    own = {"q": normal(2, 4, 5, 3), "k": normal(2, 2, 6, 3), "v": normal(1, 2, 6, 2)}
+    if given.pop("cu_seqlens", False):
+        starts = jnp.array([0, 2, 2, 5], jnp.int32)
+        given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        own = {"q": normal(4, 5, 3), "k": normal(2, 5, 3), "v": normal(2, 5, 2)}
+    if given.get("layout") == "bshd":
+        own = {name: x.swapaxes(-2, -3) for name, x in own.items()}
+    own |= {"bias": normal(4, 5, 6)} if given.pop("bias", False) else {}
+    own |= {name: normal(heads[0]) for name in ("sinks", "alibi_slopes") if given.pop(name, False)}
+    given |= {"mask": normal(5, 6) > -1} if given.get("mask") else {}
+    given |= {"seed": 3, "offset": 1} if "dropout" in given else {}
+    if given.pop("score", False):
+        given["score"] = lambda s, i, j, *, head, gamma, shift: s + gamma[head] * cuflash.tanh(s * shift[i] + j)
+        own |= {"gamma": normal(heads[0]), "shift": normal(5)}
+
+    def f(*xs):
+        out, lse = attention(**dict(zip(own, xs, strict=True)), **given, return_lse=True)
+        return (out**3).sum() + jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0).sum()
+
+    return f, tuple(own.values())
+
+
+@pytest.mark.parametrize(("name", "compiled"), [(name, number % 2 == 1) for number, name in enumerate(OPTIONS)])
+def test_first_and_second_derivatives(name, compiled):
+    """Reverse and forward mode, reverse over reverse, forward over reverse and reverse over forward."""
+    f, xs = problem(OPTIONS[name])
+    f, every = jax.jit(f) if compiled else f, tuple(range(len(xs)))
+    check_grads(f, xs, order=1)
+    check_grads(f, xs, order=2, modes=["rev"])
+    check_grads(jax.grad(f, every), xs, order=1, modes=["fwd"])
+    direction = tuple(jnp.cos(jnp.arange(x.size, dtype=float)).reshape(x.shape) for x in xs)
+    check_grads(lambda *xs: jax.jvp(f, xs, direction)[1], xs, order=1, modes=["rev"])
+
+
+def test_second_derivatives_in_any_order():
+    f, xs = problem(OPTIONS["mask, bias, sinks, GQA, dropout"])
+    every, u = tuple(range(len(xs))), tuple(jnp.ones_like(x) for x in xs)
+    t = tuple(jnp.cos(jnp.arange(x.size, dtype=float)).reshape(x.shape) for x in xs)
+    gradient = jax.grad(f, every)
+    right = jax.jvp(gradient, xs, t)[1]
+    linear = jax.linearize(gradient, *xs)[1]
+    found = {
+        "reverse over forward": jax.grad(lambda *xs: jax.jvp(f, xs, t)[1], every)(*xs),
+        "reverse over reverse": jax.vjp(gradient, *xs)[1](t),
+        "linearized": linear(*t),
+        "and transposed": jax.linear_transpose(linear, *xs)(t),
+        "a derivative of what is linear": jax.jvp(lambda *u: jax.jvp(gradient, xs, u)[1], u, t)[1],
+    }
+    for name, of in found.items():
+        for got, expected in zip(of, right, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12, err_msg=name)
+    of_tangents = jax.grad(lambda *t: jax.jvp(f, xs, t)[1], every)(*t)
+    for got, expected in zip(of_tangents, gradient(*xs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+    by_columns = jax.hessian(lambda q: f(q, *xs[1:]))(xs[0]).reshape(xs[0].size, -1)
+    np.testing.assert_allclose(by_columns, by_columns.T, atol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+@pytest.mark.parametrize(
+    ("derivative", "words"),
+    [
+        (lambda f: jax.grad(lambda x: jax.hessian(f)(x).sum()), "third derivative.* h, in float64"),
+        (lambda f: lambda x: jax.grad(lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1].sum())(x), "third derivative"),
+        (lambda f: jax.jacfwd(jax.jacfwd(f)), r"forward mode over forward.* jacfwd\(jacrev\(f\)\)"),
+    ],
+    ids=["of a Hessian", "of a product", "forward twice"],
+)
+def test_what_no_pass_gives_is_refused(derivative, words, compiled):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2)))
+    of = derivative(lambda x: (attention(x, x, x) ** 2).sum())
+    with pytest.raises(NotImplementedError, match=f"^attention: got .*{words}"):
+        (jax.jit(of) if compiled else of)(x)
+
+
+# ---- jit, vmap -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+@pytest.mark.parametrize("name", ["mask, bias, sinks, GQA, dropout", "score"])
+def test_vmap_is_a_loop(name, compiled):
+    f, xs = problem(OPTIONS[name])
+    many = tuple(jnp.stack([x, x + 1, 2 * x]) for x in xs)
+    both = jax.value_and_grad(f, tuple(range(len(xs))))
+    mapped = jax.vmap(both, in_axes=(-1, *(0,) * (len(xs) - 1)))
+    found = (jax.jit(mapped) if compiled else mapped)(jnp.moveaxis(many[0], 0, -1), *many[1:])
+    for entry in range(3):
+        right = both(*(x[entry] for x in many))
+        for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+            np.testing.assert_allclose(got[entry], expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_step_of_training_within_jit():
+    """Forward and backward in one compiled function, in a loop of JAX, with a seed that changes."""
+    attn = cuflash.FlashAttention(causal=True, dropout=0.5)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 4)), np.float32)
+
+    def loss(w, step):
+        return (attention(x @ w, x, x, attn=attn, seed=step, offset=step) ** 2).mean()
+
+    @jax.jit
+    def train(w):
+        return jax.lax.fori_loop(0, 3, lambda step, w: w - jax.grad(loss)(w, step), w)
+
+    w = right = jnp.eye(4, dtype=np.float32)
+    for step in range(3):
+        right = right - jax.grad(loss)(right, step)
+    np.testing.assert_allclose(train(w), right, rtol=1e-5)
+
+
+def test_a_large_array_passes_through_a_callback():
+    """Of some megabytes, which callbacks of JAX wait for."""
+    q = jnp.ones((4, 4096, 64), np.float32)
+    out = jax.jit(lambda q: attention(q * 2, q, q, window=(8, 8)) + 1)(q)
+    np.testing.assert_allclose(out, 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_jit_gives_the_dtypes_that_it_promised(dtype):
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 8)), dtype)
+    out, lse = jax.jit(lambda q: attention(q, q, q, return_lse=True))(q)
+    right = attention(q, q, q, return_lse=True)
+    assert (out.dtype, lse.dtype) == (q.dtype, right[1].dtype)
+    np.testing.assert_array_equal(out, right[0])
+
+
+X = np.ones((2, 4, 8), np.float32)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"k": [1.0]}, TypeError, r"k: got list, expected a jax\.Array"),
+        ({"mask": [[True]]}, TypeError, "mask: got list, expected an array of the library of q"),
+        ({"is_causal": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'is_causal'"),
+        ({"gamma": X}, TypeError, r"attention\(\) got an unexpected keyword argument 'gamma'"),
+        ({"attn": cuflash.FlashAttention(), "causal": True}, TypeError, "causal: got it together with attn"),
+        ({"causal": "yes"}, ValueError, "causal: got 'yes'"),
+        ({"k": X[:, :2]}, ValueError, "v: got seqlen_k 4, expected seqlen_k 2 as k has"),
+        ({"dropout": 0.5}, TypeError, "seed: got None"),
+    ],
+)
+def test_wrong_arguments_are_named(keywords, error, words, compiled):
+    def f(q):
+        return attention(**{"q": q, "k": X, "v": X} | keywords)
+
+    with pytest.raises(error, match=f"^{words}"):
+        (jax.jit(f) if compiled else f)(jnp.asarray(X))
+
+
+def test_keys_in_pages_have_no_gradient():
+    pages, q = jnp.ones((3, 2, 16, 8)), jnp.ones((1, 2, 4, 8))
+    paged = {"block_table": jnp.array([[2, 0]], jnp.int32), "kv_lengths": jnp.array([20], jnp.int32)}
+    out = jax.jit(lambda q: attention(q, pages, pages, **paged))(q)
+    np.testing.assert_allclose(out, 1.0)
+    with pytest.raises(NotImplementedError, match=r"^block_table: .* gather the pages"):
+        jax.grad(lambda q: attention(q, pages, pages, **paged).sum())(q)
