@@ -221,5 +221,7 @@ def backward_jvp(
 
     `arrays` has also dout, out, lse, tout and tlse, and what there is of dlse, tdout and tdlse.
     """
-    results = {name: (arrays[name[2:]].shape, arrays[name[2:]].dtype) for name in need}
+    like = {name: arrays[name[2:]] for name in need if name[2:] in arrays}
+    results: dict[str, tuple[tuple[int, ...], Any]] = {name: ((), problem.softmax_dtype) for name in need}
+    results |= {name: (x.shape, x.dtype) for name, x in like.items()}
     return _call(BACKWARD_JVP, problem, arrays, results, **options)

@@ -122,7 +122,8 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
         score_args[n]["stride"][:3], score_args[n]["size"] = filled.strides, (*filled.shape, 1)
         score_args[n]["first"] = filled.first
     for n, (name, operand) in enumerate(problem.score_args):
-        for own, array in ((score_args[n], operand), (score_args[count + n], operands.get(f"d{name}", operand))):
+        gradient = f"d{name}" if problem.moved is None else f"td{name}"
+        for own, array in ((score_args[n], operand), (score_args[count + n], operands.get(gradient, operand))):
             own["size"] = 1
             own["stride"][: len(array.strides)] = array.strides
             own["size"][: len(array.shape)] = array.shape
@@ -148,7 +149,8 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     count, first, step = max(len(arrays), 1), 1 + end // 8, SCORE_ARG_BYTES // 8
     words = dict(words)
     for n, (name, _, _) in enumerate(arrays):
-        words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
+        words |= {name: first + n * step}
+        words |= dict.fromkeys((f"d{name}", f"td{name}"), first + (count + n) * step)
     return words | {"score_arg_sums": first - 1, "score_arg_largest": first + 2 * count * step}
 
 

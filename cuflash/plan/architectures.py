@@ -29,6 +29,7 @@ FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
 JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.jvp)
 BACKWARD_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward_jvp)
 DQ_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq_jvp)
+SCORES_JVP_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores_jvp)
 BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
@@ -37,7 +38,7 @@ BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES fo
 FAMILIES: dict[type[Tile], Family[Any]] = {
     family.tile: family
     for family in (
-        *(*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_JVP_FAMILIES, *DQ_JVP_FAMILIES),
+        *(*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_JVP_FAMILIES, *DQ_JVP_FAMILIES, *SCORES_JVP_FAMILIES),
         *BACKWARD_FAMILIES,
         *DQ_FAMILIES,
         *SCORES_FAMILIES,

@@ -72,13 +72,18 @@ PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{format_}" for _, format_,
 SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gradient
 
 
+def bytes_without_functions(problem: Problem) -> int:
+    """Bytes of the struct as kernels without score_mod and mask_mod have it, with the tangents of a pass with these."""
+    return PARAMS_BYTES + (TANGENT_BYTES if problem.moved is not None else 0)
+
+
 def params_bytes(problem: Problem) -> int:
-    """Bytes of the struct, with the tangents of a pass that takes some.
+    """Bytes of the struct.
 
     With score_mod and mask_mod, it ends with the arrays that these read (tables among them), the gradients of these
     arrays, and two scratch arrays.
     """
-    own = PARAMS_BYTES + (TANGENT_BYTES if problem.moved is not None else 0)
+    own = bytes_without_functions(problem)
     if not problem.has_functions:
         return own
     return own + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16

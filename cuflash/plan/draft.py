@@ -84,9 +84,18 @@ class Draft:
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
+    def gradients(self) -> tuple[str, ...]:
+        """The wanted gradients, or those whose tangents are wanted."""
+        return tuple(name[1:] for name in self.need) if self.pass_.has_tangents else self.need
+
+    def result_of(self, gradient: str) -> str:
+        """The name of the result: the gradient, or its tangent in a pass with tangents."""
+        return f"t{gradient}" if self.pass_.has_tangents else gradient
+
+    @property
     def score_arg_gradients(self) -> tuple[str, ...]:
-        """The wanted gradients of arrays that the score reads."""
-        return tuple(name for name in self.need if name in self.problem.score_arg_gradients)
+        """Of these, the gradients of arrays that the score reads."""
+        return tuple(name for name in self.gradients if name in self.problem.score_arg_gradients)
 
     @property
     def summed_score_args(self) -> tuple[str, ...]:

@@ -201,13 +201,14 @@ class Architecture:
     jvp: tuple[ForwardFamily[Any], ...] = ()
     backward_jvp: tuple[ForwardFamily[Any], ...] = ()
     dq_jvp: tuple[ForwardFamily[Any], ...] = ()
+    scores_jvp: tuple[ScoresFamily[Any], ...] = ()
     backward: tuple[BackwardFamily[Any], ...] = ()
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
-        with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp)
+        with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp, *self.scores_jvp)
         others = (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias)
         for family in (*others, *with_tangents):
             family.known = self.known

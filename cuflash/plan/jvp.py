@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash.plan.architectures import JVP_FAMILIES
-from cuflash.plan.argument import params_bytes
+from cuflash.plan.argument import bytes_without_functions
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import choose_family, family_of
 from cuflash.plan.tiles import Tile
@@ -21,7 +21,7 @@ def draft_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     else:
         family, tile, reason = choose_family(JVP_FAMILIES, draft)
     draft.tiles = (tile,)
-    draft.defines |= {"CUFLASH_TANGENTS": tangent_bits(problem), "CUFLASH_PARAMS_BYTES": params_bytes(problem)}
+    draft.defines |= tangent_defines(problem)
     is_wide = draft.arrays["out"].dtype != problem.dtype  # and so tout
     draft.defines |= {"CUFLASH_OUT_WIDE": int(is_wide), "CUFLASH_LSE_WIDE": int("lse" in problem.wide)}
     if is_wide:
@@ -42,8 +42,12 @@ def check_score(problem: Problem) -> None:
         )
 
 
-def tangent_bits(problem: Problem) -> int:
-    """What kernels are told of tangents: 1, a bit for each of `outputs.MOVABLE`, and one for all score_mod args."""
+def tangent_defines(problem: Problem) -> dict[str, int]:
+    """What kernels are told of tangents: 1, a bit for each of `outputs.MOVABLE`, and one for all score_mod args.
+
+    Their argument has the tangents, too.
+    """
     moved = problem.moved or ()
     bits = sum(2 << n for n, name in enumerate(MOVABLE) if name in moved)
-    return 1 | bits | (2 << len(MOVABLE) if problem.moved_score_args else 0)
+    bits |= 1 | (2 << len(MOVABLE) if problem.moved_score_args else 0)
+    return {"CUFLASH_TANGENTS": bits, "CUFLASH_PARAMS_BYTES": bytes_without_functions(problem)}

@@ -26,8 +26,8 @@ _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
 
 def score_gradients(draft: Draft) -> tuple[str, ...]:
-    """The score gradients that are wanted."""
-    return tuple(name for name in draft.need if name in SCORE_GRADIENTS)
+    """The score gradients that are wanted, or whose tangents are."""
+    return tuple(name for name in draft.gradients if name in SCORE_GRADIENTS)
 
 
 def stored_and_sums(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -37,7 +37,7 @@ def stored_and_sums(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str,
 
 def is_of_keys(draft: Draft) -> bool:
     """Whether the gradient that is stored differs from key to key only."""
-    *_, of_row, of_key = draft.arrays["dbias"].strides
+    *_, of_row, of_key = draft.arrays[draft.result_of("dbias")].strides
     return of_row == 0 and of_key != 0
 
 
@@ -62,9 +62,10 @@ def add_stored(
         blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
     options = needs(stored) | _sums(axes) | draft.add_bias_tile_classes(tile) | defines
-    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
+    shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, stored))
+    draft.add(source, tile, blocks, shared_bytes, makes, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
-    draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
+    draft.reasons.append(f"{makes[0]}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
         draft.scratch["score_partials"] = shared * splits * rows * columns
@@ -81,15 +82,16 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
     options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_tile_classes(tile)
-    draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
+    shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, sums))
+    draft.add(source, tile, m_blocks * splits, shared_bytes, makes, **options)
     draft.scratch["sums_partials"] = (len(SCORE_GRADIENTS) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
-    draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
+    draft.reasons.append(f"{', '.join(makes)}: sums by {m_blocks * splits} blocks, added in a fixed order")
 
 
 def add_score_args(draft: Draft, tile: Tile, source: str) -> None:
     """Add the kernels of the gradients of arrays that the score reads: sums in any order, scaled by largest terms."""
-    names, sizes = draft.score_arg_gradients, _sizes(draft, tile)
+    names, sizes = map(draft.result_of, draft.score_arg_gradients), _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
     splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
@@ -179,7 +181,8 @@ def _add_reduce(
     """Add the kernel that adds up partial sums."""
     options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
     warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-    draft.add("helpers/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
+    makes = tuple(map(draft.result_of, names))
+    draft.add("helpers/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, makes, **options, **warps)
 
 
 def _sums(axes: Sequence[bool]) -> dict[str, int]:
@@ -188,12 +191,13 @@ def _sums(axes: Sequence[bool]) -> dict[str, int]:
 
 def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is stored is summed over."""
-    return tuple(stride == 0 for stride in draft.arrays["dbias"].strides)
+    return tuple(stride == 0 for stride in draft.arrays[draft.result_of("dbias")].strides)
 
 
 def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
-    lack_batch = any(draft.arrays[name].strides[0] == 0 for name in OF_HEADS if name in draft.arrays)
+    names = [name for name in map(draft.result_of, OF_HEADS) if name in draft.arrays]
+    lack_batch = any(draft.arrays[name].strides[0] == 0 for name in names)
     return (lack_batch, False, False, True)
 
 

@@ -30,6 +30,10 @@ MOST_OF_POINTS = 4  # a function gets so many numbers of a row, and of a key; it
 OF_HEAD = "const OfHead& of_head"  # in CUDA source
 PAIR = "const ScoreArg* arrays, Real s, int i, int j, int head, int batch"
 OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
+MOVED_PAIR = PAIR.replace("Real s,", "Real s, Real ts,")
+DERIVATIVE_TANGENTS = (
+    f"template <class Visit>\nCUFLASH_DEVICE void score_derivative_tangents({OF_HEAD}, {MOVED_PAIR}, Visit visit)"
+)
 SCORE_FUNCTION = (
     f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
 )
@@ -255,11 +259,7 @@ class Program:
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
         source = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
         source += self._scores(arrays, wanted, known)
-        if self.tangents is not None:
-            of_pair = PAIR.replace("Real s,", "Real s, Real ts,")
-            for name, tangent in (("score", self.tangents.score), ("slope", self.tangents.by_s)):
-                source += f"CUFLASH_DEVICE Real {name}_tangent({OF_HEAD}, {of_pair}) {{\n"
-                source += body([tangent], arrays, functools.partial(_returned, tangent), known) + "}\n"
+        source += self._tangents(arrays, summed, known)
         if self.mask is not None:
             visible = self.mask
             source += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
@@ -355,6 +355,34 @@ class Program:
             + cases
             + "}\n"
         )
+
+    def _tangents(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """The functions of the tangents of the score, of its derivative by s, and of those by `summed` arrays."""
+        if self.tangents is None:
+            return ""
+        source = ""
+        for name, tangent in (("score", self.tangents.score), ("slope", self.tangents.by_s)):
+            source += f"CUFLASH_DEVICE Real {name}_tangent({OF_HEAD}, {MOVED_PAIR}) {{\n"
+            source += body([tangent], arrays, functools.partial(_returned, tangent), known) + "}\n"
+        if not summed:
+            return source
+        reads = [
+            (name, load.at, load.derivative, tangent)
+            for name in summed
+            for load, tangent in zip(self.loads[name], self.tangents.reads[name], strict=True)
+        ]
+        roots = [root for _, at, *both in reads for root in (*at.args, *both)]
+
+        def visits(writer: Writer) -> list[str]:
+            return [
+                f"visit(Integer<{number}>{{}}, flat_index<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(at)}), "
+                f"{writer.source(derivative)}, {writer.source(tangent)});"
+                for number, (name, at, derivative, tangent) in enumerate(reads)
+            ]
+
+        return f"{source}{DERIVATIVE_TANGENTS} {{\n{body(roots, arrays, visits, known)}}}\n"
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """For each read of a `summed` array: the array, the kind, and whether the derivative is a constant."""

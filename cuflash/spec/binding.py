@@ -196,7 +196,8 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
             array = Contiguous(problem.shape_of(_row_of(name)), _Named(dtype, ITEMSIZE[dtype]))
             operands[name] = layout_of(array, problem.layout)
     operands = {f"t{name}": getattr(problem, name) for name in INPUTS if name in (problem.moved or ())} | operands
-    for name, row in _INPUT_OF_GRADIENT.items():
+    for gradient, row in _INPUT_OF_GRADIENT.items():
+        name = f"t{gradient}" if pass_.has_tangents else gradient
         if name not in operands:
             operand = getattr(problem, row.name)
             if operand is not None:

@@ -171,6 +171,8 @@ class Problem(Given):
     @property
     def unhoisted(self) -> Program:
         """The program without tables, for the argument of the one with tables."""
+        if self.moved is not None and self.score is not None:
+            return self._with_tangents
         return self.program.with_space_for(self.hoisted.tables)
 
     @property

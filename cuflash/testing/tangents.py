@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.spec.inputs import INPUTS, NUMBERS
-from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, MOVABLE, OVER_HEAD_DIM, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import MOVABLE, OVER_HEAD_DIM
 from cuflash.testing import reference, reference_tangents
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.case import Case, optional
@@ -94,11 +94,11 @@ def tangents_by(
 ) -> dict[str, Any]:
     """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges.
 
-    Without `need`, the tangents of dq, dk, dv and the gradients of softmax inputs.
+    Without `need`, the tangents of all gradients that the case has.
     """
     arrays, tangents = case.arrays(convert), moved.arrays(case, convert)
     if need is None:
-        need = (*DEFAULT_NEED_TANGENTS, *(f"t{name}" for name in SOFTMAX_GRADIENTS if name[1:] in arrays))
+        need = tuple(f"td{name}" for name in movable(case))
     given = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
     of_forward = attn.jvp(**given, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
     given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}

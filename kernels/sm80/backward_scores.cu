@@ -18,102 +18,23 @@
 #include "common/score/dropout.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
-#include "common/softmax/reduce.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/score_gradients.cuh"
 #include "common/score/scores.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
+#include "sm80/score_sums.cuh"
 
-constexpr int kMTiles = kBlockM / (16 * kNumWarps);
-constexpr int kNTiles = kBlockN / 8;
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
-static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
-static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile arrives while another is used");
 
-// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed, in rows of kResultPitch.
+// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesK + tile_bytes(kBlockN, kDimV);
-constexpr int kResultPitch = kSumsKeys ? 2 : kBlockN + 8;
-constexpr u32 kBytesResult = kBlockM * (kBlockN + 8) * sizeof(Real);
 static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
-
-// The sums of a lane.
-struct Sums {
-  Real dbias[kMTiles][kNTiles][4];
-  double of[kNumSums];
-};
-
-// Stores the tile of dbias: in dbias, or for the kernel that adds the tiles of several blocks.
-CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
-  const u32 s_result = ptx::dynamic_shared();
-  const int lane_row = warp_index() * 16 * kMTiles + fragment_row();
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 row = s_result + (lane_row + 16 * m + 8 * half) * kResultPitch * (int)sizeof(Real);
-      if constexpr (kSumsKeys) {
-        Real sum = 0;
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n) sum += sums.dbias[m][n][2 * half] + sums.dbias[m][n][2 * half + 1];
-        sum += ptx::shuffle_xor(sum, 1);
-        sum += ptx::shuffle_xor(sum, 2);
-        if (fragment_column() == 0) ptx::store_shared_x2(row, {sum, (Real)0});
-      } else {
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-          const Real pair[2] = {sums.dbias[m][n][2 * half], sums.dbias[m][n][2 * half + 1]};
-          ptx::store_shared_x2(row + (8 * n + fragment_column()) * (int)sizeof(Real), pair);
-        }
-      }
-    }
-  ptx::sync_block();
-#pragma unroll 1
-  for (int i = ptx::thread_index(); i < kResultElements; i += kNumThreads) {
-    const u32 first = s_result + (i / kResultColumns * kResultPitch + i % kResultColumns) * (int)sizeof(Real);
-    Real value;
-    ptx::load_shared(first, value);
-    if constexpr (kSumsQueries) {
-#pragma unroll 4
-      for (int row = 1; row < kBlockM; ++row) {
-        Real next;
-        ptx::load_shared(first + row * kResultPitch * (int)sizeof(Real), next);
-        value += next;
-      }
-    }
-    if (params.score_splits == 1)
-      store_dbias(params, result, i, value);
-    else
-      score_partials_of(params, index, split)[i] = value;
-  }
-}
-
-// Stores the sums of the block for the kernel that adds those of all blocks.
-CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, int split, const Sums& sums) {
-  const u32 s_sums = ptx::dynamic_shared();
-  double warp[kNumSums];
-#pragma unroll
-  for (int i = 0; i < kNumSums; ++i) warp[i] = warp_sum(sums.of[i]);
-  if (lane_index() == 0) {
-    ptx::store_shared_x2(s_sums + warp_index() * 32, {warp[0], warp[1]});
-    ptx::store_shared_x2(s_sums + warp_index() * 32 + 16, {warp[2], 0.0});
-  }
-  ptx::sync_block();
-  const int quantity = ptx::thread_index();
-  if (quantity >= kNumSums) return;
-  double sum = 0;
-  for (int i = 0; i < kNumWarps; ++i) {
-    double partial;
-    ptx::load_shared(s_sums + i * 32 + quantity * 8, partial);
-    sum += partial;
-  }
-  sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
-}
 
 // Loads the tiles of Q, dO, K and V for one step of the loop.
 CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32 s_stage) {

@@ -6,7 +6,15 @@ import pytest
 
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, DqJvpTile, JvpTile
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_JVP_TILES,
+    DQ_JVP_TILES,
+    JVP_TILES,
+    SCORES_JVP_TILES,
+    DqJvpTile,
+    JvpTile,
+    ScoresJvpTile,
+)
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.testing import Case
@@ -35,24 +43,36 @@ SPILLS = {
     ("DqJvpTile", 8, 64, 32, 16): 116,
     ("DqJvpTile", 8, 128, 16, 16): 604,
     ("DqJvpTile", 8, 192, 16, 16): 1176,
+    ("ScoresJvpTile", 2, 64, 128, 32): 24,
+    ("ScoresJvpTile", 4, 64, 64, 16): 20,
+    ("ScoresJvpTile", 4, 64, 32, 16): 4,
+    ("ScoresJvpTile", 4, 128, 64, 16): 132,
+    ("ScoresJvpTile", 4, 128, 32, 16): 136,
+    ("ScoresJvpTile", 8, 128, 16, 16): 404,
+    ("ScoresJvpTile", 8, 192, 16, 16): 796,
 }
 ROUNDING = 1.25  # other versions of the compiler allocate registers a little differently
 
 
 def problem_of(tile):
-    case = Case(seqlen_q=512, seqlen_k=512, head_dim=tile.max_dim, dtype=DTYPES[tile.element_bytes], causal=True)
-    return replace(case.problem, moved=("q", "k", "v"))
+    own = {"bias": (512, 512)} if type(tile) is ScoresJvpTile else {}
+    sizes = {"seqlen_q": 512, "seqlen_k": 512, "head_dim": tile.max_dim, "dtype": DTYPES[tile.element_bytes]}
+    case = Case(**sizes, causal=True, **own)
+    return replace(case.problem, moved=("q", "k", "v", *own))
 
 
 def main_kernel(tile, arch):
     pass_ = JVP if type(tile) is JvpTile else BACKWARD_JVP
-    need = None if pass_ is JVP else ("tdq",) if type(tile) is DqJvpTile else ("tdk", "tdv")
+    made = {JvpTile: None, DqJvpTile: ("tdq",), ScoresJvpTile: ("tdbias",)}
+    need = made.get(type(tile), ("tdk", "tdv"))
     plan = choose_plan(problem_of(tile), DeviceSpec.for_arch(arch), pass_, tiles=(tile,), need=need)
     (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
     return kernel
 
 
-@pytest.mark.parametrize("tile", sample((*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES), 8), ids=str)
+@pytest.mark.parametrize(
+    "tile", sample((*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES, *SCORES_JVP_TILES), 8), ids=str
+)
 def test_every_row_compiles(tile):
     resources = compile_spec(main_kernel(tile, "9.0")).resources
     key = (type(tile).__name__, tile.element_bytes, tile.max_dim, tile.block_m, tile.block_n)
@@ -65,6 +85,6 @@ def test_every_row_compiles(tile):
 def test_other_devices(arch):
     """The first row of each table that fits there."""
     device = DeviceSpec.for_arch(arch)
-    for table in sample((JVP_TILES, BACKWARD_JVP_TILES, DQ_JVP_TILES), 3):
+    for table in sample((JVP_TILES, BACKWARD_JVP_TILES, DQ_JVP_TILES, SCORES_JVP_TILES), 3):
         tile = next(row for row in table if why_too_large(row, problem_of(row), device) is None)
         assert compile_spec(main_kernel(tile, arch)).path.exists()

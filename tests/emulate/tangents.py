@@ -1,14 +1,20 @@
 """jvp and backward_jvp of a case by the kernels in the emulator, and what they are held to."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cuflash.emulator import passes
-from cuflash.testing import Case
+from cuflash.spec.inputs import NUMBERS
+from cuflash.testing import Case, reference_tangents
 from cuflash.testing.tangents import Moved, assert_tangents
+from tests.scored import Scored
+from tests.second_derivatives import has_gradient
 
-NEED = ("tdq", "tdk", "tdv")
+# Of the largest number of a result, or of 1, where scores are a function, whose tangents no yardstick bounds.
+LIMITS = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:
@@ -19,7 +25,7 @@ def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:
     options = {"arch": arch, **case.random, **options}
     names = ("out", "lse", "tout", "tlse")
     of_forward = dict(zip(names, passes.jvp(problem, given | of_inputs, **options), strict=True))
-    need = (*NEED, "tdsinks") if case.sinks else NEED
+    need = tuple(f"t{name}" for name in problem.gradients if has_gradient(case, name))
     found = passes.backward_jvp(problem, arrays | tangents | of_forward, need=need, **options)
     results = {name: of_forward[name] for name in ("tout", "tlse")} | dict(zip(need, found, strict=True))
     assert_tangents(case, moved, results)
@@ -29,3 +35,39 @@ def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:
         np.testing.assert_allclose(
             x.astype(float), y.astype(float), rtol=limit, atol=limit * (1 + abs(case.score_mean))
         )
+
+
+def movable_of(case: Scored) -> tuple[str, ...]:
+    """All that may have a tangent in a problem whose scores or masks are functions."""
+    problem = case.problem
+    arrays = (name for name in ("q", "k", "v", "bias", "alibi_slopes") if name in case.arrays)
+    return (*arrays, *problem.given(NUMBERS), *(name[1:] for name in problem.score_arg_gradients))
+
+
+def check_functions(case: Scored, moved: Collection[str], arch: str = "8.0", seed: int = 0, **options: Any) -> None:
+    """Hold both passes of a problem whose scores or masks are functions to the formulas in float64."""
+    problem, point = replace(case.problem, moved=None), case.arrays
+    random = np.random.default_rng(seed)
+
+    def tangent_of(name: str) -> Any:
+        of = point.get(name, np.zeros((), problem.softmax_dtype))
+        return np.asarray(random.standard_normal(of.shape), of.dtype)
+
+    tangents, tdout = {name: tangent_of(name) for name in moved}, tangent_of("dout")
+    need = tuple(f"d{name}" for name in movable_of(case))
+    own: dict[str, Any] = {name: x for name, x in point.items() if name not in ("dout", "dlse")} | case.random
+    both: dict[str, Any] = {"dlse": point.get("dlse"), "tdout": tdout}
+    with np.errstate(all="ignore"):
+        expected = dict(zip(("tout", "tlse"), reference_tangents.jvp(problem, **own, tangents=tangents), strict=True))
+        gradients = reference_tangents.backward_jvp(problem, point["dout"], **own, **both, tangents=tangents, need=need)
+    expected |= zip((f"t{name}" for name in problem.gradients if name in need), gradients, strict=True)
+    names = ("out", "lse", "tout", "tlse")
+    given = {name: x for name, x in own.items() if name in point} | {f"t{name}": x for name, x in tangents.items()}
+    options = {"arch": arch, **case.random, **options}
+    found = dict(zip(names, passes.jvp(problem, given, **options), strict=True))
+    wanted = tuple(name for name in expected if name not in names)
+    given |= {**both, **found, "dout": point["dout"]}
+    found |= zip(wanted, passes.backward_jvp(problem, given, need=wanted, **options), strict=True)
+    for name, y in expected.items():
+        limit = LIMITS[problem.dtype] * np.abs(y).max(initial=1)
+        np.testing.assert_allclose(found[name].astype(np.float64), y, rtol=0, atol=limit, err_msg=name)

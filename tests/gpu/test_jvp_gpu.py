@@ -6,6 +6,7 @@ import pytest
 import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
+from tests.scored import few_tiles
 from tests.second_derivatives import CASES, NAMES, moves_of
 
 cupy = pytest.importorskip("cupy")
@@ -36,9 +37,10 @@ def test_what_keys_have_in_common_is_taken_out():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_batch_axes_that_broadcast(dtype):
+@pytest.mark.parametrize("bias", [(3, 2, 1, 17, 19), (2, 2, 17, 19), (2, 1, 1, 19)])
+def test_batch_axes_that_broadcast(dtype, bias):
     random = np.random.default_rng(1)
-    shapes = {"q": (3, 1, 2, 17, 8), "k": (2, 2, 19, 8), "v": (1, 2, 19, 4), "bias": (3, 2, 1, 17, 19)}
+    shapes = {"q": (3, 1, 2, 17, 8), "k": (2, 2, 19, 8), "v": (1, 2, 19, 4), "bias": bias}
     point, tangents = (
         {f"{prefix}{name}": random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
         for prefix in ("", "t")
@@ -49,7 +51,8 @@ def test_batch_axes_that_broadcast(dtype):
     def both(convert):
         given, moved = ({name: convert(x) for name, x in own.items()} for own in (point, tangents))
         results = attention.jvp(**given, **moved)
-        return (*results, *attention.backward_jvp(convert(dout), **given, **results._asdict(), **moved))
+        need = ("tdq", "tdk", "tdv", "tdbias", "tdscale")
+        return (*results, *attention.backward_jvp(convert(dout), **given, **results._asdict(), **moved, need=need))
 
     limit = 1e-11 if dtype == "float64" else 1e-2
     for x, y in zip(both(cupy.asarray), both(np.asarray), strict=True):
@@ -90,9 +93,29 @@ def test_the_double_backward_pass_is_that_of_differences(options):
     assert set(found) == {"tout", "tlse", "tdq", "tdk", "tdv", "tdsinks"}
 
 
-def test_what_kernels_do_not_make():
-    q, k, v, bias = (cupy.zeros(shape, np.float32) for shape in ((1, 2, 5, 8),) * 3 + ((2, 5, 5),))
-    attention = cuflash.FlashAttention()
-    results = attention.jvp(q, k, v, bias=bias, tbias=bias)
-    with pytest.raises(NotImplementedError, match="need: got tdbias of arrays on a GPU"):
-        attention.backward_jvp(v, q, k, v, *results, bias=bias, tbias=bias, need=("tdq", "tdbias"))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("score", ["distance", "capped", "gated", "tempered", "with_pairs", "gathered", "of_rows"])
+def test_functions(score, dtype):
+    """By the NumPy path, which the formulas in float64 judge elsewhere."""
+    case = few_tiles((score, "documents"), dtype)
+    random = np.random.default_rng(3)
+    wide = {name: x.astype(float) if x.dtype.kind in "fV" else x for name, x in case.arrays.items()}
+    names = [name[1:] for name in case.problem.gradients if name[1:] in case.arrays]
+    tangents = {
+        name: np.asarray(random.standard_normal(case.arrays[name].shape), case.arrays[name].dtype) for name in names
+    }
+    need = ("tdscale", *(f"td{name}" for name in names))
+
+    def both(convert, arrays):
+        given = {name: convert(x) for name, x in arrays.items()}
+        moved = {f"t{name}": convert(x.astype(arrays[name].dtype)) for name, x in tangents.items()}
+        dout = given.pop("dout")
+        results = case.attention.jvp(**given, **moved)
+        gradients = case.attention.backward_jvp(dout, **given, **results._asdict(), **moved, need=need)
+        return results._asdict() | gradients._asdict()
+
+    limit = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[dtype]
+    expected = both(np.asarray, wide)
+    for name, x in both(cupy.asarray, case.arrays).items():
+        y = expected[name]
+        np.testing.assert_allclose(x.get().astype(float), y, rtol=0, atol=limit * max(1, abs(y).max()), err_msg=name)

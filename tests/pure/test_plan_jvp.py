@@ -7,7 +7,7 @@ import pytest
 
 import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES
+from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
@@ -33,10 +33,13 @@ def test_every_row_is_chosen_somewhere():
                 for pass_, most in zip((JVP, BACKWARD_JVP), largest, strict=True):
                     if head_dim <= most:
                         try:
-                            chosen |= set(plan_of(problem_of(dtype, head_dim), pass_, arch).tiles)
+                            need = None if pass_ is JVP else ("tdq", "tdk", "tdv", "tdscale")
+                            chosen |= set(plan_of(problem_of(dtype, head_dim), pass_, arch, need=need).tiles)
                         except NotImplementedError as error:
                             assert arch != "9.0", error
-    assert not [tile for tile in (*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES) if tile not in chosen]
+    assert not [
+        tile for tile in (*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES, *SCORES_JVP_TILES) if tile not in chosen
+    ]
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
@@ -56,6 +59,9 @@ def test_kernels_make_what_is_needed():
     assert sources("tdv") == [preprocess, "sm80/backward_jvp.cu"]
     assert sources("tdq", "tdk") == [preprocess, "sm80/backward_jvp.cu", "sm80/backward_jvp_dq.cu"]
     assert sources("tdsinks") == [preprocess, sinks]
+    of_pairs, reduce = "sm80/backward_jvp_scores.cu", "helpers/scores_reduce.cu"
+    assert sources("tdscale") == [preprocess, of_pairs, reduce]
+    assert sources("tdq", "tdscale") == [preprocess, "sm80/backward_jvp_dq.cu", of_pairs, reduce]
     assert [kernel.source for kernel in plan_of(problem_of(), JVP).kernels] == ["sm80/jvp.cu"]
 
 
@@ -67,10 +73,22 @@ def test_tangents_that_are_not_given_are_no_part_of_a_kernel():
     assert [bits(), bits("q"), bits("k"), bits("v"), bits("scale", "softcap")] == [1, 3, 5, 9, 1 + 128 + 256]
 
 
+@pytest.mark.parametrize("bias", [(2, 512, 512), (512, 512), (1, 512), (512, 1), (2, 1, 1)])
+def test_tangents_of_score_gradients(bias):
+    """A bias and numbers have a kernel each; partial sums are added where blocks share an element of the bias."""
+    problem = problem_of(bias=bias, alibi_slopes=(2,), softcap=3.0, num_heads=2)
+    need = ("tdbias", "tdalibi_slopes", "tdscale", "tdsoftcap")
+    plan = plan_of(problem, BACKWARD_JVP, need=need)
+    kernels = [kernel for kernel in plan.kernels if kernel.source == "sm80/backward_jvp_scores.cu"]
+    assert [kernel.name[-7:] for kernel in kernels] == ["_tdbias", "softcap"]
+    for kernel in kernels:
+        made = {name for name in need if dict(kernel.defines)[f"CUFLASH_NEEDS_{name[1:].upper()}"]}
+        assert made == ({"tdbias"} if kernel is kernels[0] else set(need) - {"tdbias"})
+    axes = [dict(kernels[0].defines)[f"CUFLASH_SUMS_{axis}"] for axis in ("BATCH", "HEADS", "QUERIES", "KEYS")]
+    assert axes == [1, *(int(n == 1) for n in (1,) * (3 - len(bias)) + bias)]
+
+
 def test_what_kernels_do_not_make():
-    problem = problem_of(bias=(1, 1, 512, 512))
-    with pytest.raises(NotImplementedError, match="need: got tdbias of arrays on a GPU"):
-        plan_of(problem, BACKWARD_JVP, need=("tdq", "tdbias"))
     q = np.zeros((1, 2, 64, 32), np.float16)
     cuda = "template <class T> T score(T s, int, int, int, int, const Given<T>&) { return s; }"
     score = cuflash.Score(cuda=cuda, python=lambda s, i, j: s)

@@ -6,7 +6,7 @@ from cuflash.plan.families import Architecture
 from cuflash.plan.sm80.backward import Backward, Dq, Scores
 from cuflash.plan.sm80.decode import Decode
 from cuflash.plan.sm80.forward import Forward
-from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp
+from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp, ScoresJvp
 
 SM80 = Architecture(
     decode=(Decode(),),
@@ -14,6 +14,7 @@ SM80 = Architecture(
     jvp=(Jvp(),),
     backward_jvp=(BackwardJvp(),),
     dq_jvp=(DqJvp(),),
+    scores_jvp=(ScoresJvp(),),
     backward=(Backward(),),
     dq=(Dq(),),
     scores=(Scores(),),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import ForwardFamily
+from cuflash.plan.families import ForwardFamily, ScoresFamily
 from cuflash.plan.sm80.tiles import (
     BACKWARD_JVP_TILES,
     DQ_JVP_TILES,
     JVP_TILES,
+    SCORES_JVP_TILES,
     BackwardJvpTile,
     DqJvpTile,
     JvpTile,
+    ScoresJvpTile,
 )
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import Problem
@@ -72,3 +74,12 @@ class DqJvp(ForwardFamily[DqJvpTile]):
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class ScoresJvp(ScoresFamily[ScoresJvpTile]):
+    kernel = "sm80/backward_jvp_scores"
+    has_functions = True
+    tile = ScoresJvpTile
+
+    def table(self, problem: Problem) -> tuple[ScoresJvpTile, ...]:
+        return SCORES_JVP_TILES

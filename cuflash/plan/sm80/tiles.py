@@ -204,6 +204,17 @@ class ScoresTile(Sm80Tile):
         return max(self.num_stages * stage, result)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoresJvpTile(ScoresTile):
+    """The same for the tangents of these: each operand has a tangent."""
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size, rows = self.element_bytes, (self.block_m, self.block_n)
+        stage = 2 * sum(tile_bytes(n, d, size) for n in rows for d in (dim, dim_v))
+        result = self.block_m * (self.block_n + 8) * max(size, 4)
+        return max(self.num_stages * stage, result)
+
+
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _jvp = maker(JvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _backward_jvp = maker(BackwardJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
@@ -214,6 +225,7 @@ _backward = maker(
 )
 _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
+_scores_jvp = maker(ScoresJvpTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 
 # Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
 # elements, so these get smaller tiles, and at large head dimensions several warps to a row.
@@ -424,6 +436,27 @@ SCORES_TILES = (
     _scores(256, 32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
     _scores(256, 16,  16, 1, 1, 1, MEDIUM, element_bytes=8),
     _scores(384, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
+)
+
+SCORES_JVP_TILES = (
+    #           max_dim m    n  warps stages blocks
+    _scores_jvp(64,  128, 32, 8, 1, 2, ARITHMETIC),
+    _scores_jvp(128, 64,  32, 4, 1, 2, ARITHMETIC),
+    _scores_jvp(128, 64,  32, 4, 1, 1, SMALL),
+    _scores_jvp(128, 32,  16, 2, 1, 1, TINY),
+    _scores_jvp(256, 64,  32, 4, 1, 1, ARITHMETIC),
+    _scores_jvp(256, 32,  16, 2, 1, 1, SMALL),
+    _scores_jvp(512, 16,  16, 1, 1, 1, ARITHMETIC),
+
+    _scores_jvp(64,  64,  16, 4, 1, 1, ARITHMETIC, element_bytes=4),
+    _scores_jvp(64,  32,  16, 2, 1, 1, TINY, element_bytes=4),
+    _scores_jvp(128, 64,  16, 4, 1, 1, ARITHMETIC, element_bytes=4),
+    _scores_jvp(128, 32,  16, 2, 1, 1, SMALL, element_bytes=4),
+    _scores_jvp(256, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=4),
+
+    _scores_jvp(64,  32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
+    _scores_jvp(128, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
+    _scores_jvp(192, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
 )
 # fmt: on
 

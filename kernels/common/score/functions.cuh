@@ -53,6 +53,13 @@ struct Functions {
                                   Visit visit) const {
     score_derivatives(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s, visit);
   }
+#if CUFLASH_TANGENTS
+  // The same for tangents of derivatives: `visit` gets the whole derivative, and then its tangent.
+  template <class Visit>
+  CUFLASH_DEVICE void derivative_tangents(Real s, Real ts, int row, int key, Visit visit) const {
+    score_derivative_tangents(of_head, arrays, s, ts, row, key, head, batch, visit);
+  }
+#endif
   // The factor that derivatives by a read have for all pairs of the head.
   CUFLASH_DEVICE Real factor_of_read(int read) const {
     Real of_read[max_of(kNumReads, 1)];

@@ -36,6 +36,11 @@ struct ScaledGradients {
   }
 };
 
+// What is made of a pair: P and u, and the gradients of its score and of its scaled product with their tangents.
+struct PairTangents {
+  Real p, u, ds, tds, dx, tdx;
+};
+
 struct GradientTangents {
   const Weights weights;
   const ScoreTangents tangents;
@@ -48,24 +53,32 @@ struct GradientTangents {
         scaled(weights.score.scale, tangents.scale),
         kept_scale(kept_scale_of(params)) {}
 
+  // The gradients of a pair from its products: q.k and dP, with their tangents. `keeps` says whether dropout keeps it.
+  CUFLASH_DEVICE PairTangents of(Real product, Real tangent, Real dp, Real tdp, int row, int key, bool masked,
+                                 bool keeps, const RowWithTangents& own) const {
+    PairTangents made;
+    Real derivative;
+    const Real x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
+    const Real p = made.p = weight_of(x, weights.exponent_scale, own.stats, derivative);
+    made.u = p == 0 ? 0 : (kMovesScores ? tangents.of(weights.score, product, tangent, row, key) : 0) - own.tlse;
+    made.ds = p * ((keeps ? dp : 0) * kept_scale - own.stats.delta);
+    made.tds = made.u * made.ds + p * ((keeps ? tdp : 0) * kept_scale - own.tdelta);
+    made.dx = derivative * made.ds;
+    made.tdx = derivative * made.tds;
+    if constexpr (kHasSoftcap || kHasScoreFunction) {
+      if (made.ds != 0) made.tdx += tangents.of_slope(weights.score, product, tangent, row, key) * made.ds;
+    }
+    return made;
+  }
+
   // Replaces the product q.k of a pair by P, its tangent by P u, dP and tdP by dX and tdX. Where dropout drops the pair,
   // P and P u are zeros, and the factor of those that it keeps is left to the results.
   CUFLASH_DEVICE void apply(Real& s, Real& ts, Real& dp, Real& tdp, int row, int key, bool masked, bool keeps,
                             const RowWithTangents& own) const {
-    const Real product = s, tangent = ts;
-    Real derivative;
-    const Real x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
-    const Real p = weight_of(x, weights.exponent_scale, own.stats, derivative);
-    const Real u = p == 0 ? 0 : (kMovesScores ? tangents.of(weights.score, product, tangent, row, key) : 0) - own.tlse;
-    const Real ds = p * ((keeps ? dp : 0) * kept_scale - own.stats.delta);
-    const Real tds = u * ds + p * ((keeps ? tdp : 0) * kept_scale - own.tdelta);
-    dp = derivative * ds;
-    tdp = derivative * tds;
-    if constexpr (kHasSoftcap || kHasScoreFunction) {
-      if (ds != 0) tdp += tangents.of_slope(weights.score, product, tangent, row, key) * ds;
-    }
+    const PairTangents made = of(s, ts, dp, tdp, row, key, masked, keeps, own);
+    dp = made.dx, tdp = made.tdx;
     scaled.apply(dp, tdp, weights.score.scale);
-    s = keeps ? p : 0;
-    ts = s * u;
+    s = keeps ? made.p : 0;
+    ts = s * made.u;
   }
 };

@@ -93,13 +93,22 @@ struct ScoreArgSums {
     }
   }
 
-  // Takes in a pair that has a weight; `ds` is the gradient of its score.
+  // Takes in a pair that has a weight; `ds` is the gradient of its score, whose tangent is `tds`, and `ts` that of its
+  // scaled product.
+#if CUFLASH_TANGENTS
+  CUFLASH_DEVICE void add(const Functions& functions, Real s, Real ts, int row, int key, Real ds, Real tds) {
+    int reads = 0;
+    functions.derivative_tangents(s, ts, row, key, [&](auto read, i64 index, Real derivative, Real tangent) {
+      constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
+      const Real term = score_product(derivative, tds) + score_product(tangent, ds);
+#else
   CUFLASH_DEVICE void add(const Functions& functions, Real s, int row, int key, Real ds) {
     Real by_s;
     int reads = 0;
     functions.derivatives(s, row, key, by_s, [&](auto read, i64 index, Real derivative) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       const Real term = ds * (derivative * functions.factor_of_read(kRead));
+#endif
       ++reads;
       if constexpr (CUFLASH_NEEDS_SCORE_ARGS == kFindsLargest) {
         // A NaN counts as an infinity: both make results NaN.

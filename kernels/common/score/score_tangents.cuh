@@ -58,12 +58,19 @@ struct ScoreTangents {
     return -2 * t * (1 - t * t) * (x - (kMovesSoftcap ? of_cap : 0)) / score.softcap;
   }
 
- private:
+  // The tangent of Score::derivative_by_softcap.
+  CUFLASH_DEVICE Real of_softcap_derivative(const Score& score, Real product, Real tangent) const {
+    const Real t = score.capped(product), x = product * score.scale / score.softcap;
+    const Real tx = (scaled(score, product, tangent) - (kMovesSoftcap ? x * softcap : 0)) / score.softcap;
+    return 2 * x * t * (1 - t * t) * tx;
+  }
+
   // The tangent of the scaled product.
   CUFLASH_DEVICE Real scaled(const Score& score, Real product, Real tangent) const {
     return kMovesScale ? score.scale * tangent + scale * product : score.scale * tangent;
   }
 
+ private:
   CUFLASH_DEVICE Real bias_at(int row, int key) const {
     const i64 index = row * bias_row_stride + key * bias_key_stride;
     if constexpr (kBiasBytes == sizeof(Real)) return ((const Real*)bias)[index];

@@ -9,6 +9,7 @@ BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
 BACKWARD_SCORES = "sm80/backward_scores.cu"
 BACKWARD_WARPS = "sm80/backward_warps.cuh"
+SCORE_SUMS = "sm80/score_sums.cuh"
 COPY = "sm80/copy.cuh"
 FORWARD = "sm80/forward.cu"
 FRAGMENTS = "sm80/fragments.cuh"
@@ -96,8 +97,6 @@ MUTANTS = (
     mutant("dq has weights of its own", BACKWARD_DQ, "if (kHasDropout && n % 2 == 0) kept",
            "if (kHasDropout && n == 0) kept", "dropout deterministic"),
     # ---- sm80/backward_scores.cu
-    mutant("masks are not looked up in tiles that blocks show", BACKWARD_SCORES, "kLooksUpMask ||\n",
-           "\n", "dbias masked"),
     mutant("no wait for tiles of pairs", BACKWARD_SCORES, "    ptx::copy_async_wait<kNumStages - 1>();\n", "",
            "dbias shared"),
     mutant("no barrier before tiles of pairs are read", BACKWARD_SCORES,
@@ -110,14 +109,6 @@ MUTANTS = (
            "sums.dbias[m][n][i] += ds * derivative;", "dbias"),
     mutant("dbias of the last batch entry", BACKWARD_SCORES, "sums.dbias[m][n][i] += ds;", "sums.dbias[m][n][i] = ds;",
            "dbias"),
-    mutant("a share goes to the place of the first", BACKWARD_SCORES, "score_partials_of(params, index, split)[i]",
-           "score_partials_of(params, index, 0)[i]", "dbias shared"),
-    mutant("rows are not summed", BACKWARD_SCORES, "int row = 1; row < kBlockM;", "int row = kBlockM; row < kBlockM;",
-           "dbias shared"),
-    mutant("columns of two lanes are not summed", BACKWARD_SCORES, "        sum += ptx::shuffle_xor(sum, 2);\n", "",
-           "dbias of queries"),
-    mutant("no barrier before a tile of dbias is read", BACKWARD_SCORES,
-           "  ptx::sync_block();\n#pragma unroll 1\n  for (int i =", "#pragma unroll 1\n  for (int i =", "dbias"),
     mutant("dbias overwrites tiles that others read", BACKWARD_SCORES,
            "  ptx::sync_block();\n  if constexpr (kNeedsDbias)\n    finish_dbias",
            "  if constexpr (kNeedsDbias)\n    finish_dbias", "dbias of queries",
@@ -131,13 +122,24 @@ MUTANTS = (
            "sums"),
     mutant("dsoftcap of the product", SCORE_GRADIENTS, "score.derivative_by_softcap(product)",
            "score.derivative_by_softcap(product * score.scale)", "sums"),
-    mutant("sums of the first warp alone", BACKWARD_SCORES, "for (int i = 0; i < kNumWarps; ++i)",
-           "for (int i = 0; i < 1; ++i)", "sums"),
+    mutant("masks are not looked up in tiles that blocks show", BACKWARD_SCORES, "kLooksUpMask ||\n",
+           "\n", "dbias masked"),
     mutant("tiles that a block mask leaves whole need no other mask", BACKWARD_SCORES,
            "masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||", "masked =", "dbias blocks"),
     mutant("pairs of tiles that a block mask cuts all count", BACKWARD_SCORES,
            "now.class_left(params) != TileClass::kFull",
            "now.class_left(params) == TileClass::kEmpty", "dbias blocks"),
+    # ---- sm80/score_sums.cuh
+    mutant("a share goes to the place of the first", SCORE_SUMS, "score_partials_of(params, index, split)[i]",
+           "score_partials_of(params, index, 0)[i]", "dbias shared"),
+    mutant("rows are not summed", SCORE_SUMS, "int row = 1; row < kBlockM;", "int row = kBlockM; row < kBlockM;",
+           "dbias shared"),
+    mutant("columns of two lanes are not summed", SCORE_SUMS, "        sum += ptx::shuffle_xor(sum, 2);\n", "",
+           "dbias of queries"),
+    mutant("no barrier before a tile of dbias is read", SCORE_SUMS,
+           "  ptx::sync_block();\n#pragma unroll 1\n  for (int i =", "#pragma unroll 1\n  for (int i =", "dbias"),
+    mutant("sums of the first warp alone", SCORE_SUMS, "for (int i = 0; i < kNumWarps; ++i)",
+           "for (int i = 0; i < 1; ++i)", "sums"),
     # ---- sm80/backward_warps.cuh
     mutant("threads of a warp add to the same sums", BACKWARD_WARPS, "(n_tile * kNumThreads + thread) * 4 + element",
            "(n_tile * kNumThreads + thread / 2) * 4 + element", "backward"),

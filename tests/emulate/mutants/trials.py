@@ -190,7 +190,7 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
 
 
 AnyTrial = (
-    Trial | FunctionTrial | MergeTrial | trials_large.LargeTrial | trials_large.PairTrial | trials_tangents.TangentTrial
+    Trial | FunctionTrial | MergeTrial | trials_large.LargeTrial | trials_large.PairTrial | trials_tangents.AnyTrial
 )
 TRIALS: dict[str, AnyTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything
-from tests.emulate.tangents import check
+from tests.emulate.tangents import check, check_functions, movable_of
+from tests.scored import few_tiles
 from tests.second_derivatives import CASES
 
 
@@ -22,7 +23,21 @@ class TangentTrial:
         check(self.case, self.moved or everything(self.case), self.arch, kernels=kernels)
 
 
-TRIALS = {
+@dataclass(frozen=True, kw_only=True)
+class FunctionTangentTrial:
+    """Both passes of a problem whose scores are a function, with tangents of all it reads."""
+
+    score: str
+    dtype: str = "float64"
+
+    def run(self, kernels: Path | None = None) -> None:
+        """As `TangentTrial.run`."""
+        case = few_tiles((self.score, None), self.dtype)
+        check_functions(case, movable_of(case), kernels=kernels)
+
+
+AnyTrial = TangentTrial | FunctionTangentTrial
+TRIALS: dict[str, AnyTrial] = {
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
     "tangents of biases": TangentTrial(case=CASES[2]),
@@ -32,6 +47,9 @@ TRIALS = {
         case=Case(dtype="float64", seqlen_q=3, seqlen_k=900, head_dim=8, score_spread=3.0),
         moved=Moved(names=("q", "k")),
     ),
+    "tangents of blocks": TangentTrial(case=CASES[5]),
     "tangents of packed": TangentTrial(case=CASES[10]),
+    "tangents of functions": FunctionTangentTrial(score="distance"),
+    "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
 }
