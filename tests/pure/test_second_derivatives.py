@@ -393,10 +393,3 @@ def test_pages_and_fp8_have_no_tangents():
     q = random.standard_normal((1, 2, 5, 16)).astype(np.float32)
     with pytest.raises(NotImplementedError, match="k: got dtype float8"):
         cuflash.FlashAttention().jvp(q, k.array, k.array, k_scale=k.scale, v_scale=k.scale)
-
-
-def test_streamed_keys_have_no_tangents():
-    given = arrays_of()
-    keys = cuflash.streamed(given["k"], given["v"], chunk=2)
-    with pytest.raises(NotImplementedError, match=r"k: got cuflash\.Streamed"):
-        cuflash.FlashAttention().jvp(given["q"], *keys)
