@@ -53,5 +53,8 @@ class EmulatedSlices(Slices):
                 return getattr(self.module, name)(options, given, *others, **keywords)
 
         return SimpleNamespace(
-            **{name: functools.partial(call, name) for name in ("forward", "backward", "row_sums", "tune")}
+            **{
+                name: functools.partial(call, name)
+                for name in ("forward", "backward", "jvp", "backward_jvp", "row_sums", "tune")
+            }
         )

@@ -22,11 +22,13 @@ from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
+from cuflash.testing.tangents import Moved, assert_tangents
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.slices import CUPY, EmulatedSlices
 from tests.fakes import FakeDevice
 from tests.ranks import REQUIRED, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, score_args_of
+from tests.second_derivatives import movable
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -91,6 +93,40 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated, monkeyp
         assert len(found._module._launches) == known  # nothing is planned or loaded anew
     ct.assert_forward(case, out, lse)
     ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
+
+
+OF_TANGENTS = {
+    "bfloat16": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True, dropout=0.2),
+    "float16 large": ct.Case(**SIZES, dtype="float16", layout="bshd", score_mean=4e3, alibi_slopes=(2,)),
+    "float64": ct.Case(**{**SIZES, "head_dim": 32}, dtype="float64", window=(150, 0), bias=(70, 300)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TANGENTS)
+def test_chunks_with_tangents_by_the_kernels_keep_the_oracle_rule(name, emulated, monkeypatch):
+    """Partial results are not rounded to the dtype of q before they are merged or added."""
+    case = OF_TANGENTS[name]
+    moved = Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",), common=10.0)
+    arrays, tangents = case.arrays(), moved.arrays(case)
+    q, k, v = ct.qkv(arrays)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    need = ("tdq", "tdk", "tdv", "tdsinks") if case.sinks else ("tdq", "tdk", "tdv")
+    with launcher("8.0", computes=True) as found:
+        emulated(found._module, late=True, pinned=False)
+        monkeypatch.setattr(dlpack.Imported, "export", lambda self, result, given: result.view(np.ndarray))
+        keys = cuflash.streamed(k, v, chunk=128)
+        results = attn.jvp(q, *keys, **ct.optional(arrays), **case.random, **of_inputs)
+        results = type(results)(*(x.view(np.ndarray) for x in results))
+        gradients = attn.backward_jvp(
+            arrays["dout"], q, *keys, *results, need=need, **ct.optional_backward(arrays), **case.random, **tangents
+        )
+        kernels = [dict(spec.defines) for spec in found.launched if "jvp" in spec.source]
+    wide = {name for own in kernels for name, value in own.items() if name.endswith("_WIDE") and value}
+    assert wide == (set() if case.dtype == "float64" else {"CUFLASH_OUT_WIDE", "CUFLASH_DQ_WIDE"})
+    ct.assert_forward(case, results.out, results.lse)
+    tangents_of = {name: x.view(np.ndarray) for name, x in gradients._asdict().items()}
+    assert_tangents(case, moved, {"tout": results.tout, "tlse": results.tlse} | tangents_of)
 
 
 @pytest.mark.parametrize("chunk", [128, 512], ids=["chunks", "whole"])
