@@ -7,6 +7,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.testing.tangents import Moved, assert_tangents, tangents_by
 from tests.gpu.planned import both_passes, plan_of
 
 pytest.importorskip("cupy")
@@ -143,3 +144,23 @@ def test_a_plan_with_other_results_is_not_timed(cupy):
     watch = timing.Stopwatch(spoiled)
     assert watch.why_wrong(plans[0]) is None
     assert "out differs by" in str(watch.why_wrong(plans[0]))
+
+
+def test_passes_with_tangents_are_planned_compiled_tuned_and_right(cupy, store):
+    case, moved = replace(CASE, causal=True), Moved(names=("q", "k", "v"))
+    attn = cuflash.FlashAttention(causal=True)
+    call = {name: x for name, x in case.arrays(cupy.asarray).items() if name in ("q", "k", "v")}
+    call |= moved.arrays(case, cupy.asarray)
+    passes = ["jvp", "backward_jvp"]
+    attn.compile(**call, passes=passes)
+    found = attn.tune(**call, passes=passes)
+    assert found is not None and found.forward is found.backward is None
+    assert len(list(store.iterdir())) == 2
+    new_process()
+    plans: Any = attn.plan(**call, passes=passes)
+    for plan, tuned in ((plans.jvp, found.jvp), (plans.backward_jvp, found.backward_jvp)):
+        assert tuned is not None
+        reasons = {(trial.why_not or "").split(" ")[0] for trial in tuned.trials}
+        assert reasons <= {"", "spills", "does"}, tuned.describe()
+        assert plan.tiles == tuned.winner.plan.tiles and "tuned: " in plan.reason
+    assert_tangents(case, moved, tangents_by(attn, case, moved, convert=cupy.asarray))
