@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
+from cuflash.arrays.dlpack import module_of
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem
@@ -31,6 +32,7 @@ from cuflash.testing.reference import (
     BroadcastSum,
     Head,
     as_caller,
+    cast,
     compute_dtype,
     each_head,
     product,
@@ -79,13 +81,13 @@ def jvp(
         Shapes and dtypes of out and lse. In a row that attends to no key both are 0, or tlse is the tangent of the
         sink.
     """
-    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
-    tout = np.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
-    tlse = np.zeros(problem.lse_shape, compute)
+    xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
+    tout = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
+    tlse = xp.zeros(problem.lse_shape, compute)
     for head in each_head(problem, q, k, v, compute, seed, offset, **others):
         with np.errstate(all="ignore"):
             t = head_tangents(problem, head, tangents, others, compute)
-            tout[head.index] = _tO(head, t, dtype).astype(dtype)
+            tout[head.index] = cast(_tO(head, t, dtype), dtype)
         view_rows(tlse)[head.index] = t.L[:, 0]
     return as_caller(problem, tout), tlse
 
@@ -118,23 +120,23 @@ def backward_jvp(
     tuple of numpy.ndarray
         The tangents of the gradients in `need`, in the order of `Problem.gradients`, with their shapes and dtypes.
     """
-    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
-    zeros = np.zeros(problem.lse_shape)
+    xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
+    zeros = xp.zeros(problem.lse_shape)
     dlse, tdlse = (zeros if x is None else x for x in (dlse, tdlse))
-    tdout = np.zeros_like(dout) if tdout is None else tdout
-    tdq, tdk, tdv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
-    tdsinks = np.zeros(problem.num_heads, compute)
+    tdout = xp.zeros(dout.shape, dout.dtype) if tdout is None else tdout
+    tdq, tdk, tdv = (xp.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
+    tdsinks = xp.zeros(problem.num_heads, compute)
     totals = {
-        "dscale": BroadcastSum(None, (), compute, np),
-        "dsoftcap": BroadcastSum(None, (), compute, np),
-        "dbias": BroadcastSum(others.get("bias"), _sizes(problem, "seqlen_q", "seqlen_k"), compute, np),
-        "dalibi_slopes": BroadcastSum(others.get("alibi_slopes"), _sizes(problem), compute, np),
+        "dscale": BroadcastSum(None, (), compute, xp),
+        "dsoftcap": BroadcastSum(None, (), compute, xp),
+        "dbias": BroadcastSum(others.get("bias"), _sizes(problem, "seqlen_q", "seqlen_k"), compute, xp),
+        "dalibi_slopes": BroadcastSum(others.get("alibi_slopes"), _sizes(problem), compute, xp),
     }
-    score_args = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.score_args}
+    score_args = {f"d{name}": xp.zeros(operand.shape, compute) for name, operand in problem.score_args}
     for head in each_head(problem, q, k, v, compute, seed, offset, **others):
-        dO, tdO = (view_4d(x, problem.layout)[head.index].astype(compute) for x in (dout, tdout))
-        is_empty = np.isneginf(head.L)
-        dL, tdL = (np.where(is_empty, 0, view_rows(x)[head.index].astype(compute))[:, None] for x in (dlse, tdlse))
+        dO, tdO = (cast(view_4d(x, problem.layout)[head.index], compute) for x in (dout, tdout))
+        is_empty = xp.isneginf(head.L)
+        dL, tdL = (xp.where(is_empty, 0, cast(view_rows(x)[head.index], compute))[:, None] for x in (dlse, tdlse))
         with np.errstate(all="ignore"):
             t = head_tangents(problem, head, tangents, others, compute)
             P, tP = (_round(x, dtype) for x in (head.P * head.Z, head.P * head.Z * t.U))
@@ -160,14 +162,14 @@ def backward_jvp(
                 own = tdS * derivative + dS * t.derivatives.get(name, 0)
                 total.add(head.index_scores[: len(total.shape)], own, head.first_row)
             for (name, entry, derivative), moved in zip(head.reads, t.reads, strict=True):
-                np.add.at(score_args[f"d{name}"].reshape(-1), entry, tdS * derivative + dS * moved)
+                xp.add.at(score_args[f"d{name}"].reshape(-1), entry, tdS * derivative + dS * moved)
     with np.errstate(all="ignore"):
         found = {
-            name: as_caller(problem, x.astype(dtype)) for name, x in zip(DEFAULT_NEED, (tdq, tdk, tdv), strict=True)
+            name: as_caller(problem, cast(x, dtype)) for name, x in zip(DEFAULT_NEED, (tdq, tdk, tdv), strict=True)
         }
         for name, total in totals.items():
             term = others.get(name[1:])
-            is_input = isinstance(term, np.ndarray) and term.dtype.itemsize == dtype.itemsize
+            is_input = term is not None and term.dtype.itemsize == dtype.itemsize
             found[name] = total.value.astype(dtype if is_input else compute)
     found["dsinks"] = tdsinks
     found |= score_args
@@ -179,7 +181,7 @@ def _sizes(problem: Problem, *others: str) -> tuple[int, ...]:
 
 
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:
-    return x.astype(dtype).astype(x.dtype)
+    return cast(cast(x, dtype), x.dtype)
 
 
 def _tO(head: Head, t: HeadTangents, dtype: np.dtype[Any]) -> Array:
@@ -190,17 +192,17 @@ def _tO(head: Head, t: HeadTangents, dtype: np.dtype[Any]) -> Array:
 def head_tangents(
     problem: Problem, head: Head, tangents: Mapping[str, Array], others: Mapping[str, Any], compute: np.dtype[Any]
 ) -> HeadTangents:
-    b, h = head.index_scores
-    none = np.zeros((1, 1), compute)
+    xp, (b, h) = module_of(head.Q), head.index_scores
+    none = xp.zeros((1, 1), compute)
 
     def rows_of(name: str, like: Array) -> Array:
         if name not in tangents:
-            return np.zeros_like(like)
+            return xp.zeros(like.shape, like.dtype)
         index = head.index if name == "q" else head.index_kv
-        return view_4d(tangents[name], problem.layout)[index].astype(compute)
+        return cast(view_4d(tangents[name], problem.layout)[index], compute)
 
     def number(name: str) -> Array:
-        return np.asarray(tangents.get(name, 0), compute)
+        return xp.asarray(tangents.get(name, 0), compute)
 
     tQ, tK, tV = (rows_of(name, x) for name, x in (("q", head.Q), ("k", head.K), ("v", head.V)))
     tX = problem.scale * (product(tQ, head.K.T) + product(head.Q, tK.T)) + number("scale") * head.QK
@@ -209,28 +211,28 @@ def head_tangents(
     reads: list[Array] = []
     if problem.softcap is not None:
         X = problem.scale * head.QK / problem.softcap
-        T, own = np.tanh(X), (tX - X * number("softcap")) / problem.softcap
+        T, own = xp.tanh(X), (tX - X * number("softcap")) / problem.softcap
         by_cap = head.derivatives["dsoftcap"] * number("softcap")
         tS, others_size = tS + by_cap, others_size + abs(by_cap)
         slope = -2 * T * head.cap_slope * own
         derivatives["dsoftcap"] = 2 * X * T * head.cap_slope * own
     if "alibi_slopes" in tangents:
-        own = np.broadcast_to(tangents["alibi_slopes"], _sizes(problem))[b, h].astype(compute)
+        own = xp.broadcast_to(tangents["alibi_slopes"], _sizes(problem))[b, h].astype(compute)
         tS, others_size = (
             tS + head.derivatives["dalibi_slopes"] * own,
             others_size + abs(head.derivatives["dalibi_slopes"] * own),
         )
     if "bias" in tangents:
-        own = np.broadcast_to(tangents["bias"], _sizes(problem, "seqlen_q", "seqlen_k"))[b, h]
-        of_bias = own[:, : head.K.shape[0]].astype(compute)
+        own = xp.broadcast_to(tangents["bias"], _sizes(problem, "seqlen_q", "seqlen_k"))[b, h]
+        of_bias = cast(own[head.first_row : head.first_row + head.Q.shape[0], : head.K.shape[0]], compute)
         tS, others_size = tS + of_bias, others_size + abs(of_bias)
     if problem.score is not None:
         tS, slope, reads = _by_function(problem, head, tX, tangents, others, compute)
-    tS = np.where(head.P == 0, 0, tS)
-    tsink = np.asarray(tangents["sinks"][h] if "sinks" in tangents else 0, compute)
+    tS = xp.where(head.P == 0, 0, tS)
+    tsink = xp.asarray(tangents["sinks"][h] if "sinks" in tangents else 0, compute)
     tL = (head.P * tS).sum(axis=-1, keepdims=True) + head.P_sink * tsink
     return HeadTangents(
-        Q=tQ, K=tK, V=tV, scale=number("scale"), U=np.where(head.P == 0, 0, tS - tL), L=tL, slope=slope,
+        Q=tQ, K=tK, V=tV, scale=number("scale"), U=xp.where(head.P == 0, 0, tS - tL), L=tL, slope=slope,
         sink=tsink - tL, others=others_size, derivatives=derivatives, reads=reads,
     )  # fmt: skip
 

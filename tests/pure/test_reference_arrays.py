@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.arrays.array_info import view_4d, view_rows
-from cuflash.testing import reference
+from cuflash.testing import reference, reference_tangents
 from cuflash.testing.rule import gradients_of
+from cuflash.testing.tangents import COTANGENTS
 from tests.device_arrays import DeviceArray, fake_cupy, on_device
+from tests.sampling import examples
 from tests.scored import scored
+from tests.second_derivatives import FEATURES, moved_by
 
 SMALL: dict[str, Any] = {"max_seqlen": 40, "max_head_dim": 9, "max_scores": 2000, "min_seqlen": 0}
 
@@ -37,6 +40,48 @@ def results(problem, arrays, optional, random, convert=lambda x: x, **how):
             need, reference.backward(problem, convert(arrays["dout"]), q, k, v, need=need, **given), strict=True
         )
     return found
+
+
+def results_with_tangents(case, moved, convert=lambda x: x, **how):
+    """Tangents of all results, by name."""
+    arrays, problem, tangents = case.arrays(), case.problem, moved.arrays(case)
+    inputs = {name: convert(arrays[name]) for name in "qkv"}
+    inputs |= {name: convert(x) for name, x in ct.optional(arrays).items()} | case.random | how
+    of_inputs = {name[1:]: convert(x) for name, x in tangents.items() if name not in COTANGENTS}
+    found = dict(zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True))
+    inputs |= {name: convert(x) for name, x in tangents.items() if name in COTANGENTS}
+    inputs |= {"dlse": convert(arrays["dlse"])} if "dlse" in arrays else {}
+    need = gradients_of(problem)
+    gradients = reference_tangents.backward_jvp(
+        problem, convert(arrays["dout"]), tangents=of_inputs, need=need, **inputs
+    )
+    return found | {f"t{name}": x for name, x in zip(need, gradients, strict=True)}
+
+
+WITH_TANGENTS = ct.cases(**SMALL, features=FEATURES, score_spreads=(1.0,))
+
+
+@settings(max_examples=examples(60))
+@given(WITH_TANGENTS, st.data(), st.booleans())
+def test_tangents_of_arrays_of_cupy_are_those_of_numpy(case, data, is_plain):
+    moved = data.draw(moved_by(case))
+    dtype = case.arrays()["q"].dtype if is_plain else "float64"
+    expected = results_with_tangents(case, moved, dtype=dtype)
+    for name, x in results_with_tangents(case, moved, on_device, dtype=dtype).items():
+        assert isinstance(x, DeviceArray), name
+        np.testing.assert_array_equal(x.values, expected[name], err_msg=name)
+
+
+@settings(max_examples=examples(60))
+@given(WITH_TANGENTS, st.data(), st.integers(1, 20))
+def test_tangents_of_heads_and_rows_in_chunks_add_up_to_the_whole(case, data, rows):
+    moved = data.draw(moved_by(case))
+    heads = list(np.ndindex(case.problem.batch, case.problem.num_heads))
+    parts = [results_with_tangents(case, moved, heads=[head], rows_at_once=rows) for head in heads]
+    for name, x in results_with_tangents(case, moved).items():
+        found = np.sum([part[name] for part in parts], axis=0) if parts else np.zeros_like(x)
+        size = np.abs(x[np.isfinite(x)]).max(initial=1)
+        np.testing.assert_allclose(found, x, rtol=1e-9, atol=1e-9 * size, err_msg=name)
 
 
 def assert_same_on_device(problem, arrays, optional, random, dtype):
