@@ -321,21 +321,23 @@ def _second_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     raise third_order_error("a derivative of forward mode over forward mode")
 
 
-for _of, _rule in {
-    _forward: _forward_jvp,
-    _backward: _backward_of_jvp,
-    _jvp: _jvp_jvp,
-    _backward_jvp: _backward_jvp_jvp,
-    _second: _second_jvp,
-}.items():
-    ad.primitive_jvps[_of] = _rule
-for _of, _rule in {
-    _backward: _backward_transpose,
-    _jvp: _jvp_transpose,
-    _backward_jvp: _backward_jvp_transpose,
-    _second: _second_transpose,
-}.items():
-    ad.primitive_transposes[_of] = _rule
+ad.primitive_jvps.update(
+    {
+        _forward: _forward_jvp,
+        _backward: _backward_of_jvp,
+        _jvp: _jvp_jvp,
+        _backward_jvp: _backward_jvp_jvp,
+        _second: _second_jvp,
+    }
+)
+ad.primitive_transposes.update(
+    {
+        _backward: _backward_transpose,
+        _jvp: _jvp_transpose,
+        _backward_jvp: _backward_jvp_transpose,
+        _second: _second_transpose,
+    }
+)
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------

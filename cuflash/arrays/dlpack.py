@@ -223,7 +223,7 @@ def _library_of(name: str, array: object) -> str:
         return "numpy"
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.core.Tracer):
-        remedy = "an array with values: within jax.jit, jax.vmap and the like call cuflash through jax.pure_callback"
+        remedy = "an array with values: within jax.jit, jax.grad, jax.vmap and the like call cuflash.jax.attention"
         raise type_error(name, f"{_spell(array)}, which JAX traces and which has no values yet", remedy)
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         value = f" {array!r}" if isinstance(array, (bool, int, float, complex, str)) else ""
@@ -306,7 +306,7 @@ def _take(name: str, array: Any, backend: Backend) -> tuple[Any, bool]:
 def _refused(name: str, array: Any, error: Exception) -> TypeError:
     remedy = "an array that DLPack can export"
     if getattr(array, "requires_grad", False):
-        remedy += f": {name}.detach() (gradients come from FlashAttention.backward)"
+        remedy += f": {name}.detach() (gradients come from FlashAttention.backward or cuflash.torch.attention)"
     dtype = f" of dtype {array.dtype}" if hasattr(array, "dtype") else ""
     reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
     return type_error(name, f"{_spell(array)}{dtype}, which is not exported through DLPack ({reason})", remedy)
