@@ -64,6 +64,7 @@ WHEN_NEEDED: dict[str, set[str]] = {
     "distributed.transports": {"cupy"},
     "cli.here": {"cupy"},
     "cli.demo": {"cupy"},
+    "frameworks": {"cupy"},
     "torch": {"cupy"},
     "jax": {"cupy"},
 }
