@@ -43,10 +43,19 @@ from cuflash.spec import call as spec
 from cuflash.spec.batch_axes import Calls as BatchCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import Contiguous
-from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, OPTIONAL_INPUTS, PER_HEAD_INPUTS, OptionalArrays
+from cuflash.spec.inputs import (
+    FP8_SCALES,
+    INPUTS,
+    MOVABLE_BROADCAST,
+    NUMBERS,
+    OPTIONAL_INPUTS,
+    PER_HEAD_INPUTS,
+    OptionalArrays,
+    WithTangents,
+)
 from cuflash.spec.options import Options, diagonal_of, window_of
-from cuflash.spec.outputs import OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
-from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.outputs import MOVABLE_OF_KEYS, MOVABLE_OVER_ROWS, OF_QUERIES, OUTPUTS, model_of
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
@@ -59,7 +68,16 @@ ALL_ROWS = "all"  # what an array without an axis of queries says instead of the
 _OF_ALL = (*(row.name for row in OPTIONAL_INPUTS if row.own_axes in (0, 1)), *FP8_SCALES)
 # Optional inputs that depend on the numbers of rows.
 _COUNTED = frozenset(row.name for row in OPTIONAL_INPUTS if row.gradient_via != "softmax")
-_PASS_OF_METHOD = {"forward": FORWARD, "decode": FORWARD, "plan": FORWARD, "backward": BACKWARD}
+_PASS_OF_METHOD = {
+    "forward": FORWARD,
+    "decode": FORWARD,
+    "plan": FORWARD,
+    "backward": BACKWARD,
+    "jvp": JVP,
+    "backward_jvp": BACKWARD_JVP,
+}
+# Tangents of these, too.
+_TANGENTS_OF_ALL = tuple(f"t{name}" for name in (*(row.name for row in PER_HEAD_INPUTS), *NUMBERS))
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
@@ -97,7 +115,7 @@ class Call(NamedTuple):
 
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
-        xp, like = dlpack.module_of(self.given["q"]), self.given.get(name[1:])
+        xp, like = dlpack.module_of(self.given["q"]), self.given.get(model_of(name))
         if like is None:  # the gradient of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
@@ -133,7 +151,8 @@ class Calls:
     @property
     def _of_all(self) -> tuple[str, ...]:
         """The arrays that are the same on all ranks."""
-        return (*_OF_ALL, "block_mask", *self.options.score_args)
+        score_args = self.options.score_args
+        return (*_OF_ALL, "block_mask", *score_args, *_TANGENTS_OF_ALL, *(f"t{name}" for name in score_args))
 
     def carry_out(
         self,
@@ -155,7 +174,11 @@ class Calls:
             self._check_score_args(optional_inputs)
 
         def own() -> tuple[Call, Facts]:
-            own_optional = checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
+            taken: type = OptionalArrays
+            tangents: tuple[str, ...] = ()
+            if _PASS_OF_METHOD[method].has_tangents:
+                taken, tangents = WithTangents, tuple(f"t{name[1:]}" for name in self.options.score_gradients)
+            own_optional = checked_with_score_args(method, taken, self.options, optional_inputs, tangents)
             call = self._own_call(arrays | own_optional, required, random, need_of)
             return call, self._facts(method, call)
 
@@ -373,7 +396,7 @@ class Calls:
                 facts[name] = digest(x)
             elif name in _STARTS:
                 facts[name] = digest(dlpack.on_host(x))
-            elif name in BROADCAST:
+            elif name in MOVABLE_BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 if shape[3 if method == "decode" else 2] == 1:  # for all rows of all ranks, unless ranks have one each
                     facts[f"_content of {name}"] = digest(x)
@@ -419,7 +442,9 @@ class Calls:
                 raise value_error(name, counted(rows, "row"), expected)
         problem = self._problem(method, call, split_q, split_k)
         shared = frozenset(
-            name for name in BROADCAST if name in given and self._is_shared(name, method, split_q, split_k, facts)
+            name
+            for name in MOVABLE_BROADCAST
+            if name in given and self._is_shared(name, method, split_q, split_k, facts)
         )
         for name in shared:
             for rank, fact in enumerate(facts):
@@ -458,13 +483,13 @@ class Calls:
     def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
         """This rank's queries against the keys of all ranks; in `decode`, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
+        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in MOVABLE_OF_KEYS if name in given}
         if call.starts:
             return self._packed_problem(method, call, split_q, of_all)
         if "block_mask" in given:
             plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
             optional_inputs = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
-            block_size = make_problem(plain, q, *of_all.values(), **optional_inputs).block_size
+            block_size = make_problem(plain, q, of_all["k"], of_all["v"], **optional_inputs).block_size
             others = {name: x for name, x in given.items() if name != "block_mask"}
             call = call._replace(own=call.own._replace(arrays=others))
             return replace(self._problem(method, call, split_q, split_k), block_size=block_size)
@@ -487,9 +512,9 @@ class Calls:
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         if method == "decode":
             raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
-        for name in ("q", *TAKEN_BY_BACKWARD):
+        for name in OF_QUERIES:
             if name in given:
-                rows = given[name].ndim - 1 if name in OVER_ROWS else axis
+                rows = given[name].ndim - 1 if name in MOVABLE_OVER_ROWS else axis
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
         signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
         pass_, need = _PASS_OF_METHOD[method], call.need
@@ -527,11 +552,11 @@ class Calls:
 
         CuPy's arrays of float8 are seen as bytes, as which they are sent.
         """
-        if name in (*BROADCAST, "block_mask"):
+        if name in (*MOVABLE_BROADCAST, "block_mask"):
             return of_pairs(array)
         if name in (*self._of_all, *_STARTS):
             return array
-        return view_rows(array) if name in OVER_ROWS else view_4d(bits_of(array), self.options.layout)
+        return view_rows(array) if name in MOVABLE_OVER_ROWS else view_4d(bits_of(array), self.options.layout)
 
 
 def _axis_of_rows(array: Array, layout: str) -> int:

@@ -21,6 +21,7 @@ from cuflash.distributed.arguments import checked_split, positive, transport_of
 from cuflash.distributed.calls import Call, Calls, of_pairs
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.schedule import Schedule
+from cuflash.distributed.second_derivatives import SecondDerivatives
 from cuflash.distributed.split import Split
 from cuflash.shards.slices import steps_of
 from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
-class ContextParallel:
+class ContextParallel(SecondDerivatives):
     """Exact attention and its gradients, for sequences of which each rank has a shard.
 
     Parameters
@@ -108,7 +109,8 @@ class ContextParallel:
     `deterministic`, or where other gradients than dq, dk and dv are needed, dq is computed as out is; this takes seven
     matrix products in all, where one device takes five. The gradients of numbers, of optional inputs with a value for
     each head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of
-    lse, in the order of queries.
+    lse, in the order of queries. `jvp` and `backward_jvp` go by the same schedules: tk and tv are exchanged as k and v
+    are, and the tangents of rows as rows are.
 
     Examples
     --------
@@ -383,8 +385,11 @@ class ContextParallel:
         def compute(call: Call, run: Execution) -> ForwardResult:
             out = run.xp.empty(run.problem.out_shape, numpy_dtype(run.problem.dtype))
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
-            fill = run.decode if method == "decode" else run.forward
-            fill(view_4d(out, self.options.layout), view_rows(lse))
+            views = {"out": view_4d(out, self.options.layout), "lse": view_rows(lse)}
+            if method == "decode":
+                run.decode(**views)
+            else:
+                run.forward(views)
             return ForwardResult(*call.exported((out, lse)))
 
         return self._calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute)

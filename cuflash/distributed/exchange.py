@@ -16,7 +16,8 @@ from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Traversal
 from cuflash.distributed.streams import Streams, copy_all
 from cuflash.distributed.transports import Message
-from cuflash.spec.inputs import BROADCAST
+from cuflash.spec.inputs import MOVABLE_BROADCAST
+from cuflash.spec.outputs import MOVABLE_OF_KEYS
 
 Array = Any
 STEPS_AHEAD = 2  # steps whose rows are under way at the same time
@@ -170,9 +171,9 @@ class Rows:
         if name in self._makes and name not in self._made:
             self._made[name] = self._makes[name]()
         array = self._made[name] if name in self._made else run.arrays[name]
-        if name in BROADCAST:
+        if name in MOVABLE_BROADCAST:
             return Cargo(of_heads(array, run.q_heads(heads), run.problem.num_heads), array.shape[3] != 1)
-        return Cargo(array[:, slice(*heads) if name in ("k", "v") else run.q_heads(heads)], False)
+        return Cargo(array[:, slice(*heads) if name in MOVABLE_OF_KEYS else run.q_heads(heads)], False)
 
     def _columns(self, x: Cargo, target: int) -> Array:
         """The array; if its columns are keys, only those of a rank's keys, one span after the other."""

@@ -16,17 +16,29 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span, is_some, slice_in
 from cuflash.distributed.exchange import Held, Rows
 from cuflash.distributed.rank import OF_KEYS, Run, of_heads
-from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
+from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, minus_tdelta, of_sequences
 from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
+from cuflash.gpu.merging import Tangents
 from cuflash.shards.merge import merge_into
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST
-from cuflash.spec.outputs import DEFAULT_NEED, OF_QUERIES, OUTPUTS, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import BROADCAST, INPUTS, MOVABLE_BROADCAST, NAMES
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    MOVABLE_OF_KEYS,
+    OF_QUERIES,
+    OUTPUTS,
+    SOFTMAX_GRADIENTS,
+    TAKEN_BY_BACKWARD,
+    gradient_of,
+)
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 
 Array = Any
+# What a backward pass by keys needs of rows only in its row sums.
+_IN_DELTA = ("out", "dlse", "tout", "tdlse")
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
 FULL_ROWS = 2**17  # keys over all heads of a call: the blocks of so many fill an H100 several times
 
@@ -41,63 +53,73 @@ class Execution(Run):
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
-    def forward(self, out: Array, lse: Array) -> None:
-        """Fill out, with four axes, and lse, with three."""
-        self.fill((out, lse), lambda run: run._forward(out, lse))
+    def forward(self, results: Mapping[str, Array], pass_: Pass = FORWARD) -> None:
+        """Fill out, with four axes, and lse, with three; and their tangents, if the pass makes them."""
+        self.fill(tuple(results.values()), lambda run: run._forward(results, pass_))
 
-    def _forward(self, out: Array, lse: Array) -> None:
-        traversal = self.schedule.by_queries
+    def _forward(self, results: Mapping[str, Array], pass_: Pass) -> None:
+        traversal, names = self.schedule.by_queries, self._of_keys_given
         pieces, split = Pieces(self, traversal), self.schedule.split_q
-        for a_round, heads, held, streams in Rows(self, traversal, ("k", "v"), ("k", "v")).steps():
+        for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             q_heads = self.q_heads(heads)
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
-                whole = {"out": out[:, q_heads, at], "lse": lse[:, q_heads, at]}
-                results, pairs = (whole, {}) if is_one else self._partial_results(whole)
+                whole = {name: x[:, q_heads, at] for name, x in results.items()}
+                own, pairs = (whole, {}) if is_one else self._partial_results(whole)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        assign(results["out"], 0)
-                        assign({**results, **pairs}["lse_pairs" if pairs else "lse"], -np.inf)
+                        for name, x in (own | pairs).items():
+                            assign(x, -np.inf if name in ("lse", "lse_pairs") else 0)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
-                    call = functools.partial(calls.forward, tile.queries, tile.keys)
+                    call = functools.partial(calls.forward, tile.queries, tile.keys, pass_=pass_)
                     is_wide = not is_one and calls.is_on_cpu
-                    calls.into(results, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
-                    if is_wide and row_sums.has_large(results["lse"]):
-                        of_rows = calls.with_queries_before({"lse": results["lse"]}, tile.front[0])
+                    calls.into(own, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
+                    if is_wide and row_sums.has_large(own["lse"]):
+                        of_rows = calls.with_queries_before({"lse": own["lse"]}, tile.front[0])
                         sums = self._row_sums_of(calls, tile, arrays | of_rows)
-                        results["row_sums"] = sums[:, :, tile.front[0] :]
+                        own["row_sums"] = sums[:, :, tile.front[0] :]
                 if not is_one:
-                    pieces.add(tile, heads, results | pairs)
+                    pieces.add(tile, heads, own | pairs)
             with streams.returns():
                 for piece, found in pieces.complete(heads):
                     at = self.local(split, traversal.pieces[self.rank][piece])
-                    _merge(found, out[:, q_heads, at], lse[:, q_heads, at])
+                    _merge(found, {name: x[:, q_heads, at] for name, x in results.items()})
                     streams.keep(found)
 
+    @property
+    def _of_keys_given(self) -> tuple[str, ...]:
+        """Keys and values, and those of their tangents that there are: they are exchanged in passes by queries."""
+        return tuple(name for name in MOVABLE_OF_KEYS if self.arrays.get(name) is not None)
+
     def _partial_results(self, whole: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Arrays for out and lse of a call; kernels say more than lse, whose rounding changes weights."""
+        """Arrays for the results of a call; kernels say more than lse, whose rounding changes weights."""
         shapes, dtype = {name: x.shape for name, x in whole.items()}, self.slices.softmax_dtype
         if self.slices.is_on_cpu:
             return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {}
-        pairs = self.xp.empty((*shapes["lse"], 2), dtype)
-        return {"out": self.xp.empty(shapes["out"], dtype)}, {"lse_pairs": pairs}
+        pairs = self.xp.empty((*shapes.pop("lse"), 2), dtype)
+        return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {"lse_pairs": pairs}
 
-    def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
-        """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays."""
-        self.fill(tuple(results.values()), lambda run: run._backward(need, results))
+    def backward(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass = BACKWARD) -> None:
+        """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays.
 
-    def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+        Or their tangents, if the pass makes these.
+        """
+        self.fill(tuple(results.values()), lambda run: run._backward(need, results, pass_))
+
+    def _backward(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
         if self.has_large_rows:
-            with_sums = replace(self, arrays={**self.arrays, "row_sums": self._row_sums(need)}, has_large_rows=False)
-            with_sums._backward(need, results)
+            taken = (*INPUTS, *NAMES, *TAKEN_BY_BACKWARD, *self.options.score_args)
+            without_tangents = replace(self, arrays={name: x for name, x in self.arrays.items() if name in taken})
+            arrays = {**self.arrays, "row_sums": without_tangents._row_sums(need)}
+            replace(self, arrays=arrays, has_large_rows=False)._backward(need, results, pass_)
             return
-        of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
+        of_keys = need if self._sums_dq(need) else tuple(name for name in need if name in OF_KEYS)
         of_queries = tuple(name for name in need if name not in of_keys)
         if of_queries:
-            self._backward_by_queries(of_queries, results)
+            self._backward_by_queries(of_queries, results, pass_)
         if of_keys:
-            self._backward_by_keys(of_keys, results)
+            self._backward_by_keys(of_keys, results, pass_)
 
     def _row_sums(self, need: tuple[str, ...]) -> Array:
         """The row sums of this rank's queries over the keys of all ranks, where lse is large.
@@ -142,7 +164,7 @@ class Execution(Run):
         """The lse of the keys of a tile."""
         shape = (*arrays["q"].shape[:3], arrays["v"].shape[3])
         results = {"out": self.xp.empty(shape, arrays["q"].dtype), "lse": self.xp.empty(shape[:3], calls.softmax_dtype)}
-        inputs = {name: x for name, x in arrays.items() if name not in ("lse", "out", "dout", "dlse")}
+        inputs = {name: x for name, x in arrays.items() if name in (*INPUTS, *NAMES)}
         call = functools.partial(calls.forward, tile.queries, tile.keys)
         return calls.into({}, inputs | results, call)["lse"]
 
@@ -154,21 +176,23 @@ class Execution(Run):
     def _row_sums_of(self, calls: Slices, tile: Tile, arrays: dict[str, Array], is_wide: bool = True) -> Array:
         """The row sums over the keys of a tile, of rows whose lse is large; on a device, with the own lse of a tile."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
-        found = calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
+        inputs = {name: x for name, x in arrays.items() if name in (*INPUTS, *NAMES, "lse")}
+        found = calls.into({}, inputs, call, is_wide=is_wide)["row_sums"]
         return found if calls.is_on_cpu else row_sums.of_partial(found, dlpack.on_host(arrays["lse"]))
 
-    def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+    def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
         traversal, split = self.schedule.by_queries, self.schedule.split_q
-        pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name != "dq"])
+        dq, names = pass_.default[0], self._of_keys_given
+        pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name != dq])
         wide = self.slices.summed_score_args(need)
-        for a_round, heads, held, streams in Rows(self, traversal, ("k", "v"), ("k", "v")).steps():
+        for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
-                own = {"dq": results["dq"][:, self.q_heads(heads), at]} if "dq" in need else {}
+                own = {dq: results[dq][:, self.q_heads(heads), at]} if dq in need else {}
                 if not is_one:
                     own = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in own.items()}
-                wanted = tuple(name for name in need if tile.partial == 0 or name not in SOFTMAX_GRADIENTS)
+                wanted = tuple(name for name in need if tile.partial == 0 or gradient_of(name) not in SOFTMAX_GRADIENTS)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():
@@ -177,7 +201,7 @@ class Execution(Run):
                     if not wanted:
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held) | wide, self.slices_of(tile, heads)
-                    call = functools.partial(calls.backward, tile.queries, tile.keys, wanted)
+                    call = functools.partial(calls.backward, tile.queries, tile.keys, wanted, pass_=pass_)
                     is_wide = bool(own) and not is_one and calls.is_on_cpu
                     of_calls.append((tile, calls.into(own, arrays, call, front=tile.front[0], is_wide=is_wide)))
                 if own and not is_one:
@@ -189,7 +213,7 @@ class Execution(Run):
                         if name in got:
                             sums.add(name, got[name], tile, heads)
                 self._add_complete(
-                    pieces, traversal, heads, {name: results[name] for name in ("dq",) if name in need}, streams
+                    pieces, traversal, heads, {name: results[name] for name in (dq,) if name in need}, streams
                 )
         for name, total in sums.totals():
             results[name][...] = total
@@ -210,17 +234,21 @@ class Execution(Run):
 
         The order in which these partial results are added depends on the ranks, so `is_fixed` excludes it.
         """
-        return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
+        gradients = set(map(gradient_of, need))
+        return not self.is_fixed and "dq" in gradients and len(need) > 1 and gradients <= set(DEFAULT_NEED)
 
-    def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
-        traversal, split = self.schedule.by_keys, self.schedule.split_k
-        of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
+    def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
+        traversal, split, dq = self.schedule.by_keys, self.schedule.split_k, pass_.default[0]
+        of_pairs = (name for name in MOVABLE_BROADCAST if name not in self.broadcasts_rows)
         own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
         # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
-        names = own if self.is_fixed else (*(name for name in own if name not in ("out", "dlse")), "minus_delta")
-        pieces, returns = Pieces(self, traversal), Returns(self, results["dq"]) if "dq" in need else None
+        makes = {"minus_delta": self._minus_delta}
+        if pass_.has_tangents:
+            makes["minus_tdelta"] = lambda: minus_tdelta(self.arrays, self.slices.softmax_dtype)
+        names = own if self.is_fixed else (*(name for name in own if name not in _IN_DELTA), *makes)
+        pieces, returns = Pieces(self, traversal), Returns(self, results[dq]) if dq in need else None
         of_keys: list[str] = [name for name in OF_KEYS if name in need]
-        rows = Rows(self, traversal, own, names, {"minus_delta": self._minus_delta})
+        rows = Rows(self, traversal, own, names, makes)
         of_calls: list[tuple[Tile, Array]] = []
         in_turn = self._is_beyond_cache(traversal)
         for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
@@ -233,17 +261,18 @@ class Execution(Run):
                     into = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in into.items()}
                 is_wide, buffers = self.slices.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.slices.is_on_cpu:
-                    buffers["dq"] = returns.buffer(a_round, tile, heads)  # kernels write dq in the dtype of this array
+                    buffers[dq] = returns.buffer(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
                             assign(array, 0)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | buffers
-                    call = functools.partial(self.slices_of(tile, heads).backward, tile.queries, tile.keys, need)
+                    calls = self.slices_of(tile, heads)
+                    call = functools.partial(calls.backward, tile.queries, tile.keys, need, pass_=pass_)
                     got = self.slices.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
                     if returns is not None:
-                        of_calls.append((tile, got["dq"]))
+                        of_calls.append((tile, got[dq]))
                 if not is_one:
                     pieces.add(tile, heads, into)
             streams.keep(of_calls)
@@ -283,7 +312,7 @@ class Execution(Run):
                 partial["row_sums"][...] = self._row_sums_of(self.slices, tile, arrays | {"lse": partial["lse"]})
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
-        _merge([found[rank].partials[i] for _, rank, i in order], out, lse)
+        _merge([found[rank].partials[i] for _, rank, i in order], {"out": out, "lse": lse})
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; inputs of the softmax go to the first."""
@@ -304,17 +333,20 @@ class Execution(Run):
         """The arrays of a call: a piece of this rank's rows, and the received rows that this piece needs."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
-        names = ("k", "v") if by_keys else OF_QUERIES
+        names = MOVABLE_OF_KEYS if by_keys else OF_QUERIES
         at, q_heads = self.local(own_split, a_round.own(tile)), self.q_heads(heads)
         found = {}
         for name in names:
             if self.arrays.get(name) is not None:
-                mine = slice(*heads) if name in ("k", "v") else q_heads
+                mine = slice(*heads) if by_keys else q_heads
                 found[name] = self.arrays[name][:, mine, at]
         found |= held.rows(tile.needed)
         if "minus_delta" in found:  # it stands for out and dlse, which were not sent
             found["dlse"] = found.pop("minus_delta")
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
+        if "minus_tdelta" in found:  # it stands for tout and tdlse, with an out of zeros
+            found["tdlse"] = found.pop("minus_tdelta")
+            found["tout"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
             found = self.slices.with_keys_before(found, tile.front[1])
@@ -325,7 +357,7 @@ class Execution(Run):
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """Bias and mask of a tile, without the rows and columns in front of its piece."""
         optional_inputs = {}
-        for name in BROADCAST:
+        for name in MOVABLE_BROADCAST:
             array = self.arrays.get(name)
             if array is None:
                 continue
@@ -337,8 +369,9 @@ class Execution(Run):
                 if name not in self.broadcasts_rows:
                     array = array[:, :, self.local(self.schedule.split_q, tile.own_queries)]
             optional_inputs[name] = array if self.arrays[name].shape[3] == 1 else array[..., columns]
-        if "bias" in optional_inputs and not by_keys and self.sums_bias:
-            optional_inputs["bias"] = self.slices.widened(optional_inputs["bias"])
+        if not by_keys and self.sums_bias:
+            of_bias = [name for name in ("bias", "tbias") if name in optional_inputs]
+            optional_inputs |= {name: self.slices.widened(optional_inputs[name]) for name in of_bias}
         return optional_inputs
 
     def _optional_inputs(self, tile: Tile, q_heads: slice, heads: slice, *, of_softmax: bool) -> dict[str, Array]:
@@ -370,10 +403,14 @@ class Execution(Run):
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
 
 
-def _merge(partials: Sequence[Mapping[str, Array]], out: Array, lse: Array) -> None:
+def _merge(partials: Sequence[Mapping[str, Array]], results: Mapping[str, Array]) -> None:
     """Merge the results of calls."""
     outs = [partial["out"] for partial in partials]
     lses = [partial["lse_pairs"] if "lse_pairs" in partial else partial["lse"] for partial in partials]
     sums = [partial.get("row_sums") for partial in partials]
     has_sums = any(x is not None and (x[..., 1] >= 0).any() for x in sums)
-    merge_into(outs, lses, out, lse, sums if has_sums else ())
+    tangents = None
+    if "tout" in results:
+        of_partials = ([partial[name] for partial in partials] for name in ("tout", "tlse"))
+        tangents = Tangents(results["tout"], results["tlse"], *of_partials)
+    merge_into(outs, lses, results["out"], results["lse"], sums if has_sums else (), tangents)

@@ -25,7 +25,7 @@ from cuflash.spec.problem import Problem
 Array = Any
 R = TypeVar("R", bound="Run")
 ALIGNMENT = 16  # bytes; a call depends on an address only modulo this
-OF_KEYS = ("dk", "dv")  # results that have key/value heads
+OF_KEYS = ("dk", "dv", "tdk", "tdv")  # results that have key/value heads
 
 
 @dataclass(frozen=True, kw_only=True)

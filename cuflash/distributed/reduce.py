@@ -16,7 +16,7 @@ from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.gpu import merging
 from cuflash.gpu.elementwise import WIDE, assign
-from cuflash.spec.outputs import GRADIENTS, NUMBER_GRADIENTS
+from cuflash.spec.outputs import GRADIENTS, NUMBER_GRADIENTS, gradient_of, model_of
 from cuflash.spec.row_sums import NUMBERS
 
 Array = Any
@@ -190,17 +190,17 @@ class Sums:
 
     def _is_own(self, name: str) -> bool:
         """Whether the gradient belongs to this rank alone."""
-        return name == "dbias" and "bias" not in self.run.broadcasts_rows
+        return gradient_of(name) == "dbias" and "bias" not in self.run.broadcasts_rows
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        array = self.run.arrays.get(name[1:])
+        array = self.run.arrays.get(model_of(name))
         return () if array is None else tuple(array.shape)
 
     def _zeros(self, name: str, pieces: int | None = None) -> Array:
         """Zeros for the partial sums of some pieces; for a gradient of this rank alone, zeros for all of it."""
         run = self.run
         dtype = run.slices.softmax_dtype
-        if name == "dbias" and not run.sums_bias:
+        if gradient_of(name) == "dbias" and not run.sums_bias:
             dtype = run.arrays["bias"].dtype
         count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
         return run.xp.zeros((*count, *self._shape(name)), dtype)
@@ -209,13 +209,14 @@ class Sums:
         """Add the result of a call."""
         run = self.run
         total = self.partials[name][0 if self._is_own(name) else tile.piece, ...]
-        if name == "dbias":
+        gradient = gradient_of(name)
+        if gradient == "dbias":
             total = of_heads(total, run.q_heads(heads), run.problem.num_heads)
             if self._is_own(name):
                 total = total[:, :, run.local(run.schedule.split_q, tile.own_queries)]
                 partial = partial[:, :, tile.front[0] :]
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
-        elif name in GRADIENTS and name not in NUMBER_GRADIENTS:
+        elif gradient in GRADIENTS and gradient not in NUMBER_GRADIENTS:
             total = total[..., run.q_heads(heads)]
             if run.schedule.packing is not None:
                 total = of_sequences(total, tile)
@@ -267,6 +268,13 @@ def add_up(target: Array, partials: Sequence[Array]) -> None:
         target[...] = total
     else:
         merging.add(target, partials)
+
+
+def minus_tdelta(arrays: Mapping[str, Array | None], dtype: Any) -> Array:
+    """``tdlse - rowsum(dout * tout + tdout * out)``, all that a backward_jvp pass needs of out, tout and tdlse."""
+    found = minus_delta(arrays["tout"], arrays["dout"], arrays.get("tdlse"), dtype)
+    tdout = arrays.get("tdout")
+    return found if tdout is None else minus_delta(arrays["out"], tdout, found, dtype)
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:

@@ -24,9 +24,10 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, NAMES, NUMBERS, PER_HEAD_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, MOVABLE_BROADCAST, NAMES, NUMBERS, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
 from cuflash.spec.outputs import (
+    MOVABLE_OF_KEYS,
     MOVABLE_OVER_HEAD_DIM,
     MOVABLE_OVER_ROWS,
     OF_QUERIES,
@@ -38,8 +39,6 @@ from cuflash.spec.problem import Problem
 Array = Any
 # Arrays with an axis of the batch, and of rows.
 _OF_BATCH = (*MOVABLE_OVER_HEAD_DIM, *MOVABLE_OVER_ROWS, "row_sums")
-# Inputs over pairs, and their tangents.
-_OF_PAIRS = (*BROADCAST, *(f"t{name}" for name in BROADCAST))
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
@@ -226,7 +225,7 @@ class Slices:
         """
         if not front:
             return arrays
-        names = {*OF_QUERIES, *_OF_PAIRS} - {*shared, *(f"t{name}" for name in shared)}
+        names = {*OF_QUERIES, *MOVABLE_BROADCAST} - {*shared, *(f"t{name}" for name in shared)}
         longer = {name: self._with_zeros_before(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
             # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row attends to
@@ -240,11 +239,11 @@ class Slices:
         """The arrays of a call that begins `front` keys earlier, with keys that a mask hides."""
         if not front:
             return arrays
-        of_pairs = {name: x for name, x in arrays.items() if name in _OF_PAIRS and x.shape[3] != 1}
+        of_pairs = {name: x for name, x in arrays.items() if name in MOVABLE_BROADCAST and x.shape[3] != 1}
         visible = self.xp.ones((1, 1, 1, arrays["k"].shape[2]), bool)
         of_pairs["mask"] = of_pairs.get("mask", visible if "mask" not in arrays else visible & arrays["mask"])
         longer = {name: self._with_zeros_before(x, front, 3) for name, x in of_pairs.items()}
-        of_keys = [name for name in ("k", "v", "tk", "tv") if name in arrays]
+        of_keys = [name for name in MOVABLE_OF_KEYS if name in arrays]
         return arrays | longer | {name: self._with_zeros_before(arrays[name], front, 2) for name in of_keys}
 
     def _with_zeros_before(self, array: Array, front: int, axis: int) -> Array:

@@ -32,7 +32,7 @@ from cuflash.arrays.array_info import (
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.dlpack import check_distinct, check_no_overlap, module_of
 from cuflash.arrays.fp8 import on_bits
-from cuflash.spec.inputs import BROADCAST, INPUTS, NUMBERS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import INPUTS, MOVABLE_BROADCAST, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import (
@@ -509,7 +509,11 @@ def as_one_call(
     if is_plain(arrays):
         return None
     signature = tuple(
-        (name, (*x.shape[:-2], *(1,) * min(x.ndim, 2)) if name in BROADCAST else tuple(x.shape), tuple(x.strides))
+        (
+            name,
+            (*x.shape[:-2], *(1,) * min(x.ndim, 2)) if name in MOVABLE_BROADCAST else tuple(x.shape),
+            tuple(x.strides),
+        )
         for name, x in arrays.items()
         if x is not None
     )

@@ -154,6 +154,8 @@ BY_NAME: Mapping[str, OptionalInput] = {row.name: row for row in OPTIONAL_INPUTS
 ACTING = tuple(row.name for row in sorted(OPTIONAL_INPUTS, key=lambda row: row.acts) if row.acts)
 # The inputs over pairs of a query and a key. They broadcast along these axes.
 BROADCAST = tuple(row.name for row in OPTIONAL_INPUTS if row.broadcasts)
+# The same, and the tangents of those that have some.
+MOVABLE_BROADCAST = (*BROADCAST, *(f"t{row.name}" for row in OPTIONAL_INPUTS if row.broadcasts and row.gradient_via))
 # The inputs with a value for each query head: the same in every batch entry, or with an axis for these.
 PER_HEAD_INPUTS = tuple(row for row in OPTIONAL_INPUTS if row.gradient_via and not row.broadcasts)
 
@@ -328,7 +330,11 @@ class Tangents(TypedDict, total=False):
     tsoftcap: Any
 
 
-class JvpArrays(OptionalArrays, Tangents, total=False):
+class WithTangents(OptionalArrays, Tangents, total=False):
+    """The optional inputs, and the tangents of all inputs and numbers, as keyword arguments."""
+
+
+class JvpArrays(WithTangents, total=False):
     """The arrays of `FlashAttention.jvp` besides q, k and v, as keyword arguments."""
 
     out: Any
@@ -337,7 +343,7 @@ class JvpArrays(OptionalArrays, Tangents, total=False):
     tlse: Any
 
 
-class BackwardJvpArrays(OptionalArrays, Tangents, total=False):
+class BackwardJvpArrays(WithTangents, total=False):
     """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
 
     dlse: Any

@@ -173,5 +173,7 @@ OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows)
 # The same with their tangents.
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
+# Inputs that have an axis of keys and heads of these, and their tangents.
+MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
 OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, "row_sums")

@@ -18,10 +18,11 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.slices import Slices, steps_of
 from cuflash.spec.batch_axes import Calls, axes_of
-from cuflash.spec.inputs import BROADCAST, NAMES
+from cuflash.spec.inputs import MOVABLE_BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import (
     DEFAULT_NEED,
+    MOVABLE_OF_KEYS,
     MOVABLE_OVER_HEAD_DIM,
     MOVABLE_OVER_ROWS,
     OUTPUTS,
@@ -77,7 +78,7 @@ class _Call:
         read = ("q", *pass_.takes, *NAMES, *score_args, *(f"t{name}" for name in score_args))
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         slices = Slices(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
-        names = [name for name in ("k", "v", *TANGENTS) if name in self.hosts]
+        names = [name for name in MOVABLE_OF_KEYS if name in self.hosts]
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in names}
         run = StreamedPass(pass_=pass_, slices=slices, chunks=self.chunks, keys=keys, device=device)
         if device is None or self.is_explicit or not pass_.reads_keys_once:
@@ -88,7 +89,7 @@ class _Call:
 
     def seen(self, name: str, array: Array) -> Array:
         """A view with all axes, if the array has axes of rows; else the array itself."""
-        if name.removeprefix("t") in (*BROADCAST, "dbias"):
+        if name in (*MOVABLE_BROADCAST, "dbias", "tdbias"):
             return array[(None,) * (4 - array.ndim)]
         if name in MOVABLE_OVER_ROWS:
             return view_rows(array)

@@ -17,7 +17,7 @@ from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, INPUTS, NAMES
+from cuflash.spec.inputs import INPUTS, MOVABLE_BROADCAST, NAMES
 from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS, gradient_of
 from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.streamed import OF_KEYS
@@ -207,7 +207,7 @@ class StreamedPass:
         queries, keys = step.chunk
         found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_QUERIES if name in self.arrays}
         found |= step.keys
-        for name in (*BROADCAST, *(f"t{name}" for name in BROADCAST)):
+        for name in MOVABLE_BROADCAST:
             if name in self.arrays:
                 found[name] = of_pairs(self.arrays[name], queries, keys)
         heads = slice(0, self.slices.problem.num_heads)

@@ -291,10 +291,10 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
             outs.append(attn.forward(*shards).out)
         return outs
 
-    def logged(self, queries, *args):
+    def logged(self, queries, *args, **keywords):
         rank = 1 if queries == (4, 12) else 0
         log[rank].append("computed")
-        return forward(self, queries, *args)
+        return forward(self, queries, *args, **keywords)
 
     monkeypatch.setattr(slices_of_problems.Slices, "forward", logged)
     for outs in zip(*on_threads(2, work), strict=True):

@@ -150,7 +150,8 @@ def test_batch_axes_that_broadcast(dtype):
     made = [{f"{p}{n}": random.standard_normal(s).astype(dtype) for n, s in shapes.items()} for p in ("", "t")]
     point, t = made
     dout = random.standard_normal((3, 2, 2, 17, 4)).astype(dtype)
-    attn, need, found = cuflash.FlashAttention(), ("tdq", "tdk", "tdv", "tdbias", "tdscale"), []
+    attn: Any = cuflash.FlashAttention()
+    need, found = ("tdq", "tdk", "tdv", "tdbias", "tdscale"), []
     for keys in ((point["k"], point["v"]), cuflash.streamed(point["k"], point["v"], chunk=5)):
         own: dict[str, Any] = point | dict(zip(("k", "v"), keys, strict=True))
         results = attn.jvp(**own, **t)
