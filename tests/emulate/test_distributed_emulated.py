@@ -21,6 +21,9 @@ from cuflash.spec import call as spec
 from tests.emulate.launcher import allocated, launcher
 from tests.emulate.slices import EmulatedSlices
 from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
+from tests.ranks_with_tangents import everything
+from tests.ranks_with_tangents import judge as judge_tangents
+from tests.ranks_with_tangents import results_of as tangents_of
 from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, score_args_of
 
 pytestmark = [
@@ -130,6 +133,32 @@ def test_splits_of_decoding_weigh_what_their_keys_do(arch, dtype, emulated):
     for result in results:
         measured = [ct.measure(name, np.asarray(x), judges[name]) for name, x in result._asdict().items()]
         assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+
+
+OF_TANGENTS = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True, dropout=0.3),
+    "8.0": ct.Case(**SIZES, dtype="float16", softcap=5.0, layout="bshd", bias=(100, 140), score_mean=2e3),
+    "8.0 bits": ct.Case(**{**SIZES, "seqlen_k": 100, "head_dim": 32}, causal=True, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TANGENTS)
+def test_tangents_of_ranks_keep_the_oracle_rule(name, emulated):
+    """Partial results are not rounded before they are merged or added; or results have the same bits on any ranks."""
+    case, need = OF_TANGENTS[name], ("tdq", "tdk", "tdv")
+    moved = everything(case)
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        if "bits" not in name:
+            judge_tangents(case, moved, tangents_of(case, moved, SPLIT_Q, SPLIT_K, need=need, timeout=300))
+            return
+        both = [
+            tangents_of(case, moved, *[cd.zigzag(100, ranks)] * 2, need=need, deterministic=True, chunks=4, timeout=300)
+            for ranks in (1, 2)
+        ]
+    judge_tangents(case, moved, both[0])
+    for result, x in both[0].items():
+        assert x.tobytes() == both[1][result].tobytes(), result
 
 
 SCORED: dict[str, Any] = {

@@ -13,12 +13,13 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.streams import Streams
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved
 from tests.pure.test_distributed import CASE, PLAIN, SMALL, SPLITS, is_clear
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Shards, Whole, on_threads
+from tests.ranks import Whole, on_threads
+from tests.ranks_with_tangents import WithTangents, everything, judge, results_of
 from tests.sampling import examples
-from tests.second_derivatives import has_gradient, movable, moved_by
+from tests.second_derivatives import moved_by
 
 NEEDS = st.sampled_from((("tdq", "tdk", "tdv"), None, ("tdq", "tdv"), ("tdk", "tdv"), ("tdq",)))
 LARGE: list[dict[str, Any]] = [
@@ -26,47 +27,6 @@ LARGE: list[dict[str, Any]] = [
     {"bias": (4, 13, 50), "bias_mask": -1e9, "sinks": True, "dlse": True},
     {"dtype": "bfloat16", "score_mean": 5e3, "window": (30, 0)},
 ]
-
-
-def everything(case):
-    """Tangents of all that a case has."""
-    return Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",))
-
-
-class WithTangents(Shards):
-    """Shards whose tangents lie as what they are tangents of does."""
-
-    def __init__(self, whole, split_q, split_k):
-        super().__init__(whole, split_q, split_k)
-        self.split_axes |= {f"t{name}": where for name, where in self.split_axes.items()}
-
-
-def results_of(case, moved, split_q, split_k, *, need=None, calls=1, **options):
-    """All tangents of a case, and out and lse, computed by threads; of several equal calls those of the last one."""
-    whole = Whole.of(case)
-    shards = WithTangents(whole, split_q, split_k)
-    arrays = case.arrays() | moved.arrays(case)
-    if need is None:
-        need = tuple(f"t{name}" for name in case.problem.gradients if has_gradient(case, name))
-
-    def work(comm):
-        comm.gathers_meanwhile = calls > 1
-        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 3, **whole.keywords, **options}
-        attn: Any = cd.ContextParallel(comm, **keywords)
-        own = shards.of(comm.rank, arrays)
-        cotangents = {name: own.pop(name) for name in ("dlse", "tdout", "tdlse") if name in own}
-        dout = own.pop("dout")
-        for _ in range(calls):
-            results = attn.jvp(**own, **whole.random)
-            found = attn.backward_jvp(dout, **own, **results._asdict(), **cotangents, need=need, **whole.random)
-        return results._asdict() | found._asdict()
-
-    return shards.whole(on_threads(split_q.ranks, work))
-
-
-def judge(case, moved, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    assert_tangents(case, moved, {name: x for name, x in results.items() if name not in ("out", "lse")})
 
 
 @settings(max_examples=examples(40), deadline=None)
