@@ -8,13 +8,14 @@ import os
 import sys
 from pathlib import Path
 
-from .cases import ITEMSIZE, PASSES
+from .cases import ALL_PASSES, ITEMSIZE
 from .suites import SUITES
 
-EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
+EVIDENCE = ("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+SECOND = ROOT / "docs" / "second-derivatives.md"
 RANKS = ROOT / "docs" / "notes" / "distributed-measurements.md"
 
 
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="contenders beside cuflash, on all cases (default: the suite's; or none)",
     )
-    run.add_argument("--pass", dest="passes", choices=(*PASSES, "both"), default="both")
+    run.add_argument("--pass", dest="passes", choices=(*ALL_PASSES, "all"), default="all")
     run.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--ranks", type=Path, default=RANKS, help="gets several devices")
     report.add_argument("--streamed", type=Path, default=ROOT / "docs" / "streamed.md", help="gets keys in host memory")
     report.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence.md", help="gets all evidence")
+    report.add_argument("--second", type=Path, default=SECOND, help="gets memory of second derivatives")
     report.add_argument("--print", action="store_true", help="print the tables, leave the pages alone")
     accuracy = commands.add_parser("accuracy", help="errors on many random problems, as a histogram")
     accuracy.add_argument("--dtype", choices=ITEMSIZE, default="float32")
@@ -99,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
     from .report import heading, markdown
     from .run import failures, run_suite
 
-    passes = PASSES if args.passes == "both" else (args.passes,)
+    passes = ALL_PASSES if args.passes == "all" else (args.passes,)
     try:
         records = run_suite(
             args.suite,
@@ -133,6 +135,7 @@ def _report(args: argparse.Namespace) -> int:
             (args.float8, ""): sections("rounding", args.results, args.float8),
             (args.ranks, ""): sections("ranks", args.results, args.ranks),
             (args.streamed, ""): sections("streamed", args.results, args.streamed),
+            (args.second, ""): sections("memory-second", args.results, args.second),
             **{(args.evidence, name): text for name, text in parts(args.results, args.evidence).items()},
         }
         if args.print:

@@ -17,6 +17,18 @@ from .functions import DOCUMENTS, FUNCTIONS
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 PASSES = ("forward", "backward")
+SECOND = ("jvp", "backward_jvp", "double_backward")  # the last is the two before
+ALL_PASSES = (*PASSES, *SECOND)
+# Of each pass: products over head_dim and over head_dim_v.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "jvp": (3, 3), "backward_jvp": (7, 3), "double_backward": (10, 6)}
+# How often it reads or writes something as large as q, k and v together, as out, and as lse.
+ARRAYS = {
+    "forward": (1, 1, 1),
+    "backward": (2, 2, 1),
+    "jvp": (2, 2, 2),
+    "backward_jvp": (3, 3, 2),
+    "double_backward": (3, 2, 1),
+}
 BLOCK = 128  # rows, and keys, of a block of a block mask
 THREADS = (1, 2, 4, 8)  # of the CPU path, where some are left out
 VISIBLE = 0.9  # the fraction of a random mask that is True
@@ -211,9 +223,8 @@ class Case:
         """Floating-point operations of the matrix products. A causal problem counts half, as the literature does, one
         with a window the pairs in it, and one with a block mask the fraction that it keeps; other masks count as none.
         """
-        dims = self.head_dim + self.head_dim_v
-        if pass_ == "backward":
-            dims = 3 * self.head_dim + 2 * self.head_dim_v
+        of_head_dim, of_head_dim_v = PRODUCTS[pass_]
+        dims = of_head_dim * self.head_dim + of_head_dim_v * self.head_dim_v
         scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
         if self.function == "documents":
             scores //= DOCUMENTS
@@ -239,7 +250,7 @@ class Case:
         inputs = math.prod(self.q_shape) + keys
         out = math.prod(self.out_shape)
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
-        elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)
-        padded_bytes = elements * ITEMSIZE[self.dtype] + lse_bytes
+        of_inputs, of_out, of_lse = ARRAYS[pass_]
+        padded_bytes = (of_inputs * inputs + of_out * out) * ITEMSIZE[self.dtype] + of_lse * lse_bytes
         padded_bytes += sum(math.prod(shape) * numpy_dtype(dtype).itemsize for shape, dtype in self.terms.values())
         return padded_bytes * sum(self.lengths) // (self.batch * self.seqlen_q) if self.lengths else padded_bytes

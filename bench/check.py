@@ -11,13 +11,20 @@ import numpy as np
 
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.arrays.dlpack import on_host
-from cuflash.testing import reference
+from cuflash.testing import reference, reference_tangents
 
 from .cases import PASSES, Case
 from .inputs import RANDOM, Inputs, problem_of
 
+_PARTS = {"double_backward": ("jvp", "backward_jvp")}  # passes whose results another one gives together
 ROWS_AT_ONCE = 2048  # of one head: float64 scores of 16384 keys take 256 MB
-RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+RESULTS = {
+    "forward": ("out",),
+    "backward": ("dq", "dk", "dv"),
+    "jvp": ("tout",),
+    "backward_jvp": ("tdq", "tdk", "tdv"),
+    "double_backward": ("tout", "tdq", "tdk", "tdv"),  # tout is the gradient by dout
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Check:
         epsilon = float(finfo(numpy_dtype(case.dtype)).eps)
         self.exact: dict[str, list[Any]] = {}  # by name of the result, of each group
         self.allowed: dict[str, tuple[float, float]] = {}  # likewise, the formula's error and a unit in the last place
-        for pass_ in passes:
+        for pass_ in dict.fromkeys(part for x in passes for part in _PARTS.get(x, (x,))):
             plain = self._by_formula(pass_, inputs, case.dtype)
             for name, exact in self._by_formula(pass_, inputs, precise).items():
                 self.exact[name] = exact
@@ -78,6 +85,14 @@ class Check:
         problem = problem_of(case, *operands, terms)
         if pass_ == "forward":
             results: tuple[Any, ...] = reference.forward(problem, *operands, **given)[:1]
+        elif pass_ != "backward":
+            given |= {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+            given["tangents"] = {name[1:]: x for name, x in inputs.tangents.items()}
+            results = (
+                reference_tangents.jvp(problem, **given)[:1]
+                if pass_ == "jvp"
+                else reference_tangents.backward_jvp(problem, dout, **given)
+            )
         else:
             results = reference.backward(problem, dout, *operands, **given)
         named = zip(RESULTS[pass_], results, strict=True)
@@ -87,7 +102,7 @@ class Check:
         """The groups of heads out of a whole result (batch, heads, seqlen, dim)."""
         found = []
         for b, h in self.groups:
-            per_query_head = name in ("out", "dq")
+            per_query_head = name in ("out", "dq", "tout", "tdq")
             heads = slice(h * self.case.group_size, (h + 1) * self.case.group_size) if per_query_head else h
             found.append(result[b, heads][..., : self.case.lengths[b] if self.case.lengths else None, :])
         return found

@@ -37,6 +37,11 @@ def _memory(backend: str, write: Write, scale: float) -> None:
     memory.measure(write, memory.DeviceMeter(), importlib.import_module("cupy"))
 
 
+def _memory_second(backend: str, write: Write, scale: float) -> None:
+    cupy, meter = importlib.import_module("cupy"), memory.DeviceMeter()
+    memory.measure(write, meter, cupy, contenders=memory.SECOND, passes=memory.PASSES_OF_SECOND)
+
+
 EVIDENCE = {
     "memory": Evidence(
         about="device memory beside inputs and results, as pools of CuPy and PyTorch grow; bfloat16, 16 heads of 64",
@@ -44,6 +49,15 @@ EVIDENCE = {
         measure=_memory,
         markdown=memory.markdown,
         draw=memory.draw,
+    ),
+    "memory-second": Evidence(
+        about="device memory of second derivatives beside inputs and results, as pools of CuPy and PyTorch grow; "
+        "bfloat16, 16 heads of 64",
+        backends=("gpu",),
+        measure=_memory_second,
+        markdown=memory.markdown,
+        draw=memory.draw,
+        page="second-derivatives.md",
     ),
     "traffic": Evidence(
         about="bytes through device memory and L2, by the profiler and by the model of a plan, for several tiles",

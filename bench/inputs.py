@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from cuflash.arrays.array_info import numpy_dtype
 from cuflash.arrays.dlpack import on_host
 from cuflash.spec.problem import Problem, make_problem
 
-from .cases import BLOCK, VISIBLE, Case
+from .cases import BLOCK, SECOND, VISIBLE, Case
 from .functions import DOCUMENTS, FUNCTIONS
 
 RANDOM = {"seed": 1, "offset": 2}  # of dropout
@@ -23,7 +23,7 @@ RANDOM = {"seed": 1, "offset": 2}  # of dropout
 class Inputs:
     """Operands of one case, NumPy or CuPy arrays; `xp` is the module they belong to.
 
-    `terms` are those of `Case.terms`.
+    `terms` are those of `Case.terms`, `tangents` tq, tk and tv where a pass takes some.
     """
 
     xp: Any
@@ -32,14 +32,16 @@ class Inputs:
     v: Any
     dout: Any
     terms: Mapping[str, Any] = field(default_factory=dict)
+    tangents: Mapping[str, Any] = field(default_factory=dict)
 
     def on_host(self) -> Inputs:
         """The same inputs as NumPy arrays."""
         q, k, v, dout = (on_host(x) for x in (self.q, self.k, self.v, self.dout))
-        return Inputs(np, q, k, v, dout, {name: on_host(x) for name, x in self.terms.items()})
+        terms, tangents = ({name: on_host(x) for name, x in own.items()} for own in (self.terms, self.tangents))
+        return Inputs(np, q, k, v, dout, terms, tangents)
 
 
-def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
+def make_inputs(xp: Any, case: Case, seed: int = 0, *, passes: Iterable[str] = ()) -> Inputs:
     """Normally distributed operands (zeros would run faster than data does), and the terms of the case."""
     random = xp.random.default_rng(seed)
 
@@ -67,7 +69,9 @@ def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
     q, k, v, dout = (normal(shape) for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape))
     if case.v_in_k:
         v = k[..., : case.head_dim_v]
-    return Inputs(xp, q, k, v, dout, {name: make[name](*term) for name, term in case.terms.items()})
+    shapes = {"tq": case.q_shape, "tk": case.k_shape, "tv": case.v_shape} if set(passes) & set(SECOND) else {}
+    tangents = {name: normal(shape) for name, shape in shapes.items()}
+    return Inputs(xp, q, k, v, dout, {name: make[name](*term) for name, term in case.terms.items()}, tangents)
 
 
 def keywords_of(case: Case) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from .report import COLOURS, RC, TITLES, Record
 
 CONTENDERS = ("cuflash", "naive", "math", "fa2", "cudnn")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SECOND = ("cuflash-tangents", "naive-second", "math-second")  # of passes of second order
+PASSES_OF_SECOND = ("jvp", "double_backward")
+TITLES_OF_PASSES = {"backward": "forward and backward", "double_backward": "double backward"}
 CASES = tuple(Case(head_dim=64, seqlen_q=n, batch=1, num_heads=16) for n in LENGTHS)
 
 
@@ -56,12 +59,20 @@ class DeviceMeter:
 
 
 def results_bytes(case: Case, pass_: str) -> int:
-    """Bytes of out and lse, and of the gradients for the backward pass."""
+    """Bytes of out and lse, and of the gradients for the backward pass; of jvp also of the tangents of the former.
+
+    The double backward pass gives the gradients by dout, dlse, q, k and v.
+    """
     rows = case.batch * case.num_heads * case.seqlen_q
     out = rows * (case.head_dim_v * ITEMSIZE[case.dtype] + ITEMSIZE[case.softmax_dtype])
     keys = case.batch * case.num_heads_kv * case.seqlen_k * (case.head_dim + case.head_dim_v)
     gradients = (rows * case.head_dim + keys) * ITEMSIZE[case.dtype]
-    return out + (gradients if pass_ == "backward" else 0)
+    return {
+        "forward": out,
+        "backward": out + gradients,
+        "jvp": 2 * out,
+        "double_backward": out + gradients,
+    }[pass_]
 
 
 def extra_bytes(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> int:
@@ -87,12 +98,13 @@ def measure(
     xp: Any,
     cases: Iterable[Case] = CASES,
     contenders: Sequence[str] = CONTENDERS,
+    passes: Sequence[str] = PASSES,
 ) -> None:
     """Write a record for each case, pass and contender; one that failed is not tried at greater lengths."""
     lost: dict[tuple[str, str], Record] = {}
     for case in cases:
-        inputs = make_inputs(xp, case)
-        for pass_ in PASSES:
+        inputs = make_inputs(xp, case, passes=passes)
+        for pass_ in passes:
             for name in contenders:
                 found = lost.get((name, pass_)) or _try(name, case, inputs, pass_, meter)
                 if found["status"] != "ok":
@@ -115,29 +127,30 @@ def _try(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> Rec
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """MiB besides inputs and results, forward / both passes, and the formula's in units of cuflash's."""
+    """MiB besides inputs and results, of each pass, and the formula's in units of cuflash's."""
     rows = [r for r in records if r["record"] == "memory"]
+    passes = list(dict.fromkeys(r["pass"] for r in rows))
+    said = " / ".join(TITLES_OF_PASSES.get(p, p) for p in passes)
     cells = {(r["seqlen"], r["contender"], r["pass"]): r.get("extra_bytes") for r in rows}
     names = list(dict.fromkeys(r["contender"] for r in rows))
     heads = ["seqlen", *(TITLES.get(x, x) for x in names), "formula : cuflash"]
-    lines = ["MiB beside inputs and results, forward / forward and backward.", ""]
+    own, formula = (next((x for x in names if x.startswith(name)), name) for name in ("cuflash", "naive"))
+    lines = [f"MiB beside inputs and results, {said}.", ""]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for seqlen in dict.fromkeys(r["seqlen"] for r in rows):
-        row = [" / ".join(_mib(cells.get((seqlen, x, p))) for p in PASSES) for x in names]
-        pairs = [(cells.get((seqlen, "naive", p)), cells.get((seqlen, "cuflash", p))) for p in PASSES]
+        row = [" / ".join(_mib(cells.get((seqlen, x, p))) for p in passes) for x in names]
+        pairs = [(cells.get((seqlen, formula, p)), cells.get((seqlen, own, p))) for p in passes]
         row.append(" / ".join(_ratio(a, b) for a, b in pairs))
         lines.append(f"| {seqlen} | " + " | ".join(row) + " |")
     reasons = {(r["contender"], r["pass"]): (r["reason"], r["seqlen"]) for r in reversed(rows) if "reason" in r}
     growth = {
-        x: [_growth([cells.get((n, x, p)) for n in sorted({r["seqlen"] for r in rows})]) for p in PASSES] for x in names
+        x: [_growth([cells.get((n, x, p)) for n in sorted({r["seqlen"] for r in rows})]) for p in passes] for x in names
     }
     growth = {x: found for x, found in growth.items() if any(found)}
     lines.append("")
     if growth:
         shown = "; ".join(f"{TITLES.get(x, x)} {' / '.join(y or '-' for y in found)}" for x, found in growth.items())
-        lines.append(
-            f"- With the last doubling of the length that ran it grew, forward / forward and backward: {shown}."
-        )
+        lines.append(f"- With the last doubling of the length that ran it grew, {said}: {shown}.")
     for (name, pass_), (reason, seqlen) in sorted(reasons.items()):
         lines.append(f"- {TITLES.get(name, name)}, {pass_}, from {seqlen} on: {reason}")
     return "\n".join(lines)
@@ -165,7 +178,7 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
     rows = [r for r in records if r["record"] == "memory" and r["status"] == "ok"]
     with plt.rc_context(RC):
         figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7, 3.2), layout="constrained")
-        for axis, pass_, title in zip(axes, PASSES, ("forward", "forward and backward"), strict=True):
+        for axis, pass_ in zip(axes, dict.fromkeys(r["pass"] for r in rows), strict=True):
             for name in dict.fromkeys(r["contender"] for r in rows):
                 found = [
                     (r["seqlen"], r["extra_bytes"] / 2**20)
@@ -182,7 +195,7 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
                     )
             axis.set_xscale("log", base=2)
             axis.set_yscale("symlog", linthresh=1)
-            axis.set(title=title, xlabel="seqlen")
+            axis.set(title=TITLES_OF_PASSES.get(pass_, pass_), xlabel="seqlen")
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("MiB beside inputs and results")
         axes[0].legend(frameon=False)

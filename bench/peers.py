@@ -13,16 +13,16 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, DEFAULT_PASSES, FORWARD, JVP, PASS_NAMES, PASSES_WITHOUT_TANGENTS
 from cuflash.testing import reference
 
-from . import environment, peers_float8, peers_torch
+from . import environment, peers_float8, peers_second, peers_torch
 from .cases import BLOCK, OPTIONS, THREADS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .functions import DOCUMENTS, FUNCTIONS
@@ -94,11 +94,54 @@ def cuflash(
         "forward": lambda: (attn.forward(q, k, v, **given, **into).out,),
         "backward": lambda: tuple(attn.backward(dout, q, k, v, out, lse, **given, **gradients))[:3],
     }
+    if inputs.tangents:
+        calls |= _second_order(attn, case, inputs, given, allocate=allocate)
     if not blocks or not function:
         calls = without_results(calls)
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
     need = ("dq", "dk", "dv", *others)
-    return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
+    plans = _describe(attn, q, k, v, **terms, **inputs.tangents, need=need)
+    return Contender(calls, plans=plans, coarser=coarser)
+
+
+def _second_order(attn: Any, case: Case, inputs: Inputs, given: Mapping[str, Any], *, allocate: bool) -> Calls:
+    """The passes with tangents, into arrays made once or allocating results; and the double backward pass."""
+    from cuflash import double_backward
+
+    xp, dout, tangents = inputs.xp, inputs.dout, inputs.tangents
+    operands = (inputs.q, inputs.k, inputs.v)
+    shapes = {"q": case.q_shape, "k": case.k_shape, "v": case.v_shape}
+
+    @functools.cache
+    def results() -> dict[str, Any]:
+        """Of jvp, which backward_jvp reads: it may be timed alone."""
+        into: dict[str, Any] = (
+            {}
+            if allocate
+            else {
+                **{name: _poisoned(xp, case.out_shape, case.dtype) for name in ("out", "tout")},
+                **{name: _poisoned(xp, case.out_shape[:3], case.softmax_dtype) for name in ("lse", "tlse")},
+            }
+        )
+        made: dict[str, Any] = attn.jvp(*operands, **given, **tangents, **into)._asdict()
+        return made
+
+    @functools.cache
+    def gradients() -> dict[str, Any]:
+        return {} if allocate else {f"td{x}": _poisoned(xp, shape, case.dtype) for x, shape in shapes.items()}
+
+    def jvp() -> tuple[Any, ...]:
+        return (attn.jvp(*operands, **given, **tangents, **({} if allocate else results())).tout,)
+
+    def backward_jvp() -> tuple[Any, ...]:
+        return tuple(attn.backward_jvp(dout, *operands, **results(), **given, **tangents, **gradients()))
+
+    def both() -> tuple[Any, ...]:
+        cotangents = {f"d{name[1:]}": x for name, x in tangents.items()}
+        found = double_backward(attn, cotangents, dout, *operands, **given)
+        return (found.ddout, *found.gradients)
+
+    return {"jvp": jvp, "backward_jvp": backward_jvp, "double_backward": both}
 
 
 def cuflash_threads(case: Case, inputs: Inputs, *, count: int) -> Contender:
@@ -263,9 +306,10 @@ def cuflash_kv_lengths(case: Case, inputs: Inputs) -> Contender:
 
 
 def _describe(attn: Any, q: Any, k: Any, v: Any, **keywords: Any) -> dict[str, str]:
-    """What `plan` says of each pass that there is; a plan on the CPU is of both."""
-    plans = attn.plan(q, k, v, **keywords)
-    passes = {name: getattr(plans, name, plans) for name in ("forward", "backward")}
+    """What `plan` says of each pass that there is; a plan on the CPU is of all."""
+    wanted = PASS_NAMES if any(name in keywords for name in JVP.takes) else DEFAULT_PASSES
+    plans = attn.plan(q, k, v, **keywords, passes=wanted)
+    passes = {name: getattr(plans, name, plans) for name in wanted}
     return {name: plan.describe() for name, plan in passes.items() if plan is not None}
 
 
@@ -462,6 +506,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,
+    **peers_second.ADAPTERS,
     "jax-pallas": jax_pallas,
     "naive": naive,
     "empty-launch": empty_launch,

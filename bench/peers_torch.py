@@ -298,6 +298,7 @@ def _torch_contender(
     device: str | None,
     takes: tuple[str, ...],
     needs_bias: bool,
+    needs_tangents: bool,
 ) -> Contender:
     """Torch tensors over the same memory as `inputs`, on CuPy's stream; `device` is the one that the kernel needs.
 
@@ -307,6 +308,8 @@ def _torch_contender(
     refuse(case, *takes)
     if needs_bias and not case.bias:
         raise Absent("needs a bias")
+    if needs_tangents and not inputs.tangents:
+        raise Absent("needs tangents")
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -334,27 +337,40 @@ def _torch_contender(
         return inputs.xp.from_dlpack(x)
 
     operands = (tensor(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    calls = make_calls(torch, case, *operands, {name: tensor(x) for name, x in inputs.terms.items()})
+    others = inputs.tangents if needs_tangents else inputs.terms
+    calls = make_calls(torch, case, *operands, {name: tensor(x) for name, x in others.items()})
     if case.dropout:
         calls = without_results(calls)
     return Contender(calls, to_array=array)
 
 
-def _torch(
-    make_calls: Callable[..., Calls], *takes: str, device: str | None = "cuda", needs_bias: bool = False
+def on_torch(
+    make_calls: Callable[..., Calls],
+    *takes: str,
+    device: str | None = "cuda",
+    needs_bias: bool = False,
+    needs_tangents: bool = False,
 ) -> Callable[[Case, Inputs], Contender]:
-    return functools.partial(_torch_contender, make_calls, device=device, takes=takes, needs_bias=needs_bias)
+    """An adapter of calls on tensors; those that need tangents get these in place of the terms of a case."""
+    return functools.partial(
+        _torch_contender,
+        make_calls,
+        device=device,
+        takes=takes,
+        needs_bias=needs_bias,
+        needs_tangents=needs_tangents,
+    )
 
 
 ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
-    "cudnn": _torch(cudnn_calls, "bias", "mask", "dropout"),
-    "fa2": _torch(fa2_calls, "window", "dropout"),
-    "fa4": _torch(fa4_calls, "softcap", "window"),
-    "efficient": _torch(efficient_calls, "bias", "mask", "dropout"),
-    "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), "bias", "mask", needs_bias=True),
-    "math": _torch(math_calls, device=None),
-    "math-dbias": _torch(math_calls, "bias", device=None, needs_bias=True),
-    "cuequivariance": _torch(cuequivariance_calls, "bias", "mask", needs_bias=True),
-    "flex": _torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"),
-    "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
+    "cudnn": on_torch(cudnn_calls, "bias", "mask", "dropout"),
+    "fa2": on_torch(fa2_calls, "window", "dropout"),
+    "fa4": on_torch(fa4_calls, "softcap", "window"),
+    "efficient": on_torch(efficient_calls, "bias", "mask", "dropout"),
+    "efficient-dbias": on_torch(functools.partial(efficient_calls, dbias=True), "bias", "mask", needs_bias=True),
+    "math": on_torch(math_calls, device=None),
+    "math-dbias": on_torch(math_calls, "bias", device=None, needs_bias=True),
+    "cuequivariance": on_torch(cuequivariance_calls, "bias", "mask", needs_bias=True),
+    "flex": on_torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"),
+    "torch-cpu": on_torch(torch_cpu_calls, device="cpu"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import PASSES, SHORT, SUFFIXES, THREADS, Case, suffixes
+from .cases import ALL_PASSES, PASSES, SECOND, SHORT, SUFFIXES, THREADS, Case, suffixes
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
@@ -62,6 +63,10 @@ TITLES = {
     "torch-cpu": "torch CPU",
     "jax-pallas": "JAX Pallas",
     "naive": "plain formula",
+    "cuflash-tangents": "cuflash",
+    "naive-second": "dense formula",
+    "math-second": "torch math",
+    "jvp-flash-attention": "jvp_flash_attention",
     "empty-launch": "empty launch",
 }
 COLOURS = {
@@ -89,6 +94,10 @@ COLOURS = {
     "flex": "#00798c",
     "torch-cpu": "#30638e",
     "naive": "#999999",
+    "cuflash-tangents": "#d1495b",
+    "naive-second": "#999999",
+    "math-second": "#777777",
+    "jvp-flash-attention": "#00798c",
 }
 
 
@@ -199,7 +208,7 @@ def label(problem: Record) -> list[str]:
     return [dim, seqlen, f"{p['batch']} x {heads}", mask, SHORT[p["dtype"]]]
 
 
-def _number(x: float | None, digits: int | None = None) -> str:
+def number(x: float | None, digits: int | None = None) -> str:
     if x is None:
         return "-"
     if digits is None:
@@ -208,12 +217,14 @@ def _number(x: float | None, digits: int | None = None) -> str:
 
 
 def _both(numbers: Iterable[float | None], digits: int | None = None) -> str:
-    return " / ".join(_number(x, digits) for x in numbers)
+    return " / ".join(number(x, digits) for x in numbers)
 
 
 def markdown(records: Sequence[Record]) -> str:
     """The table of one run: forward / backward in each cell, then what did not run and why."""
     table = Table(records)
+    if any(key[2] in SECOND for key in table.cells):
+        return importlib.import_module("bench.second").markdown(records)
     against = {"best peer": table.peers} if table.peers else {}
     against |= {"FA2": ["fa2"]} if "fa2" in table.peers else {}
     against |= {table.beside: [table.other]} if table.beside else {}
@@ -236,10 +247,10 @@ def markdown(records: Sequence[Record]) -> str:
         means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
         blank = [""] * (4 + len(table.contenders))
         lines.append("| " + " | ".join(["geometric mean", *blank, *means, *[""] * has_options, ""]) + " |")
-    return "\n".join(lines + _notes(table) + _ahead(table))
+    return "\n".join(lines + notes(table) + _ahead(table))
 
 
-def _notes(table: Table) -> list[str]:
+def notes(table: Table) -> list[str]:
     """What did not run, one line a reason, and results outside the accuracy rule."""
     reasons: dict[tuple[str, str], int] = {}
     for cell in table.cells.values():
@@ -272,7 +283,7 @@ def _ahead(table: Table) -> list[str]:
             where = f"from {ahead[0]} on" if ahead else "nowhere"
             where = "at every length" if known and not slower else where
             if known:
-                spread = f"{_number(min(known.values()), 2)} to {_number(max(known.values()), 2)} times as fast"
+                spread = f"{number(min(known.values()), 2)} to {number(max(known.values()), 2)} times as fast"
                 found.append(f"- cuflash is ahead of the plain formula {where}, {spread}: {kind}, {pass_}.")
     return ["", *found]
 
@@ -281,7 +292,8 @@ def heading(records: Sequence[Record]) -> str:
     """One paragraph: what the numbers are and what they ran on."""
     table = Table(records)
     run = table.run
-    text = f"{table.unit}, {' / '.join(table.passes)}; {run['about']}. {where_of(run)}."
+    passes = [x.replace("double_", "double ") for x in ALL_PASSES if any(key[2] == x for key in table.cells)]
+    text = f"{table.unit}, {' / '.join(passes)}; {run['about']}. {where_of(run)}."
     if "ceiling" in run:
         c = run["ceiling"]
         rates = [f"matrix product ({c['product']}) {_rate(c['product_tflops'])} TFLOP/s"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ceiling, environment
-from .cases import PASSES, Case
+from .cases import ALL_PASSES, Case
 from .check import Check, Errors
 from .contender import Absent, Contender
 from .inputs import Inputs, make_inputs
@@ -161,7 +161,8 @@ def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str,
 
 def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Bench) -> Iterator[Record]:
     """Check and time one case; gives a record for each pass and contender."""
-    inputs = make_inputs(bench.xp, case)
+    passes = tuple(passes)
+    inputs = make_inputs(bench.xp, case, passes=passes)
     problem = {**asdict(case), "lengths": list(case.lengths)}
     check = Check(case, inputs, passes)
     contenders, refusals = _set_up(names, case, inputs)
@@ -193,7 +194,7 @@ def run_suite(
     *,
     out: Path,
     peers: Iterable[str] | None = None,
-    passes: Iterable[str] = PASSES,
+    passes: Iterable[str] = ALL_PASSES,
     match: str = "",
     seconds: float = 0.15,
     revision: str | None = None,

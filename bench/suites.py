@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from .cases import PASSES, THREADS, VISIBLE, Case
+from .cases import ALL_PASSES, PASSES, THREADS, VISIBLE, Case
 from .functions import FUNCTIONS
 
 
@@ -139,6 +139,11 @@ RUNTIME = tuple(
     for n in range(lengths)
 )
 OPTION_ROWS = (*_options(_row(64, 4096, False)), *_options(_row(128, 4096, False)))
+SECOND_ROWS = (
+    *(_row(d, 4096, causal) for d in (64, 128, 256) for causal in (False, True)),
+    *(_fp("float32", d, 2048) for d in (64, 128)),
+    _fp("float64", 64, 1024),
+)
 HOST_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 SUITES = {
@@ -270,6 +275,16 @@ SUITES = {
         about="scores and masks as functions beside the plain call and FlexAttention: "
         + "; ".join(f"{name}, {function.about}" for name, function in FUNCTIONS.items()),
     ),
+    "second": Suite(
+        kind="gpu",
+        cases=SECOND_ROWS,
+        peers=("jvp-flash-attention", "math-second", "naive-second"),
+        # Those that store scores compute hidden pairs as well.
+        only={name: tuple(x for x in SECOND_ROWS if not x.causal) for name in ("math-second", "naive-second")},
+        passes=ALL_PASSES,
+        about="second derivatives with tangents of q, k and v, over 6, 10 and 16 products; the double backward pass is "
+        "jvp and backward_jvp; bfloat16, batch x seqlen = 16384, heads x head_dim = 2048, and wide dtypes",
+    ),
     "float32": Suite(
         kind="gpu",
         cases=tuple(_fp("float32", d, 4096, causal) for d in (64, 128) for causal in (False, True)),
@@ -368,6 +383,13 @@ SUITES = {
         peers=(),
         about="NumPy arrays: each option beside the plain call; masks are random and show "
         f"{VISIBLE:.0%} of the pairs or keys",
+    ),
+    "cpu-second": Suite(
+        kind="cpu",
+        cases=tuple(_host(dtype, 64, 1024, causal) for dtype in HOST_DTYPES for causal in (False, True)),
+        peers=("math-second", "naive-second"),
+        passes=ALL_PASSES,
+        about="NumPy arrays: second derivatives with tangents of q, k and v, over 6, 10 and 16 products",
     ),
     "cpu-functions": Suite(
         kind="cpu",

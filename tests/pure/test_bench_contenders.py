@@ -434,7 +434,7 @@ def test_results_of_random_numbers_of_their_own_are_not_checked():
 
         return {"forward": forward}
 
-    adapter = peers_torch._torch(make_calls, "dropout", device="cpu")
+    adapter = peers_torch.on_torch(make_calls, "dropout", device="cpu")
     for of, expected in ((case, 0), (PLAIN, 1)):
         assert len(adapter(of, make_inputs(np, of)).calls["forward"]()) == expected
     assert len(ran) == 2
