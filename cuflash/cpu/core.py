@@ -24,7 +24,6 @@ from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
     FORWARD_ROWS,
-    GRADIENT_TANGENT_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
     SCORE_GRADIENTS,
@@ -54,11 +53,7 @@ _INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KN
 # How many axes an input is broadcast to: the first ones of the scores, up to its last one.
 _INPUT_AXES = {row.name: SCORES.index(row.shapes[-1][-1]) + 1 if row.shapes else row.strides for row in _INPUTS}
 _OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(row.gradient for row in _INPUTS))
-# Results that the core does not compute.
-UNKNOWN = (
-    *(row.name for row in FORWARD_ROWS if not row.is_default),
-    *(row.name for row in GRADIENT_TANGENT_ROWS if row.gradient_via == "scores"),
-)
+UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),

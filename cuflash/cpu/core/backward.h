@@ -158,10 +158,17 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
     }
 }
 
-// Adds to dk and dv of a tile, and writes what it adds to dq, if that is wanted, for the rows of a block.
+// What a tile adds to dq of a block: it goes to buffers.dq, or is added to it.
 template <class T>
-inline void multiply_gradients(const Call &call, const Entry &entry, const Block &block, const Visible &visible,
-                               long first, long count, bool wants_dq, BackwardBuffers<T> &buffers) {
+inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, long first,
+                             long count, bool adds, BackwardBuffers<T> &buffers) {
+    multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq, adds);
+}
+
+// Adds what a block adds to dk and dv of a tile.
+template <class T>
+inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, long count,
+                             BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const bool is_bf16x2 = uses_bf16x2<T>(call);
     if (is_bf16x2) pack_scores(block, visible, buffers);
@@ -171,9 +178,6 @@ inline void multiply_gradients(const Call &call, const Entry &entry, const Block
     if (is_wanted(call, DK))
         add_to_keys(call, visible, count, is_bf16x2 ? buffers.ds_columns : buffers.ds,
                     is_bf16x2 ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
-    if (wants_dq)
-        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq,
-                         false);
 }
 
 // Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.
@@ -239,21 +243,23 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, lo
         const bool is_hidden =
             keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
-            for (long r = 0; r < rows_of(block); ++r) clear_bias<T>(call, entry, row_of(block, r), first, count);
+            for (long r = 0; r < rows_of(block); ++r)
+                clear_bias<T>(work.results(), entry, row_of(block, r), first, count);
         if (is_hidden) continue;
         // Hidden steps before this one count as done.
         if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
         load_queries(work, entry, block, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (visible.rows.stop <= visible.rows.first) continue;
-        multiply_gradients(call, entry, block, visible, first, count, wants_dq, buffers);
+        add_to_dk_and_dv(call, block, visible, count, buffers);
         if (wants_dq) {
+            multiply_into_dq(call, entry, block, visible.rows, first, count, false, buffers);
             if (!order.wait(job, step + 1)) return;
             add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
         }
         if (adds_bias) {
             if (!bias_order.wait(job, step + 1)) return;
-            add_bias(call, entry, block, visible, first, count, buffers.ds);
+            add_bias(work.results(), entry, block, visible, first, count, buffers.score_gradients());
         }
         if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
     }
@@ -264,12 +270,12 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, lo
 }
 
 // Computes dq of one block by itself, where the dq accumulator would need more than DQ_BYTES.
-template <class T> void dq_job(Work &work, char *memory, long job) {
-    const Call &call = work.call;
+template <class T, class Buffers> void dq_job(Work &work, char *memory, long job) {
+    const Call &call = work.call, &results = work.results();
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
-    BackwardBuffers<T> buffers(work, memory);
+    Buffers buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     load_queries(work, entry, block, buffers);
     T *total = buffers.dq;  // a job of keys has the partial dq of a tile there; here it is the sum over all tiles
@@ -281,19 +287,19 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
-        if (has_cap(call))
+        if (has_cap(call) && !work.tangents)
             for (long r = visible.rows.first; r < visible.rows.stop; ++r)
                 for (long j = visible.keys.first; j < visible.keys.stop; ++j) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
         if (uses_bf16x2<T>(call)) pack_scores(block, visible, buffers);
-        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.ds, buffers.k, total, true);
+        multiply_into_dq(call, entry, block, visible.rows, first, count, true, buffers);
     }
     for (long r = 0; r < rows_of(block); ++r) {
-        for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(call.scale);
-        store_row(total + r * sizes.dim, call.dtype, call.strides[DQ][3], call.head_dim,
-                  row_address(call, DQ, entry, row_of(block, r)));
+        for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(results.scale);
+        store_row(total + r * sizes.dim, call.dtype, results.strides[DQ][3], call.head_dim,
+                  row_address(results, DQ, entry, row_of(block, r)));
     }
 }
 
@@ -314,7 +320,7 @@ template <class T> void clear_job(Work &work, char *, long job) {
     // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
     if (!has_dq_accum(call) || call.arrays[CU_SEQLENS_Q])
         clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
-    const bool is_first = (b == 0 || call.strides[DBIAS][0]) && (h == 0 || call.strides[DBIAS][1]);
+    const bool is_first = (b == 0 || results.strides[DBIAS][0]) && (h == 0 || results.strides[DBIAS][1]);
     if (call.arrays[KV_LENGTHS] && is_first)
         clear_head(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
     if (call.arrays[CU_SEQLENS_K] || call.arrays[KV_LENGTHS]) {
@@ -360,6 +366,7 @@ struct TileCount {
 inline bool make_tiles(Work &work) {
     const Call &call = work.call;
     const long keys = work.keys_per_tile, num_heads = call.num_heads_kv;
+    const int64_t *bias_strides = work.results().strides[DBIAS];
     const TileCount tiles(work);
     long *last = nullptr;
     if (!work.allocate(work.tiles, tiles.all) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
@@ -372,8 +379,7 @@ inline bool make_tiles(Work &work) {
             if (j * keys >= seqlen_k) continue;
             for (long h = 0; h < num_heads; ++h) {
                 long &before = last[e * num_heads + h];
-                long &bias_before =
-                    last_of_bias[(call.strides[DBIAS][0] ? e * num_heads : 0) + (call.strides[DBIAS][1] ? h : 0)];
+                long &bias_before = last_of_bias[(bias_strides[0] ? e * num_heads : 0) + (bias_strides[1] ? h : 0)];
                 work.tiles[work.num_tiles] =
                     KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys), before, bias_before};
                 before = bias_before = work.num_tiles++;
@@ -385,9 +391,9 @@ inline bool make_tiles(Work &work) {
 
 // Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
 // threads of different speeds end at about the same time.
-template <class T> void choose_backward_tiles(Work &work) {
-    for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
-        choose_tiles<T>(work, BACKWARD_ROWS, keys);
+template <class T, class Buffers> void choose_backward_tiles(Work &work) {
+    for (long keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
+        choose_tiles<T>(work, Buffers::MOST_ROWS, keys);
         if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;
     }
 }
@@ -395,25 +401,26 @@ template <class T> void choose_backward_tiles(Work &work) {
 // Finds the sums of rows of large lse, and nothing else, with the tiles of the backward pass.
 template <class T> bool prepare_row_sums(Work &work) {
     if (!make_entries(work)) return false;
-    choose_backward_tiles<T>(work);
+    choose_backward_tiles<T, BackwardBuffers<T>>(work);
     work.scratch_bytes = BackwardBuffers<T>(work, nullptr).scratch.used;
     if (!make_blocks(work, false, 0)) return false;
     work.add_phase(row_sums_job<T>, work.num_blocks);
     return true;
 }
 
-template <class T> bool prepare_backward(Work &work) {
-    const Call &call = work.call;
+template <class T, class Buffers> bool prepare_backward(Work &work) {
+    const Call &call = work.call, &results = work.results();
     if (!make_entries(work)) return false;
-    choose_backward_tiles<T>(work);
+    choose_backward_tiles<T, Buffers>(work);
     if (!make_tiles(work)) return false;
-    work.scratch_bytes = BackwardBuffers<T>(work, nullptr).scratch.used;
-    const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(call, DQ);
+    work.scratch_bytes = Buffers(work, nullptr).scratch.used;
+    const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(results, DQ);
     const long batch = is_packed ? 1 : call.batch;
     const long dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * long(sizeof(T));
     const bool has_accum = wants_dq && has_dq_accum(call), accum_fits = !has_accum || dq_bytes <= DQ_BYTES;
-    const bool has_sums = is_wanted(call, DALIBI_SLOPES) || is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
-    const BiasGradient bias = bias_gradient<T>(call, work.rows_per_block);
+    const bool has_sums =
+        is_wanted(results, DALIBI_SLOPES) || is_wanted(results, DSCALE) || is_wanted(results, DSOFTCAP);
+    const BiasGradient bias = bias_gradient<T>(work);
     const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
     work.adds_dq = wants_dq && accum_fits;
     if (has_accum && accum_fits && !work.allocate(work.shared, dq_bytes)) return false;
@@ -428,19 +435,19 @@ template <class T> bool prepare_backward(Work &work) {
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
     const bool finds_row_sums = work.row_sums && !call.arrays[ROW_SUMS];
     if (finds_row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
-    if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
-        work.add_phase(key_tile_job<T, BackwardBuffers<T>>, work.num_tiles);
+    if (wants_dq || is_wanted(results, DK) || is_wanted(results, DV) || has_sums || has_bias)
+        work.add_phase(key_tile_job<T, Buffers>, work.num_tiles);
     if (has_accum && accum_fits) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
-    if (has_accum && !accum_fits) work.add_phase(dq_job<T>, work.num_blocks);
+    if (has_accum && !accum_fits) work.add_phase(dq_job<T, Buffers>, work.num_blocks);
     if (has_sums) work.add_phase(sums_job<T>, 1);
-    if (is_wanted(call, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
+    if (is_wanted(results, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
     const BiasJobs jobs(work);
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
     if (bias == BiasGradient::SEPARATE) {
         if (HAS_TILES && finds_row_sums)
             work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
-        work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
+        work.add_phase(bias_job<T, Buffers>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
     }
     return true;
 }

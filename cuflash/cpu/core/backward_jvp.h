@@ -9,11 +9,10 @@
 
 namespace {
 
-constexpr long BACKWARD_JVP_ROWS = 60, BACKWARD_JVP_KEYS = 128;  // of a block and of a tile at most
-
 template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
+    static constexpr long MOST_ROWS = 60, MOST_KEYS = 128;  // of a block and of a tile
     const Call &tangents;
-    T *tq, *tdout, *tk, *tk_t, *tv_t, *ts, *tds, *tlse, *tdelta;
+    T *tq, *tdout, *tk, *tk_t, *tv_t, *ts, *tds, *dbias, *tlse, *tdelta;
     TangentBuffers<T> scores;
 
     BackwardJvpBuffers(const Work &work, char *memory)
@@ -28,9 +27,12 @@ template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
         tv_t = this->scratch.template take<T>(dim_v * this->keys_stride);
         ts = this->scratch.template take<T>(rows * SCORES_STRIDE<T>);
         tds = this->scratch.template take<T>(rows * SCORES_STRIDE<T>);
+        dbias = this->scratch.template take<T>(is_wanted(tangents, DBIAS) ? rows * SCORES_STRIDE<T> : 0);
         tlse = this->scratch.template take<T>(rows);
         tdelta = this->scratch.template take<T>(rows);
     }
+
+    const T *score_gradients() const { return dbias; }
 };
 
 template <class T>
@@ -69,38 +71,64 @@ template <class T> struct RowNumbers {
     RowSum<T> sum;
 };
 
+// Scores of a row, and all that goes with them, for keys of a tile.
+template <class T> struct JvpScores {
+    T *p, *ts, *ds, *tds;
+    T *dbias = nullptr;  // if that is wanted
+    const T *products = nullptr, *tproducts = nullptr;
+    const T *tanhs = nullptr, *cap_slopes = nullptr;  // if there is a cap
+    const unsigned char *kept = nullptr;
+    Vector<T> start = {};  // of the distances of keys
+};
+
+// What a row adds to the tangents of the gradients of numbers.
+template <class T> struct JvpSums {
+    Vector<T> slopes = {}, scale = {}, softcap = {};
+};
+
 // Replaces the scores p of a row by weights, their tangents ts by those of the weights, both with dropout; the gradients
 // ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
 inline void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
-                        const RowNumbers<T> &row, long columns, const unsigned char *kept, const T *tanhs,
-                        const T *cap_slopes, T *p, T *ts, T *ds, T *tds) {
+                        const RowNumbers<T> &row, long columns, const JvpScores<T> &of, JvpSums<T> *sums) {
     if (row.lse == T(-__builtin_inf())) {
-        for (T *x : {p, ts, ds, tds}) clear(x, columns);
+        for (T *x : {of.p, of.ts, of.ds, of.tds}) clear(x, columns);
+        if (of.dbias) clear(of.dbias, columns);
         return;
     }
     const Vector<T> unit = splat(buffers.scores.unit), scale = splat(T(size_of_scale(call))),
                     of_scale = splat(tangent_of_scale<T>(buffers.tangents));
+    const Vector<T> scale_of_tanh = splat(T(has_cap(call) ? size_of_scale(call) / call.softcap : 0)), zero = {};
     auto recompute_p = [&](auto weight_of, auto drops) {
         auto kept_of = [&](Vector<T> x, long j) {
-            return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
+            return drops ? drop<T>(x * splat(T(call.kept_scale)), of.kept + j) : x;
         };
         for (long j = 0; j < columns; j += LANES<T>) {
-            const Vector<T> weight = weight_of(load(p + j));
-            // Tangents without weight may be infinite or NaN.
-            const auto counts = weight != Vector<T>{};
-            const Vector<T> u = counts ? add_product(splat(-row.tlse), load(ts + j), unit) : Vector<T>{};
-            Vector<T> gradient = weight * (kept_of(load(ds + j), j) - splat(row.delta));
-            Vector<T> tangent = add_product(weight * (kept_of(load(tds + j), j) - splat(row.tdelta)), u, gradient);
-            if (tanhs) {
-                const Vector<T> slope = slope_of_cap<T>(load(tanhs + j));
-                tangent = add_product(tangent * slope, gradient, counts ? load(cap_slopes + j) : Vector<T>{});
+            const Vector<T> weight = weight_of(load(of.p + j));
+            // What has no weight may be infinite or NaN.
+            const auto counts = weight != zero;
+            auto if_counts = [&](const T *x) { return counts ? load(x + j) : zero; };
+            const Vector<T> u = counts ? add_product(splat(-row.tlse), load(of.ts + j), unit) : zero;
+            Vector<T> gradient = weight * (kept_of(load(of.ds + j), j) - splat(row.delta));
+            Vector<T> tangent = add_product(weight * (kept_of(load(of.tds + j), j) - splat(row.tdelta)), u, gradient);
+            if (of.dbias) store(of.dbias + j, tangent);
+            if (sums) sums->slopes -= tangent * size_of_each<T>(of.start + splat(T(j)));
+            if (of.tanhs) {
+                const Vector<T> slope = slope_of_cap<T>(if_counts(of.tanhs)), cap_slope = if_counts(of.cap_slopes);
+                if (sums) {
+                    // The tangent of the derivative by the cap is -x times that of the slope.
+                    const Vector<T> product = if_counts(of.products);
+                    sums->softcap += tangent * derivative_by_softcap<T>(call, product, if_counts(of.tanhs)) -
+                                     gradient * cap_slope * (product * scale_of_tanh);
+                }
+                tangent = add_product(tangent * slope, gradient, cap_slope);
                 gradient = gradient * slope;
             }
-            store(p + j, kept_of(weight, j));
-            store(ts + j, kept_of(weight * u, j));
-            store(ds + j, gradient * scale);
-            store(tds + j, add_product(tangent * scale, gradient, of_scale));
+            if (sums) sums->scale += tangent * if_counts(of.products) + gradient * if_counts(of.tproducts);
+            store(of.p + j, kept_of(weight, j));
+            store(of.ts + j, kept_of(weight * u, j));
+            store(of.ds + j, gradient * scale);
+            store(of.tds + j, add_product(tangent * scale, gradient, of_scale));
         }
     };
     with_weights(scaling, row.lse, row.sum, [&](auto weight_of) {
@@ -111,13 +139,17 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, const Backw
 // Computes weights p and gradients ds, and the tangents of both, of a block and a tile that are loaded.
 template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                             long first, long count, bool, BackwardJvpBuffers<T> &buffers) {
+                             long first, long count, bool for_bias, BackwardJvpBuffers<T> &buffers) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const bool has_sums = !for_bias && buffers.scores.has_sums;
     auto clear_keys = [&](Keys computed, long r, long begin, long end) {
+        if (!for_bias && buffers.bias == BiasGradient::PAIRS)
+            clear_bias<T>(tangents, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
+        if (is_wanted(tangents, DBIAS)) clear_scores(computed, r, begin, end, buffers.dbias);
         for (T *x : {buffers.p, buffers.ts, buffers.ds, buffers.tds}) clear_scores(computed, r, begin, end, x);
     };
     auto differentiate_rows = [&](long r0, long n, Keys keys, long columns) {
@@ -141,27 +173,39 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                     next_bias, p, buffers.added, ts, buffers.scores);
         for (long r = 0; r < n; ++r) {
             const long own = r0 + r, in_group = r * STRIDE;
-            const RowNumbers<T> row = {buffers.lse[own], buffers.delta[own], buffers.tlse[own], buffers.tdelta[own],
-                                       buffers.row_sums[own]};
-            const T *tanhs = buffers.scores.tanhs ? buffers.scores.tanhs + in_group : nullptr;
-            const T *cap_slopes = tanhs ? buffers.scores.cap_slopes + in_group : nullptr;
-            softmax_row(call, scaling, buffers, row, columns, buffers.kept + own * MAX_KEYS + keys.first, tanhs,
-                        cap_slopes, p + in_group, ts + in_group, ds + in_group, tds + in_group);
+            const Row row = row_of(block, own);
+            const RowNumbers<T> numbers = {buffers.lse[own], buffers.delta[own], buffers.tlse[own], buffers.tdelta[own],
+                                           buffers.row_sums[own]};
+            JvpScores<T> of = {p + in_group, ts + in_group, ds + in_group, tds + in_group};
+            if (is_wanted(tangents, DBIAS)) of.dbias = buffers.dbias + at + in_group;
+            of.products = buffers.scores.products + in_group;
+            of.tproducts = buffers.scores.tproducts + in_group;
+            if (has_cap(call)) {
+                of.tanhs = buffers.scores.tanhs + in_group;
+                of.cap_slopes = buffers.scores.cap_slopes + in_group;
+            }
+            of.kept = buffers.kept + own * MAX_KEYS + keys.first;
+            of.start = splat(T(first + keys.first - row.i - entry.diagonal)) + iota<T>();
+            JvpSums<T> sums;
+            softmax_row(call, scaling, buffers, numbers, columns, of, has_sums ? &sums : nullptr);
+            if (for_bias) continue;
+            if (of.dbias) put_bias_gradients(tangents, entry, block, row, first, count, keys, of.dbias, buffers);
+            if (!has_sums) continue;
+            buffers.sums[row.head] += double(sum_of_lanes<T>(sums.slopes));
+            buffers.sums[call.num_heads] += double(sum_of_lanes<T>(sums.scale)) * tangents.scale;
+            buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sums.softcap));
         }
     };
     return for_visible_rows<T>(call, entry, block, first, count, clear_keys, differentiate_rows);
 }
 
 template <class T>
-inline void multiply_gradients(const Call &call, const Entry &entry, const Block &block, const Visible &visible,
-                               long first, long count, bool wants_dq, BackwardJvpBuffers<T> &buffers) {
+inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &visible, long count,
+                             BackwardJvpBuffers<T> &buffers) {
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
     auto add = [&](const T *scores, const T *rows, long dim, T *to) {
         add_to_keys(call, visible, count, scores, rows, dim, to, buffers.keys_stride);
-    };
-    auto add_to_queries = [&](const T *scores, const T *keys, bool adds) {
-        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, scores, keys, buffers.dq, adds);
     };
     if (is_wanted(tangents, DV)) {
         add(buffers.ts, buffers.dout, sizes.dim_v, buffers.dv);
@@ -171,34 +215,14 @@ inline void multiply_gradients(const Call &call, const Entry &entry, const Block
         add(buffers.tds, buffers.q, sizes.dim, buffers.dk);
         if (has_tangent(tangents, Q)) add(buffers.ds, buffers.tq, sizes.dim, buffers.dk);
     }
-    if (wants_dq) {
-        add_to_queries(buffers.tds, buffers.k, false);
-        if (has_tangent(tangents, K)) add_to_queries(buffers.ds, buffers.tk, true);
-    }
 }
 
-template <class T> bool prepare_backward_jvp(Work &work) {
-    const Call &call = work.call, &results = *work.tangents;
-    if (!make_entries(work)) return false;
-    choose_tiles<T>(work, BACKWARD_JVP_ROWS, BACKWARD_JVP_KEYS);
-    if (!make_tiles(work)) return false;
-    work.scratch_bytes = BackwardJvpBuffers<T>(work, nullptr).scratch.used;
-    const long batch = call.arrays[CU_SEQLENS_Q] ? 1 : call.batch;
-    const bool has_accum = is_wanted(results, DQ) && has_dq_accum(call);
-    const long dq_size = batch * call.num_heads * call.seqlen_q * call.head_dim;
-    work.adds_dq = is_wanted(results, DQ);
-    if (has_accum && !work.allocate(work.shared, dq_size * long(sizeof(T)))) return false;
-    if (!allocate_row_sums<T>(work)) return false;
-    if (work.row_sums && !make_blocks(work, false, 0)) return false;
-    if (!work.allocate(work.progress, work.num_tiles)) return false;
-    for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
-    work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (work.row_sums && !call.arrays[ROW_SUMS]) work.add_phase(row_sums_job<T>, work.num_blocks);
-    if (work.adds_dq || is_wanted(results, DK) || is_wanted(results, DV))
-        work.add_phase(key_tile_job<T, BackwardJvpBuffers<T>>, work.num_tiles);
-    if (has_accum) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
-    if (is_wanted(results, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
-    return true;
+template <class T>
+inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, long first,
+                             long count, bool adds, BackwardJvpBuffers<T> &buffers) {
+    multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.tds, buffers.k, buffers.dq, adds);
+    if (has_tangent(buffers.tangents, K))
+        multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.tk, buffers.dq, true);
 }
 
 }  // namespace

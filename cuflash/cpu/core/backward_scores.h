@@ -28,9 +28,10 @@ inline long bytes_of_bias_sums(const Call &call, long size) {
     return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
 }
 
-template <class T> inline BiasGradient bias_gradient(const Call &call, long rows_per_block) {
-    if (!is_wanted(call, DBIAS)) return BiasGradient::NONE;
-    const int64_t *strides = call.strides[DBIAS];
+template <class T> inline BiasGradient bias_gradient(const Work &work) {
+    const Call &call = work.call;
+    if (!is_wanted(work.results(), DBIAS)) return BiasGradient::NONE;
+    const int64_t *strides = work.results().strides[DBIAS];
     const bool has_entries = strides[0] || call.batch == 1, has_heads = strides[1] || call.num_heads == 1;
     const bool has_rows = strides[2] || call.seqlen_q == 1, has_keys = strides[3] || call.seqlen_k == 1;
     if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
@@ -39,8 +40,8 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     if (!has_rows && strides[3])
         return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::SEPARATE;
     // A job goes through the heads that share its keys. It adds to each row once if one block has all of these heads.
-    const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
-    const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
+    const long rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block), group = group_of(call);
+    const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, work.rows_per_block) == group;
     const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
     return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED
                                                                           : BiasGradient::SEPARATE;
@@ -49,6 +50,7 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
 constexpr long QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;  // of rows of bf16x2 of queries
 
 template <class T> struct BackwardBuffers {
+    static constexpr long MOST_ROWS = BACKWARD_ROWS, MOST_KEYS = MAX_KEYS;  // of a block and of a tile
     Scratch scratch;
     Sizes<T> sizes;
     long keys_stride;
@@ -64,6 +66,7 @@ template <class T> struct BackwardBuffers {
         const Call &call = work.call;
         const long rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
         const bool has_products = is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
+        const bool wants_bias = is_wanted(work.results(), DBIAS);
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
         k_t = scratch.template take<T>(sizes.dim * keys_stride);
         v_t = scratch.template take<T>(sizes.dim_v * keys_stride);
@@ -83,15 +86,17 @@ template <class T> struct BackwardBuffers {
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
         added = scratch.template take<T>(call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
-        bias = bias_gradient<T>(call, rows);
-        total =
-            scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
+        bias = bias_gradient<T>(work);
+        total = scratch.template take<T>(wants_bias ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
         row_sums = scratch.template take<RowSum<T>>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
         sums = scratch.template take<long double>(call.num_heads + 2);
     }
+
+    // What `differentiate` leaves of the gradients of scores, of which dbias is made.
+    const T *score_gradients() const { return ds; }
 };
 
 // rowsum(dout o out) of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
@@ -235,6 +240,20 @@ struct Visible {
     RowRange rows, sections[MAX_SECTIONS];
 };
 
+// Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at once.
+template <class T>
+inline void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, long first,
+                               long count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
+    const long columns = round_up(keys.stop - keys.first, LANES<T>);
+    if (buffers.bias == BiasGradient::PAIRS)
+        store_row(ds, results.bias_dtype, results.strides[DBIAS][3], smaller(columns, count - keys.first),
+                  bias_address(results, DBIAS, entry, row, first + keys.first));
+    if (buffers.bias == BiasGradient::KEYS) {
+        T *to = buffers.total + (row.head - block.head_kv * group_of(results)) * SCORES_STRIDE<T> + keys.first;
+        for (long j = 0; j < columns; j += LANES<T>) store(to + j, load(to + j) + load(ds + j));
+    }
+}
+
 // Calls body(r0, n, keys, columns) for n rows of a block, from r0 on, that attend to keys of a tile, which take up whole
 // vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of keys
 // `computed` are read. Returns what the rows attend to.
@@ -361,13 +380,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             softmax_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r], columns,
                         kept, slopes_at_once ? tanhs : nullptr, p, ds);
             if (for_bias) continue;
-            if (writes_bias)
-                store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
-                          bias_address(call, DBIAS, entry, row, at));
-            if (buffers.bias == BiasGradient::KEYS) {
-                T *to = buffers.total + (row.head - block.head_kv * group_of(call)) * STRIDE + keys.first;
-                for (long j = 0; j < columns; j += N) store(to + j, load(to + j) + load(ds + j));
-            }
+            put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
             if (is_wanted(call, DALIBI_SLOPES)) {
                 const Vector<T> start = splat(T(at - row.i - entry.diagonal)) + iota<T>();
                 Vector<T> sum = {};

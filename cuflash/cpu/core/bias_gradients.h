@@ -7,7 +7,7 @@ namespace {
 
 // Computes the gradients of slopes, of the scale and of the soft cap: it adds up the sums of the tiles, in order.
 template <class T> void sums_job(Work &work, char *, long) {
-    const Call &call = work.call;
+    const Call &call = work.results();
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
     // First, the sums of all tiles of a head are added to those of its first tile.
     for (long t = work.num_tiles - 1; t >= 0; --t)
@@ -91,7 +91,7 @@ template <class T> inline T *bias_sums(const Work &work, long entry, long head, 
 
 // Computes dbias of some keys. Their sums over the rows are there already; it adds up entries and heads, in order.
 template <class T> void bias_sums_job(Work &work, char *, long job) {
-    const Call &call = work.call;
+    const Call &call = work.results();
     const int64_t *strides = call.strides[DBIAS];
     const long num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
     const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads,
@@ -114,7 +114,7 @@ struct BiasJobs {
     long rows, num_blocks, num_tiles;
     BiasJobs(const Work &work) {
         const Call &call = work.call;
-        const int64_t *strides = call.strides[DBIAS];
+        const int64_t *strides = work.results().strides[DBIAS];
         rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block);
         num_blocks = ceil_div(call.seqlen_q, rows);
         num_tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
@@ -144,15 +144,15 @@ template <class T> void bias_row_sums_job(Work &work, char *memory, long job) {
     find_row_sums<T>(work, memory, jobs.block(work.call, job / jobs.num_blocks / heads, head, i));
 }
 
-template <class T> void bias_job(Work &work, char *memory, long job) {
-    const Call &call = work.call;
+template <class T, class Buffers> void bias_job(Work &work, char *memory, long job) {
+    const Call &call = work.call, &results = work.results();
     const Scaling<T> scaling(call);
-    BackwardBuffers<T> buffers(work, memory);
+    Buffers buffers(work, memory);
     const BiasJobs jobs(work);
     const long own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
     const long own_head = job / jobs.tiles / jobs.blocks % jobs.heads,
                own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
-    const int64_t *strides = call.strides[DBIAS];
+    const int64_t *strides = results.strides[DBIAS];
     const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     T *total = buffers.total;
@@ -164,7 +164,7 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
     auto write_total = [&](long first, long count) {
         for (long r = 0; r < num_rows; ++r)
             store_row(total + r * STRIDE, call.bias_dtype, strides[3], count,
-                      address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
+                      address(results, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
     };
     clear_total();
     const long begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
@@ -188,7 +188,7 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                     load_queries(work, entry, block, buffers);
                     const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
                     for (long r = visible.rows.first; r < visible.rows.stop; ++r) {
-                        const T *ds = buffers.ds + r * STRIDE;
+                        const T *ds = buffers.score_gradients() + r * STRIDE;
                         T *to = total + (has_rows ? r : 0) * STRIDE;
                         if (has_keys) {
                             for (long j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j)

@@ -23,17 +23,21 @@ template <class T> inline T tangent_of_scale(const Call &tangents) {
 
 // What the tangents of scores of a few rows are made of, and what goes with them.
 template <class T> struct TangentBuffers {
+    bool has_sums;          // whether tangents of gradients of numbers are wanted
     bool has_products;      // whether a tangent depends on products of q and k themselves
     bool acts_on_tangents;  // whether tangents of products are anything but scaled
     T unit;                 // by which what `finish_tangents` leaves is scaled
-    T *tanhs, *products, *cap_slopes, *bias;
+    T *tanhs, *products, *tproducts, *cap_slopes, *bias;
 
     TangentBuffers(const Call &call, const Call &tangents, const Scaling<T> &scaling, Scratch &scratch)
-        : has_products(has_tangent(tangents, SCALE) || has_tangent(tangents, SOFTCAP)),
+        : has_sums(has_tangent(tangents, DALIBI_SLOPES) || has_tangent(tangents, DSCALE) ||
+                   has_tangent(tangents, DSOFTCAP)),
+          has_products(has_sums || has_tangent(tangents, SCALE) || has_tangent(tangents, SOFTCAP)),
           acts_on_tangents(scaling.acts_on_scores || has_products), unit(T(acts_on_tangents ? 1 : scaling.natural)) {
         const long scores = GROUP * SCORES_STRIDE<T>;
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
+        tproducts = scratch.template take<T>(has_sums ? scores : 0);
         cap_slopes = scratch.template take<T>(has_cap(call) && call.is_backward ? scores : 0);
         bias = scratch.template take<T>(has_tangent(tangents, BIAS) ? FEW_OF_GROUP * MAX_KEYS : 0);
         if (!has_cap(call)) tanhs = nullptr;
@@ -63,7 +67,7 @@ __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tan
                                                long padded, long next, T *ts, TangentBuffers<T> &buffers) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const Vector<T> scale = splat(T(size_of_scale(call))), of_scale = splat(tangent_of_scale<T>(tangents));
-    const Vector<T> one = splat(T(1)), inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
+    const Vector<T> inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
     const Vector<T> of_cap = splat(has_tangent(tangents, SOFTCAP) ? number<T>(tangents, SOFTCAP, 0, 0) : T(0));
     BiasRows bias;
     const bool has_bias = has_tangent(tangents, BIAS), has_slopes = has_tangent(tangents, ALIBI_SLOPES);
@@ -105,8 +109,12 @@ template <class T>
 inline void finish_both(const Call &call, const Call &tangents, const Scaling<T> &scaling, const Entry &entry,
                         const Block &block, long r0, long num_rows, long first, long count, long padded, long next,
                         T *scores, T *copies, T *ts, TangentBuffers<T> &buffers) {
-    for (long r = 0; r < num_rows && ts && buffers.has_products; ++r)
-        memcpy(buffers.products + r * SCORES_STRIDE<T>, scores + r * SCORES_STRIDE<T>, padded * sizeof(T));
+    auto copy = [&](const T *from, T *to) {
+        for (long r = 0; r < num_rows; ++r)
+            memcpy(to + r * SCORES_STRIDE<T>, from + r * SCORES_STRIDE<T>, padded * sizeof(T));
+    };
+    if (ts && buffers.has_products) copy(scores, buffers.products);
+    if (ts && buffers.has_sums) copy(ts, buffers.tproducts);
     finish_decode_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies,
                             buffers.tanhs);
     if (ts && buffers.acts_on_tangents)

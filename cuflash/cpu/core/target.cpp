@@ -11,11 +11,12 @@
 
 template <class T> static bool prepare_pass(Work &work) {
 #if !defined(ONLY_BFLOAT16)
-    if (work.tangents) return work.call.is_backward ? prepare_backward_jvp<T>(work) : prepare_jvp<T>(work);
+    if (work.tangents)
+        return work.call.is_backward ? prepare_backward<T, BackwardJvpBuffers<T>>(work) : prepare_jvp<T>(work);
 #endif
     if (work.call.finds_row_sums) return prepare_row_sums<T>(work);
     if (is_small(work.call)) return prepare_small<T>(work);
-    return work.call.is_backward ? prepare_backward<T>(work) : prepare_forward<T>(work);
+    return work.call.is_backward ? prepare_backward<T, BackwardBuffers<T>>(work) : prepare_forward<T>(work);
 }
 
 static bool prepare(Work &work) {
