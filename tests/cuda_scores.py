@@ -104,10 +104,10 @@ def of_functions(s, i, j, *, head, gate, cap, gamma, pairs, kind_q):  # type: ig
 
 
 CAPS = f"""
-// The logarithm of 1 + exp(x), with the derivative that it is known to have.
+// The logarithm of 1 + exp(x), with the derivatives that it is known to have.
 template <class T> T softplus(T x) {{
-  const auto of = value_of(x), e = exp(-abs(of));
-  return chain(x, log(1 + e) + max(of, 0), of > 0 ? 1 / (1 + e) : e / (1 + e));
+  const auto of = value_of(x), e = exp(-abs(of)), slope = (of > 0 ? 1 : e) / (1 + e);
+  return chain(x, log(1 + e) + max(of, 0), slope, slope * (1 - slope));
 }}
 {HEAD} {{
   const T x = given.gate(j), cap = given.cap();

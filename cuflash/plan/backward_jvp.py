@@ -8,7 +8,7 @@ from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, S
 from cuflash.plan.backward import add_preprocess
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BACK_SECTION, ForwardFamily, choose_family, family_of
-from cuflash.plan.jvp import check_score, tangent_defines
+from cuflash.plan.jvp import tangent_defines
 from cuflash.plan.scores import add_score_args, add_stored, add_sums, needs, score_gradients, stored_and_sums
 from cuflash.plan.tiles import Tile
 from cuflash.spec.outputs import DEFAULT_NEED
@@ -22,7 +22,6 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     run after run.
     """
     problem, need = draft.problem, draft.need
-    check_score(problem)
     of_scores = (*score_gradients(draft), *draft.score_arg_gradients)
     given = {tile.role: tile for tile in tiles or ()}
     of_keys, of_queries, of_pairs = (given.get(role) for role in ("main", "dq", "scores"))

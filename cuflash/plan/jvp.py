@@ -14,7 +14,6 @@ from cuflash.spec.problem import Problem
 def draft_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the pass, with the tile that is given, or one of the tables."""
     problem = draft.problem
-    check_score(problem)
     if tiles:
         tile, reason = tiles[0], draft.origin
         family = family_of(JVP_FAMILIES, tile)
@@ -31,15 +30,6 @@ def draft_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.reasons.append(reason)
     family.draft(draft, tile)
     draft.models.append(family.model)
-
-
-def check_score(problem: Problem) -> None:
-    """Refuse scores in CUDA, whose tangents no kernel computes."""
-    if problem.score is not None and problem.program.score is None:
-        raise NotImplementedError(
-            "score: got a cuflash.Score, expected a Python function: tangents of scores in CUDA are computed for NumPy "
-            "arrays alone, by the function that comes with them"
-        )
 
 
 def tangent_defines(problem: Problem) -> dict[str, int]:

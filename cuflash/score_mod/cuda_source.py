@@ -16,7 +16,15 @@ from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.score_mod.codegen import ELEMENTS
 from cuflash.score_mod.indexing import COUNTED, ORIGIN
 from cuflash.score_mod.nodes import Node
-from cuflash.score_mod.program import PAIR_READ, SCORE_FUNCTION, Program, Traced
+from cuflash.score_mod.program import (
+    DERIVATIVE_TANGENTS,
+    PAIR_READ,
+    SCORE_FUNCTION,
+    SCORE_TANGENT,
+    SLOPE_TANGENT,
+    Program,
+    Traced,
+)
 from cuflash.score_mod.tables import Table
 
 FIRST_LINE = '#line 1 "score"'  # compilers then count the lines of the source, and name it after its argument
@@ -160,9 +168,14 @@ class TextProgram(Program):
             if name == ORIGIN:
                 continue
             index, dtype = arrays[name]
-            is_wanted = str(name in wanted).lower()
-            members += f"  GivenArray<T, {ELEMENTS[dtype]}, {index}, {axes[name]}, {is_wanted}> {name};\n"
-            made.append(f"{name}{{arrays_[{index}], reads_}}")
+            read_as = f"T, {ELEMENTS[dtype]}, {index}, {axes[name]}, {str(name in wanted).lower()}"
+            if self.moved is None:
+                members += f"  GivenArray<{read_as}> {name};\n"
+                made.append(f"{name}{{arrays_[{index}], reads_}}")
+            else:
+                tangent = arrays[f"t{name}"][0] if name in self.moved else index
+                members += f"  MovedArray<{read_as}, {str(name in self.moved).lower()}> {name};\n"
+                made.append(f"{name}{{arrays_[{index}], arrays_[{tangent}], reads_}}")
         made_of = "const ScoreArg* arrays_, Reads& reads_"
         given = f"  CUFLASH_DEVICE Given({made_of}){' : ' if made else ''}{', '.join(made)} {{}}\n"
         given = f"namespace score_text {{\ntemplate <class T>\nstruct Given {{\n{members}{given}}};\n}}\n"
@@ -175,13 +188,25 @@ class TextProgram(Program):
         """One read for each array, which stands for all reads of it."""
         return [(arrays[name][0], PAIR_READ, False) for name in summed]
 
-    def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
-        visits = "".join(
-            f"    if (array == {arrays[name][0]}) visit(Integer<{read}>{{}}, place, derivative);\n"
-            for read, name in enumerate(summed)
+    def _tangents(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        if self.moved is None:
+            return ""
+        run, source = self._run(arrays), ""
+        for function, found in ((SCORE_TANGENT, "tangent_of"), (SLOPE_TANGENT, "slope_tangent_of")):
+            source += f"{function} {{\n{run}  return score_text::{found}(s, ts, run);\n}}\n"
+        if not summed:
+            return source
+        visit = _visit(arrays, summed, "derivative", "tangent")
+        return (
+            f"{source}{DERIVATIVE_TANGENTS} {{\n{run}  score_text::derivative_tangents_of(s, ts, run, {visit});\n}}\n"
         )
-        visit = f"[&](int array, i64 place, Real derivative) {{\n{visits}  }}"
-        return f"{self._run(arrays)}  score_text::derivatives_of(s, by_s, run, {visit});\n"
+
+    def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
+        return (
+            f"{self._run(arrays)}  score_text::derivatives_of(s, by_s, run, {_visit(arrays, summed, 'derivative')});\n"
+        )
 
     def _factors(
         self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
@@ -195,3 +220,12 @@ class TextProgram(Program):
             index, dtype = arrays[ORIGIN]
             indices = [f"{x} + score_load<{ELEMENTS[dtype]}>(arrays[{index}], {n})" for n, x in enumerate(COUNTED)]
         return _RUN.format(", ".join(indices))
+
+
+def _visit(arrays: Mapping[str, tuple[int, str]], summed: Collection[str], *found: str) -> str:
+    """CUDA source: a function that visits what was `found` for one read, with the number of the read."""
+    visits = "".join(
+        f"    if (array == {arrays[name][0]}) visit(Integer<{read}>{{}}, place, {', '.join(found)});\n"
+        for read, name in enumerate(summed)
+    )
+    return f"[&](int array, i64 place, {', '.join(f'Real {x}' for x in found)}) {{\n{visits}  }}"

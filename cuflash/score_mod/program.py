@@ -31,6 +31,11 @@ OF_HEAD = "const OfHead& of_head"  # in CUDA source
 PAIR = "const ScoreArg* arrays, Real s, int i, int j, int head, int batch"
 OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 MOVED_PAIR = PAIR.replace("Real s,", "Real s, Real ts,")
+SCORE_TANGENT = f"CUFLASH_DEVICE Real score_tangent({OF_HEAD}, {MOVED_PAIR})"
+# A template, so that kernels that do not call it do not compile it.
+SLOPE_TANGENT = "template <class Number>\nCUFLASH_DEVICE Number slope_tangent({}, {})".format(
+    OF_HEAD, PAIR.replace("Real s,", "Number s, Number ts,")
+)
 DERIVATIVE_TANGENTS = (
     f"template <class Visit>\nCUFLASH_DEVICE void score_derivative_tangents({OF_HEAD}, {MOVED_PAIR}, Visit visit)"
 )
@@ -159,8 +164,10 @@ class Program:
         By the name of an array of real numbers, how the score reads it.
     tables : tuple of Table
         The tables, which are filled before the main kernel runs. They are the last of `arrays`.
+    moved : tuple of str or None
+        The arrays that have tangents, in a pass that takes some. These tangents are the last of `arrays` then.
     tangents : ScoreTangents or None
-        Those of passes with tangents. Tangents of arrays are the last of `arrays` then.
+        The expressions of such a pass; CUDA source has none.
     """
 
     score: Node | None
@@ -169,6 +176,7 @@ class Program:
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
     tables: tuple[Table, ...] = ()
+    moved: tuple[str, ...] | None = None
     tangents: ScoreTangents | None = None
 
     @property
@@ -363,8 +371,8 @@ class Program:
         if self.tangents is None:
             return ""
         source = ""
-        for name, tangent in (("score", self.tangents.score), ("slope", self.tangents.by_s)):
-            source += f"CUFLASH_DEVICE Real {name}_tangent({OF_HEAD}, {MOVED_PAIR}) {{\n"
+        for function, tangent in ((SCORE_TANGENT, self.tangents.score), (SLOPE_TANGENT, self.tangents.by_s)):
+            source += f"{function} {{\n"
             source += body([tangent], arrays, functools.partial(_returned, tangent), known) + "}\n"
         if not summed:
             return source

@@ -164,9 +164,14 @@ class Problem(Given):
     def _with_tangents(self) -> Program:
         """The program with the tangents of the score, for an argument that has tangents of arrays after these."""
         types = {name: (axes, dtype) for name, axes, dtype in self._score_arg_types}
-        moved = tuple((f"t{name}", *types[name]) for name in self.moved_score_args)
-        tangents = self.score_tangents(self.moved or ())
-        return replace(self.program, arrays=(*self.program.arrays, *moved), tangents=tangents)
+        arrays = tuple((f"t{name}", *types[name]) for name in self.moved_score_args)
+        is_expression = self.score is not None and self.score.root is not None
+        return replace(
+            self.program,
+            arrays=(*self.program.arrays, *arrays),
+            moved=self.moved_score_args,
+            tangents=self.score_tangents(self.moved or ()) if is_expression else None,
+        )
 
     @property
     def unhoisted(self) -> Program:

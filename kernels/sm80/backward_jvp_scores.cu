@@ -72,6 +72,28 @@ CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, con
   if constexpr (kMovesV) load_keys(of_v, tile.tv, params.tv);
 }
 
+// What a lane holds of the products of a tile: q.k and dP, and their tangents.
+struct Products {
+  using Tile = Real[kMTiles][kNTiles][4];
+  Tile s, ts, dp, tdp;
+
+  CUFLASH_DEVICE Products(const Stage& tile, int warp_row, bool has_tdout) {
+    const auto of_qk = [&](Tile& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
+      multiply<kDim / kStep>(sum, RowMajorA<kRow>(queries, warp_row), ColumnMajorB<kRow, 1>(keys));
+    };
+    const auto of_dp = [&](Tile& sum, u32 gradients, u32 values) __attribute__((always_inline)) {
+      multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(gradients, warp_row), ColumnMajorB<kRowV, 1>(values));
+    };
+    set_zero(s), set_zero(ts), set_zero(dp), set_zero(tdp);
+    of_qk(s, tile.q, tile.k);
+    if constexpr (kMovesQ) of_qk(ts, tile.tq, tile.k);
+    if constexpr (kMovesK) of_qk(ts, tile.q, tile.tk);
+    of_dp(dp, tile.dout, tile.v);
+    if constexpr (kMovesV) of_dp(tdp, tile.dout, tile.tv);
+    if (has_tdout) of_dp(tdp, tile.tdout, tile.v);
+  }
+};
+
 // Loads what the pass needs of this lane's rows. Rows past the last query need not have any.
 CUFLASH_DEVICE void load_rows(const Params& params, const Entry& batch, int head, int lane_row,
                               RowWithTangents (&rows)[kMTiles][2]) {
@@ -126,7 +148,6 @@ CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
   int stage = 0;
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
-    const Stage tile(stage);
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
@@ -137,20 +158,7 @@ CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
 
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
-    Real s[kMTiles][kNTiles][4], ts[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4], tdp[kMTiles][kNTiles][4];
-    set_zero(s), set_zero(ts), set_zero(dp), set_zero(tdp);
-    const auto of_qk = [&](auto& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
-      multiply<kDim / kStep>(sum, RowMajorA<kRow>(queries, warp_row), ColumnMajorB<kRow, 1>(keys));
-    };
-    const auto of_dp = [&](auto& sum, u32 gradients, u32 values) __attribute__((always_inline)) {
-      multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(gradients, warp_row), ColumnMajorB<kRowV, 1>(values));
-    };
-    of_qk(s, tile.q, tile.k);
-    if constexpr (kMovesQ) of_qk(ts, tile.tq, tile.k);
-    if constexpr (kMovesK) of_qk(ts, tile.q, tile.tk);
-    of_dp(dp, tile.dout, tile.v);
-    if constexpr (kMovesV) of_dp(tdp, tile.dout, tile.tv);
-    if (has_tdout) of_dp(tdp, tile.tdout, tile.v);
+    const Products tile(Stage(stage), warp_row, has_tdout);
     ptx::sync_block();
     if (next.left > 0) load(stage);
     ptx::copy_async_commit();
@@ -170,8 +178,8 @@ CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-          const Real product = s[m][n][i], tangent = ts[m][n][i];
-          const PairTangents made = pairs.of(product, tangent, dp[m][n][i], tdp[m][n][i], row, key, masked,
+          const Real product = tile.s[m][n][i], tangent = tile.ts[m][n][i];
+          const PairTangents made = pairs.of(product, tangent, tile.dp[m][n][i], tile.tdp[m][n][i], row, key, masked,
                                              !kHasDropout || kept.keeps(n, i), rows[m][i / 2]);
           if (made.p == 0) continue;  // what is hidden may be infinite
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += made.tds;

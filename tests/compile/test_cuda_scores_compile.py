@@ -1,6 +1,7 @@
 """What the compiler makes of scores in CUDA; no device needed."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import cuflash
 from cuflash.gpu.compiler import CompileError, ScoreSourceError, compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, PASSES, PASSES_WITH_TANGENTS, Pass
 from tests.compile.test_plans import SERIALIZED
 from tests.cuda_scores import HEAD
 from tests.pure.test_cuda_scores import case_of
@@ -86,6 +87,24 @@ def test_the_source_of_the_page_compiles():
     inputs = case_of(None, "float16").arrays
     arrays = inputs | {"width": np.ones(2, np.float32), "coefficients": np.ones((2, 4), np.float32)}
     problem = Scored(attn, arrays, {}, "").problem
-    for pass_ in PASSES_WITHOUT_TANGENTS:
-        for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, need=("dq", "dcoefficients")).kernels:
+    moved = replace(problem, moved=("q", "coefficients"))
+    need: dict[Pass, tuple[str, ...]] = {BACKWARD: ("dq", "dcoefficients"), BACKWARD_JVP: ("tdq", "tdcoefficients")}
+    for pass_ in PASSES:
+        of_pass = moved if pass_.has_tangents else problem
+        for kernel in choose_plan(of_pass, DeviceSpec.for_arch("9.0"), pass_, need=need.get(pass_)).kernels:
             assert not compile_spec(kernel).resources.warnings
+
+
+def test_second_derivatives_need_that_of_a_function_that_is_known_by_its_first():
+    """The pass jvp needs only the first, and so has no use for the fourth argument of chain."""
+    body = "\n  const auto of = value_of(s);\n  return chain(s, of * of, 2 * of{});\n"
+    for fourth in ("", ", 2"):
+        score = cuflash.Score(cuda=f"{HEAD} {{{body.format(fourth)}}}", arrays=["gate"])
+        problem = replace(case_of(score, "float16").problem, moved=("q",))
+        for pass_ in PASSES_WITH_TANGENTS:
+            *_, kernel = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels
+            if pass_ is BACKWARD_JVP and not fourth:
+                with pytest.raises(ScoreSourceError, match=r"expected the second derivative(.|\n)*at line 3 of score"):
+                    compile_spec(kernel)
+            else:
+                assert not compile_spec(kernel).resources.warnings

@@ -18,6 +18,7 @@ from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import cases
 from cuflash.testing.tangents import Moved, everything
+from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, movable_of
 from tests.sampling import examples, sample
 from tests.scored import CONDITIONED, SCORES, few_tiles, scored
@@ -68,12 +69,12 @@ def test_head_dimensions(dtype, head_dim):
     sample(
         [
             (score, mask, dtype, moved)
-            for score in ("distance", "capped", "gated", "tempered", "with_pairs", "gathered", "fade", "of_rows")
+            for score in ("distance", "capped", "gated", "with_pairs", "gathered", "fade", "of_rows", *CUDA_SCORES)
             for mask in (None, "documents")
             for dtype in DTYPES
             for moved in ("all", "arrays", "q")
         ],
-        48,
+        64,
     ),
 )
 def test_functions(score, mask, dtype, moved):
@@ -84,7 +85,7 @@ def test_functions(score, mask, dtype, moved):
 
 
 @settings(max_examples=examples(5))
-@given(scored(max_seqlen=130, scores=CONDITIONED, head_dims=(8,)), st.data())
+@given(scored(max_seqlen=130, scores=(*CONDITIONED, *CUDA_SCORES), head_dims=(8,)), st.data())
 def test_functions_with_other_options(case, data):
     moved = data.draw(st.lists(st.sampled_from(movable_of(case)), unique=True))
     check_functions(case, moved, data.draw(st.sampled_from(("8.0", "9.0"))))

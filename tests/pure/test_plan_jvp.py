@@ -11,6 +11,7 @@ from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES,
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
+from tests.cuda_scores import HEAD
 
 ARCHS = ("7.5", "8.6", "8.0", "9.0")
 LARGEST = {"bfloat16": (1024, 512), "float32": (512, 256), "float64": (256, 192)}  # of jvp, and of backward_jvp
@@ -88,12 +89,13 @@ def test_tangents_of_score_gradients(bias):
     assert axes == [1, *(int(n == 1) for n in (1,) * (3 - len(bias)) + bias)]
 
 
-def test_what_kernels_do_not_make():
+@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP])
+def test_scores_in_cuda_need_no_python_function(pass_):
     q = np.zeros((1, 2, 64, 32), np.float16)
-    cuda = "template <class T> T score(T s, int, int, int, int, const Given<T>&) { return s; }"
-    score = cuflash.Score(cuda=cuda, python=lambda s, i, j: s)
+    score = cuflash.Score(cuda=f"{HEAD} {{ return s * given.gate(head); }}", arrays=["gate"])
     options = cuflash.FlashAttention(score=score).options
-    of_cuda = replace(make_problem(options, q, q, q, score_args={}), moved=("q",))
-    for pass_ in (JVP, BACKWARD_JVP):
-        with pytest.raises(NotImplementedError, match=r"score: got a cuflash\.Score"):
-            plan_of(of_cuda, pass_)
+    problem = make_problem(options, q, q, q, score_args={"gate": np.ones(2, np.float32)})
+    plan = plan_of(replace(problem, moved=("q", "gate")), pass_)
+    ((_, source),) = {header for kernel in plan.kernels for header in kernel.headers}
+    assert "MovedArray<T, float, 0, 1, false, true> gate;" in source
+    assert "gate{arrays_[0], arrays_[1], reads_}" in source

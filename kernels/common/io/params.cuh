@@ -4,6 +4,9 @@
 #include "common/config.cuh"
 #if CUFLASH_HAS_FUNCTIONS
 #include "common/score/dual.cuh"
+#if CUFLASH_TANGENTS
+#include "common/score/hyper.cuh"
+#endif
 #include "common/score/score_functions.cuh"
 #include "common/score/tile_bounds.cuh"
 #include CUFLASH_FUNCTIONS  // written by cuflash/score_mod/program.py

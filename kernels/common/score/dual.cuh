@@ -51,6 +51,9 @@ CUFLASH_DEVICE Real value_of(Dual x) { return x.value; }
 // A function of x, from its value and its derivative at x.
 CUFLASH_DEVICE Real chain(Real, Real value, Real) { return value; }
 CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope) { return {value, chain_product(x.tangent, slope)}; }
+// The same from its second derivative, too, which only passes with tangents need.
+CUFLASH_DEVICE Real chain(Real, Real value, Real, Real) { return value; }
+CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope, Real) { return chain(x, value, slope); }
 
 // For 16-bit elements these are approximations, as they are in traced functions.
 CUFLASH_DEVICE Real exp(Real x) { return score_fast_exp(x); }
@@ -117,6 +120,9 @@ struct Reads {
   int count = 0;
   int array = 0;
   i64 index = 0;
+#if CUFLASH_TANGENTS
+  bool moves = false;  // whether entries read as Dual have the tangents of their arrays
+#endif
 };
 
 template <class T>

@@ -36,8 +36,10 @@ struct Functions {
   CUFLASH_DEVICE Real tangent(Real s, Real ts, int row, int key) const {
     return score_tangent(of_head, arrays, s, ts, row, key, head, batch);
   }
-  // The tangent of the derivative of the score by s.
-  CUFLASH_DEVICE Real slope_tangent(Real s, Real ts, int row, int key) const {
+  // The tangent of the derivative of the score by s. It is a template, as its caller is, so that kernels that do not
+  // call it do not compile the second derivatives.
+  template <class Number>
+  CUFLASH_DEVICE Number slope_tangent(Number s, Number ts, int row, int key) const {
     return ::slope_tangent(of_head, arrays, s, ts, row, key, head, batch);
   }
 #endif

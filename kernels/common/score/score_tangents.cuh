@@ -48,7 +48,8 @@ struct ScoreTangents {
   }
 
   // The tangent of the derivative of the score by the scaled product.
-  CUFLASH_DEVICE Real of_slope(const Score& score, Real product, Real tangent, int row, int key) const {
+  template <class Number>
+  CUFLASH_DEVICE Number of_slope(const Score& score, Number product, Number tangent, int row, int key) const {
     const Real x = scaled(score, product, tangent);
 #if CUFLASH_HAS_SCORE_FUNCTION
     return score.functions.slope_tangent(product * score.scale, x, row, key);

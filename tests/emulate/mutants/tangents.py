@@ -6,6 +6,7 @@ JVP = "sm80/jvp.cu"
 OF_KEYS = "sm80/backward_jvp.cu"
 OF_QUERIES = "sm80/backward_jvp_dq.cu"
 OF_PAIRS = "sm80/backward_jvp_scores.cu"
+HYPER = "common/score/hyper.cuh"
 SCORE_ARGS = "common/score/score_args_gradients.cuh"
 SOFTMAX = "common/softmax/tangents.cuh"
 SCORES = "common/score/score_tangents.cuh"
@@ -160,8 +161,51 @@ MUTANTS = (
            "rows", "tangents", escapes="with these tiles the row statistics reach as far"),
     # ---- gradients of score_mod args
     mutant("terms of arrays without tdS", SCORE_ARGS, "score_product(derivative, tds) + ", "", "tangents of functions"),
-    mutant("terms of arrays without the tangents of derivatives", SCORE_ARGS, " + score_product(tangent, ds));", ");",
+    mutant("terms of arrays without the tangents of derivatives", SCORE_ARGS, " + score_product(tangent, ds);", ";",
            "tangents of functions"),
+    # ---- common/score/hyper.cuh
+    mutant("products have no mixed term", HYPER, "(y.mixed, x.value) + chain_product(x.derivative, y.tangent)",
+           "(y.mixed, x.value)", "tangents of polynomial in CUDA"),
+    mutant("products grow with one tangent alone", HYPER, "+ chain_product(y.tangent, x.value),",
+           "+ 0 * chain_product(y.tangent, x.value),", "tangents of polynomial in CUDA"),
+    mutant("inverses have half their curvature", HYPER, "-2 * inverse * slope", "-inverse * slope",
+           "tangents of softcapped in CUDA"),
+    mutant("inverses have the slope of others", HYPER, "slope = -inverse * inverse;", "slope = -inverse;",
+           "tangents of softcapped in CUDA"),
+    mutant("differences are sums", HYPER, "{ return x + -y; }", "{ return x + y; }",
+           "tangents of interpolated in CUDA"),
+    mutant("negative numbers keep their mixed term", HYPER, "-x.tangent, -x.mixed", "-x.tangent, x.mixed",
+           "tangents of of_functions in CUDA"),
+    mutant("a function has no curvature", HYPER, "chain_product(chain_product(x.derivative, x.tangent), curvature)};",
+           "0 * curvature};", "tangents of softcapped in CUDA"),
+    mutant("exponentials have no curvature", HYPER, "chain(x, y, y, y)", "chain(x, y, y, 0)",
+           "tangents of branching in CUDA"),
+    mutant("logarithms bend upwards", HYPER, "slope, -slope * slope);", "slope, slope * slope);",
+           "tangents of of_functions in CUDA"),
+    mutant("roots bend less", HYPER, "-2 * slope * slope * slope", "-slope * slope * slope",
+           "tangents of of_functions in CUDA"),
+    mutant("tanh bends less", HYPER, "-2 * y * slope", "-y * slope", "tangents of softcapped in CUDA"),
+    mutant("sines bend upwards", HYPER, "cos(x.value), -y);", "cos(x.value), y);", "tangents of counted in CUDA"),
+    mutant("cosines bend upwards", HYPER, "-sin(x.value), -y);", "-sin(x.value), y);", "tangents of counted in CUDA"),
+    mutant("powers have the curvature of the next", HYPER, "b * (b - 1) * pow(a, b - 2)", "b * (b + 1) * pow(a, b - 2)",
+           "tangents of of_functions in CUDA"),
+    mutant("powers have no mixed derivative", HYPER, "chain_product(below, 1 + chain_product(b, log_a))",
+           "0 * chain_product(below, 1 + chain_product(b, log_a))", "tangents of of_functions in CUDA"),
+    mutant("powers have no curvature by exponents", HYPER, "of_exponent = chain_product(by_exponent, log_a)",
+           "of_exponent = 0 * chain_product(by_exponent, log_a)", "tangents of of_functions in CUDA"),
+    mutant("magnitudes of negative numbers grow", HYPER, "x < 0 ? -1 : x > 0 ? 1 : 0, 0)", "1, 0)",
+           "tangents of branching in CUDA"),
+    mutant("entries have no tangents in Hyper", HYPER, "Hyper(entry, is_seeded, tangent(index...))",
+           "Hyper(entry, is_seeded, 0)", "tangents of softcapped in CUDA"),
+    mutant("entries have no tangents in Dual", HYPER, "reads.moves = true;", "", "tangents of softcapped in CUDA"),
+    mutant("entries have tangents in derivatives by s", HYPER, "reads.moves ? tangent(index...) : (Real)0",
+           "tangent(index...)", "tangents of softcapped in CUDA"),
+    mutant("all reads have the derivative", HYPER, "reads.count++ == reads.seeded", "reads.count++ >= 0 * reads.seeded",
+           "tangents of polynomial in CUDA"),
+    mutant("the slope does not know s", HYPER, "run(Hyper(s, 1, ts), reads).mixed", "run(Hyper(s, 0, ts), reads).mixed",
+           "tangents of softcapped in CUDA"),
+    mutant("reads are those of the first run", HYPER, "reads.seeded = n, reads.count = 0;", "reads.seeded = n;",
+           "tangents of polynomial in CUDA"),
     # ---- helpers of backward_jvp
     mutant("the tangent of delta of tdO alone", DELTA, "tdelta += dot<Element>(tout", "tdelta = dot<Element>(tout",
            "tangents", escapes="a lane has one vector of a row"),

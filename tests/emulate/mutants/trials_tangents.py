@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything
+from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, movable_of
 from tests.scored import few_tiles
 from tests.second_derivatives import CASES
@@ -50,6 +51,7 @@ TRIALS: dict[str, AnyTrial] = {
     "tangents of blocks": TangentTrial(case=CASES[5]),
     "tangents of packed": TangentTrial(case=CASES[10]),
     "tangents of functions": FunctionTangentTrial(score="distance"),
+    **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
 }
