@@ -19,7 +19,10 @@ from tests.compiled import CHECKOUT
 
 pytestmark = pytest.mark.skipif(not sampling.exhaustive, reason="takes an hour: with --exhaustive")
 
-FILES = ("test_core.py", "test_core_threads.py", "test_no_elements.py", "test_core_large_scores.py")
+FILES = (
+    *("test_core.py", "test_core_threads.py", "test_core_tangents.py", "test_no_elements.py"),
+    "test_core_large_scores.py",
+)
 # Those that ask how much memory, or how many threads, a process has; and those that would take longest.
 OF_THE_PROCESS = "beside_inputs or stay_for_the_next or use_the_cores"
 LONGEST = "without_space or space_for_its_sums"
