@@ -10,7 +10,7 @@ import pytest
 import cuflash
 from cuflash.gpu.compiler import CompileError, ScoreSourceError, compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, PASSES, PASSES_WITH_TANGENTS, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, PASSES, PASSES_WITH_TANGENTS, PASSES_WITHOUT_TANGENTS, Pass
 from tests.compile.test_plans import SERIALIZED
 from tests.cuda_scores import HEAD
 from tests.pure.test_cuda_scores import case_of
