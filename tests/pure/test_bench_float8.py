@@ -49,9 +49,9 @@ def test_contenders_of_one_byte_need_bfloat16_and_their_device(name):
 def test_what_a_plan_says_is_of_the_passes_that_there_are():
     """On a GPU an fp8 problem has no plan of a backward pass."""
     said = types.SimpleNamespace(describe=lambda: "said")
-    attn = types.SimpleNamespace(plan=lambda *_: types.SimpleNamespace(forward=said, backward=None))
+    attn = types.SimpleNamespace(plan=lambda *_, **__: types.SimpleNamespace(forward=said, backward=None))
     assert peers._describe(attn, None, None, None) == {"forward": "said"}
-    attn = types.SimpleNamespace(plan=lambda *_: said)
+    attn = types.SimpleNamespace(plan=lambda *_, **__: said)
     assert peers._describe(attn, None, None, None) == {"forward": "said", "backward": "said"}
 
 
