@@ -5,9 +5,9 @@ from typing import Any
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.ranks import Shards, Whole, on_threads
-from tests.second_derivatives import has_gradient, movable
+from tests.second_derivatives import has_gradient
 
 
 def everything(case: ct.Case) -> Moved:

@@ -1,6 +1,7 @@
 """Every row of the tables of kernels with tangents compiles, and spills no more than is known of it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -55,8 +56,13 @@ ROUNDING = 1.25  # other versions of the compiler allocate registers a little di
 
 
 def problem_of(tile):
-    own = {"bias": (512, 512)} if type(tile) is ScoresJvpTile else {}
-    sizes = {"seqlen_q": 512, "seqlen_k": 512, "head_dim": tile.max_dim, "dtype": DTYPES[tile.element_bytes]}
+    own: dict[str, Any] = {"bias": (512, 512)} if type(tile) is ScoresJvpTile else {}
+    sizes: dict[str, Any] = {
+        "seqlen_q": 512,
+        "seqlen_k": 512,
+        "head_dim": tile.max_dim,
+        "dtype": DTYPES[tile.element_bytes],
+    }
     case = Case(**sizes, causal=True, **own)
     return replace(case.problem, moved=("q", "k", "v", *own))
 

@@ -22,13 +22,12 @@ from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.slices import CUPY, EmulatedSlices
 from tests.fakes import FakeDevice
 from tests.ranks import REQUIRED, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, score_args_of
-from tests.second_derivatives import movable
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),

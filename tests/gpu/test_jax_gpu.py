@@ -1,5 +1,7 @@
 """`cuflash.jax` on arrays in CUDA memory: the passes, with values and within jit, and derivatives."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -35,7 +37,8 @@ def test_results_and_gradients_are_those_of_the_passes(dtype, compiled):
     q, dout = (normal(2, 4, 130, 64, dtype=dtype, seed=n) for n in (0, 5))
     k, v = (normal(2, 2, 150, 64, dtype=dtype, seed=n) for n in (1, 2))
     sinks = normal(4, dtype="float64" if dtype == "float64" else "float32", seed=3)
-    mask, how = normal(130, 150, seed=4) > -1, {"seed": 1, "offset": 2}
+    mask = normal(130, 150, seed=4) > -1
+    how: dict[str, Any] = {"seed": 1, "offset": 2}
     attn = cuflash.FlashAttention(causal=True, dropout=0.25, deterministic=True)
 
     def both(q, k, v, sinks, dout):

@@ -7,9 +7,8 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.gpu.test_streamed_gpu import SIZES, in_host_memory
-from tests.second_derivatives import movable
 
 pytestmark = pytest.mark.gpu
 CASES = (

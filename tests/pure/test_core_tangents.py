@@ -14,11 +14,10 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback_tangents
-from cuflash.testing.tangents import Moved
+from cuflash.testing.tangents import Moved, movable
 from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
-from tests.second_derivatives import movable
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.testing.tangents import assert_tangents
+from cuflash.testing.tangents import assert_tangents, movable
 from tests import sampling
 from tests.sampling import examples
-from tests.second_derivatives import FEATURES, movable, moved_by
+from tests.second_derivatives import FEATURES, moved_by
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 

@@ -1,6 +1,8 @@
 """Keyword arguments that a call does not take: the error says what is meant, and what takes it."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from cuflash.spec.keywords import _MEANT
 Q = np.ones((2, 4, 8), np.float32)
 ATTN = cuflash.FlashAttention()
 OUT, LSE = ATTN.forward(Q, Q, Q)
-CALLS = {
+CALLS: dict[str, Callable[..., Any]] = {
     "attention": lambda **keywords: cuflash.attention(Q, Q, Q, **keywords),
     "FlashAttention": cuflash.FlashAttention,
     "ContextParallel": lambda **keywords: cd.ContextParallel(cd.threads(1)[0], split="contiguous", **keywords),
@@ -126,7 +128,7 @@ def test_names_without_a_meaning():
 def test_masks_of_the_other_kind():
     """An array where the constructor takes a function, and a function where forward takes an array."""
     with pytest.raises(TypeError, match=r"mask: got ndarray, .*; an array goes into mask= of forward and backward"):
-        cuflash.FlashAttention(mask=np.ones((4, 4), bool))
+        cuflash.FlashAttention(mask=np.ones((4, 4), bool))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"mask: got function, .*; a function goes into FlashAttention\(mask=\.\.\.\)"):
         ATTN.forward(Q, Q, Q, mask=lambda i, j: i >= j)
 
@@ -142,9 +144,9 @@ def test_attention_takes_every_option():
 def test_attention_by_functions_and_dropout(has_mask, slope, seed):
     """Functions, their arrays and dropout in one call are those of FlashAttention and forward."""
     q, k, v = np.random.default_rng(seed).standard_normal((3, 2, 9, 4))
-    options = {"score": lambda s, i, j, *, slope: s + slope * (i - j), "dropout": 0.25}
+    options: dict[str, Any] = {"score": lambda s, i, j, *, slope: s + slope * (i - j), "dropout": 0.25}
     if has_mask:
         options["mask"] = lambda i, j: i != j
-    arrays = {"slope": slope, "seed": seed, "offset": 1}
+    arrays: dict[str, Any] = {"slope": slope, "seed": seed, "offset": 1}
     expected = cuflash.FlashAttention(**options).forward(q, k, v, **arrays).out
     np.testing.assert_array_equal(cuflash.attention(q, k, v, **options, **arrays), expected)

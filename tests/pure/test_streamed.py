@@ -510,8 +510,8 @@ def test_a_star_that_was_forgotten_is_named():
         r"^k: got a StreamedPair, expected \*cuflash",
     )
     calls_without: list[Any] = [
-        lambda: cuflash.attention(x, keys),  # type: ignore[call-arg]
-        lambda: cuflash.attention(x, k=keys),  # type: ignore[call-arg]
+        lambda: cuflash.attention(x, keys),  # type: ignore[call-overload]
+        lambda: cuflash.attention(x, k=keys),  # type: ignore[call-overload]
         lambda: cuflash.attention(x, keys, x),
         lambda: attn.forward(x, keys, x),
         lambda: attn.backward(x, x, keys, x, x, x),
@@ -522,4 +522,4 @@ def test_a_star_that_was_forgotten_is_named():
             call()
         assert error.value.__suppress_context__ or error.value.__context__ is None
     with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
-        cuflash.attention(x, x)  # type: ignore[call-arg]
+        cuflash.attention(x, x)  # type: ignore[call-overload]

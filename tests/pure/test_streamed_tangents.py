@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.streaming import calls
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import CASE, DEVICES, SMALL, chunks_for
 from tests.sampling import examples
-from tests.second_derivatives import has_gradient, movable, moved_by
+from tests.second_derivatives import has_gradient, moved_by
 
 
 def results_of(case, moved, chunk, **options):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.frameworks import call
-from cuflash.testing.tangents import assert_tangents
+from cuflash.testing.tangents import assert_tangents, movable
 from tests.sampling import examples
-from tests.second_derivatives import FEATURES, movable, moved_by
+from tests.second_derivatives import FEATURES, moved_by
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
