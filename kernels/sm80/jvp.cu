@@ -73,7 +73,8 @@ struct Jvp {
         tangents(params, batch, head),
         mask(params, batch, head, key_stop),
         dropout(params, batch, head),
-        exponent_scale(score.exponent_scale()) {
+        exponent_scale(score.exponent_scale()),
+        softmax(make_tangent_softmax(params, batch, head)) {
     set_zero(o);
     set_zero(a);
   }
@@ -157,14 +158,12 @@ struct Jvp {
   // [5] The results, through the shared memory of Q so that the stores to global memory are wide.
   CUFLASH_DEVICE void finish() {
     softmax.finish();
-    if (kHasSinks && !is_left_over(params, batch)) {
-      const Real tangent = kMovesSinks ? ((const Real*)params.tsinks)[head * params.tsinks_stride] : (Real)0;
-      softmax.add_sink(o, a, to_row_max(sink_of(params, head)), tangent);
-    }
+    if constexpr (kHasSinks) softmax.add_sink(o, a);
+    const Real mean[2] = {softmax.mean(0, 0), softmax.mean(0, 1)};
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[0][n][i] -= softmax.mean(0, i / 2) * o[0][n][i];
+      for (int i = 0; i < 4; ++i) a[0][n][i] -= mean[i / 2] * o[0][n][i];
     ptx::copy_async_wait<0>();
     store(o, params.out);
     store(a, params.tout);

@@ -3,9 +3,11 @@
 //   r = sum P (tS - c)        A = sum P (tS - c) V + P tV
 //
 // which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out before
-// P (tS - c) is rounded: it moves to the mean of tS so far wherever m rises. At the end tlse = c + r / l and
+// P (tS - c) is rounded: it moves to the mean of tS so far, with that of the sink, wherever m rises. At the end tlse = c + r / l and
 // tout = (A - (r / l) O) / l.
 #pragma once
+#include "common/io/params.cuh"
+#include "common/schedule/sequences.cuh"
 #include "common/softmax/softmax.cuh"
 
 template <int m_tiles>
@@ -16,56 +18,91 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   Real shift[m_tiles][2];
   Real mean_sum[m_tiles][2];  // r; over this lane's columns only, until `finish`
 
-  CUFLASH_DEVICE TangentSoftmax() {
+  Real sink, sink_tangent;  // with kHasSinks: the score of the sink, as a row max, and its tangent
+
+  explicit CUFLASH_DEVICE TangentSoftmax(Real sink_ = -ptx::infinity(), Real sink_tangent_ = 0)
+      : sink(sink_), sink_tangent(sink_tangent_) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) shift[m][half] = 0, mean_sum[m][half] = 0;
   }
 
+  // How the row maxima rose with a tile of scores: whether they did, the factors of what was summed before, and the row
+  // sums before the tile, times these.
+  struct Raised {
+    bool any;
+    Real factor[m_tiles][2], before[m_tiles][2];
+  };
+
   // Takes in a tile of scores and their tangents, replaces the former by P, the latter by P (tS - c), and makes the sums
   // of earlier tiles, O and A, relative to the same row max and shift.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&tangent)[m_tiles][n_tiles][4],
                              Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real exponent_scale) {
-    Real factor[m_tiles][2], before[m_tiles][2];
-    const bool is_raised = Base::update(score, factor, exponent_scale);
-    if (is_raised) {
-      Base::rescale(o, factor);
-      Base::rescale(a, factor);
-    }
+    const Raised raised = to_weights(score, exponent_scale);
+    rescale_sums(raised, score, tangent, o, a, (Real)1, Constant<true>{});
+    weigh_tangents(score, tangent, (Real)1, Constant<true>{});
+  }
+
+  // The three steps of `update`, for kernels that have products in flight between them.
+  //
+  // Replaces a tile of scores by P.
+  template <int n_tiles>
+  CUFLASH_DEVICE Raised to_weights(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) {
+    Raised raised;
+    raised.any = Base::update(score, raised.factor, exponent_scale);
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (is_raised) mean_sum[m][half] *= factor[m][half];
-        before[m][half] = row_sum[m][half];
-      }
+      for (int half = 0; half < 2; ++half) raised.before[m][half] = row_sum[m][half];
     Base::exponentiate(score, exponent_scale, row_sum);
+    return raised;
+  }
+  // If the row maxima rose, makes the sums of earlier tiles relative to the new ones, and moves the shift. A tangent is
+  // `scale` times what `tangent` has; with `selects`, that of a weight of 0 may be NaN.
+  template <int n_tiles, int out_tiles, class Selects>
+  CUFLASH_DEVICE void rescale_sums(const Raised& raised, const Real (&weight)[m_tiles][n_tiles][4],
+                                   const Real (&tangent)[m_tiles][n_tiles][4], Real (&o)[m_tiles][out_tiles][4],
+                                   Real (&a)[m_tiles][out_tiles][4], Real scale, Selects selects) {
+    if (!raised.any) return;
+    Base::rescale(o, raised.factor);
+    Base::rescale(a, raised.factor);
     if constexpr (kMovesScores) {
-      const auto weigh = [&](int m, int half) {
-        Real sum = 0;
-#pragma unroll
-        for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) sum += score[m][n][i] * tangent[m][n][i];
-        return sum;
-      };
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          mean_sum[m][half] *= raised.factor[m][half];
+          Real weighed = 0;
 #pragma unroll
           for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i)
-              tangent[m][n][i] = score[m][n][i] == 0 ? 0 : tangent[m][n][i] - shift[m][half];
-          if (is_raised) move_shift(tangent[m], score[m], o[m], a[m], m, half, weigh(m, half), before[m][half]);
-          mean_sum[m][half] += weigh(m, half);
+              weighed += weight[m][n][i] * less_shift(weight[m][n][i], tangent[m][n][i], scale, m, half, selects);
+          move_shift(o[m], a[m], m, half, weighed, raised.before[m][half]);
+        }
+    }
+  }
+  // Replaces the tangents of a tile by P (tS - c), and adds these to r.
+  template <int n_tiles, class Selects>
+  CUFLASH_DEVICE void weigh_tangents(const Real (&weight)[m_tiles][n_tiles][4], Real (&tangent)[m_tiles][n_tiles][4],
+                                     Real scale, Selects selects) {
+    if constexpr (kMovesScores) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Real sum = 0;
 #pragma unroll
           for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) tangent[m][n][i] *= score[m][n][i];
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+              Real& x = tangent[m][n][i];
+              x = weight[m][n][i] * less_shift(weight[m][n][i], x, scale, m, half, selects);
+              sum += x;
+            }
+          mean_sum[m][half] += sum;
         }
     }
   }
@@ -79,11 +116,9 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
       for (int half = 0; half < 2; ++half) mean_sum[m][half] = sum_of_row(mean_sum[m][half]);
   }
 
-  // Adds one more key to each row, after `finish`: its value is zero, its score, as a row max, is `sink`, and the tangent
-  // of that is `tangent`.
+  // Adds the sink to each row, after `finish`, as one more key whose value is zero.
   template <int out_tiles>
-  CUFLASH_DEVICE void add_sink(Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real sink,
-                               Real tangent) {
+  CUFLASH_DEVICE void add_sink(Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4]) {
     Real factor[m_tiles][2];
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
@@ -92,7 +127,7 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
         factor[m][half] = this->raise_row_max(m, half, sink);
         const Real weight = relative<kNaturalRowMax>(sink, this->row_max[m][half]);
         row_sum[m][half] += weight;
-        mean_sum[m][half] = mean_sum[m][half] * factor[m][half] + weight * (tangent - shift[m][half]);
+        mean_sum[m][half] = mean_sum[m][half] * factor[m][half] + weight * (sink_tangent - shift[m][half]);
       }
     Base::rescale(o, factor);
     Base::rescale(a, factor);
@@ -109,24 +144,38 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
     return x + ptx::shuffle_xor(x, 2);
   }
 
-  // Moves the shift of a row to the mean of the tangents so far: `weighed` is the sum of P tS over this lane's columns of
-  // the tile, less the shift, and `before` what the row sum was before it.
-  template <int n_tiles, int out_tiles>
-  CUFLASH_DEVICE void move_shift(Real (&tangent)[n_tiles][4], const Real (&score)[n_tiles][4],
-                                 const Real (&o)[out_tiles][4], Real (&a)[out_tiles][4], int m, int half, Real weighed,
+  // A tangent less the shift.
+  template <class Selects>
+  CUFLASH_DEVICE Real less_shift(Real weight, Real tangent, Real scale, int m, int half, Selects) const {
+    return Selects::value && weight == 0 ? 0 : ptx::fused(tangent, scale, -shift[m][half]);
+  }
+
+  // Moves the shift of a row to the mean of the tangents so far: `weighed` is the sum of P (tS - c) over this lane's
+  // columns of a tile, which r has not got yet, and `before` what the row sum was before the tile.
+  template <int out_tiles>
+  CUFLASH_DEVICE void move_shift(const Real (&o)[out_tiles][4], Real (&a)[out_tiles][4], int m, int half, Real weighed,
                                  Real before) {
-    const Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
-    const Real gain = total > 0 ? weighed_total / total : 0;
-    shift[m][half] += gain;
+    Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
+    const Real old = shift[m][half];
+    if constexpr (kHasSinks) {
+      const Real row_max = this->row_max[m][half], larger = max_of(row_max, sink);
+      const Real factor = relative<kNaturalRowMax>(row_max, larger), weight = relative<kNaturalRowMax>(sink, larger);
+      total = total * factor + weight;
+      weighed_total = weighed_total * factor + weight * (sink_tangent - old);
+    }
+    shift[m][half] += total > 0 ? weighed_total / total : 0;
+    const Real gain = shift[m][half] - old;
     mean_sum[m][half] -= gain * before;
-#pragma unroll
-    for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i)
-        if (score[n][i] != 0) tangent[n][i] -= gain;
 #pragma unroll
     for (int n = 0; n < out_tiles; ++n)
 #pragma unroll
       for (int i = 2 * half; i < 2 * half + 2; ++i) a[n][i] -= gain * o[n][i];
   }
 };
+
+// Those of rows of a query head. Rows that belong to no sequence have no sink.
+CUFLASH_DEVICE TangentSoftmax<1> make_tangent_softmax(const Params& params, Entry batch, int head) {
+  if (!kHasSinks || is_left_over(params, batch)) return TangentSoftmax<1>();
+  const Real tangent = kMovesSinks ? ((const Real*)params.tsinks)[head * params.tsinks_stride] : (Real)0;
+  return TangentSoftmax<1>(to_row_max(sink_of(params, head)), tangent);
+}
