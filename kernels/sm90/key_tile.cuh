@@ -33,6 +33,12 @@ struct KeyTile {
   CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full, u32 other_bytes = 0) const {
     constexpr int kChunks = ceil_div(columns, chunk);
     full.arrive_expect(kChunks * kBlockN * kLineBytes + other_bytes);
+    issue<columns, chunk>(tile, map, full);
+  }
+  // The same where `full` expects the bytes already.
+  template <int columns, int chunk = kChunk>
+  CUFLASH_DEVICE void issue(u32 tile, const TensorMap& map, const Barrier& full) const {
+    constexpr int kChunks = ceil_div(columns, chunk);
     if constexpr (kPageSize == 0) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c)

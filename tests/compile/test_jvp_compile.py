@@ -16,9 +16,11 @@ from cuflash.plan.sm80.tiles import (
     JvpTile,
     ScoresJvpTile,
 )
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.testing import Case
+from tests.compile.test_plans import SERIALIZED
 from tests.sampling import sample
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
@@ -68,8 +70,8 @@ def problem_of(tile):
 
 
 def main_kernel(tile, arch):
-    pass_ = JVP if type(tile) is JvpTile else BACKWARD_JVP
-    made = {JvpTile: None, DqJvpTile: ("tdq",), ScoresJvpTile: ("tdbias",)}
+    pass_ = JVP if type(tile) in (JvpTile, JvpSm90Tile) else BACKWARD_JVP
+    made = {JvpTile: None, JvpSm90Tile: None, DqJvpTile: ("tdq",), ScoresJvpTile: ("tdbias",)}
     need = made.get(type(tile), ("tdk", "tdv"))
     plan = choose_plan(problem_of(tile), DeviceSpec.for_arch(arch), pass_, tiles=(tile,), need=need)
     (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
@@ -94,3 +96,38 @@ def test_other_devices(arch):
     for table in sample((JVP_TILES, BACKWARD_JVP_TILES, DQ_JVP_TILES, SCORES_JVP_TILES), 3):
         tile = next(row for row in table if why_too_large(row, problem_of(row), device) is None)
         assert compile_spec(main_kernel(tile, arch)).path.exists()
+
+
+@pytest.mark.parametrize(
+    ("tile", "options", "spilled"),
+    sample(
+        [
+            (tile, options, spilled if tile.max_dim > 64 else 0)
+            for tile in JVP_SM90_TILES
+            for options, spilled in (
+                ({}, 0),
+                ({"causal": True}, 0),
+                ({"window": (60, 20)}, 0),
+                ({"dtype": "float16", "sinks": True}, 0),
+                ({"softcap": 5.0}, 24),
+                ({"alibi_slopes": (1,)}, 24),
+                ({"dropout": 0.2}, 8),
+                ({"mask": (512, 512)}, 72),
+                ({"block_mask": (1,)}, 88),
+                ({"cu_seqlens_q": (0, 100, 512), "cu_seqlens_k": (0, 100, 512)}, 72),
+            )
+            if not (tile.serves == "fixed lengths" and "cu_seqlens_q" in options)
+        ],
+        6,
+    ),
+    ids=str,
+)
+def test_rows_of_hopper(tile, options, spilled):
+    """Products are in flight, and accumulators in registers, with the options that rows are taken for."""
+    case = Case(**{"seqlen_q": 512, "seqlen_k": 512, "head_dim": tile.max_dim, "dtype": "bfloat16"} | options)
+    moved = tuple(name for name in ("q", "k", "v", "softcap", "alibi_slopes") if name in ("q", "k", "v", *options))
+    plan = choose_plan(replace(case.problem, moved=moved), DeviceSpec.for_arch("9.0"), JVP, tiles=(tile,))
+    (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
+    resources = compile_spec(kernel).resources
+    assert SERIALIZED not in resources.log
+    assert resources.spill_stores_bytes <= spilled + 16

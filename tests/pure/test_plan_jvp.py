@@ -8,6 +8,7 @@ import pytest
 import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
@@ -38,9 +39,11 @@ def test_every_row_is_chosen_somewhere():
                             chosen |= set(plan_of(problem_of(dtype, head_dim), pass_, arch, need=need).tiles)
                         except NotImplementedError as error:
                             assert arch != "9.0", error
-    assert not [
-        tile for tile in (*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES, *SCORES_JVP_TILES) if tile not in chosen
-    ]
+    for head_dim in (64, 128):
+        for others in ({}, {"bias": (1, 1, 512, 512)}):
+            chosen |= set(plan_of(problem_of(head_dim=head_dim, **others), JVP).tiles)
+    tables = (*JVP_TILES, *JVP_SM90_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES, *SCORES_JVP_TILES)
+    assert not [tile for tile in tables if tile not in chosen]
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
@@ -63,7 +66,34 @@ def test_kernels_make_what_is_needed():
     of_pairs, reduce = "sm80/backward_jvp_scores.cu", "helpers/scores_reduce.cu"
     assert sources("tdscale") == [preprocess, of_pairs, reduce]
     assert sources("tdq", "tdscale") == [preprocess, "sm80/backward_jvp_dq.cu", of_pairs, reduce]
-    assert [kernel.source for kernel in plan_of(problem_of(), JVP).kernels] == ["sm80/jvp.cu"]
+    assert [kernel.source for kernel in plan_of(problem_of(), JVP).kernels] == ["sm90/jvp.cu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why_not"),
+    [
+        ({}, None),
+        ({"moved": ("scale",)}, None),
+        ({"moved": ("q", "bias"), "bias": (1, 1, 512, 512)}, None),
+        ({"dtype": "float32"}, ""),
+        ({"head_dim": 160}, "not sm90/jvp: it serves head dimensions up to 128"),
+        ({"head_dim": 20}, "not sm90/jvp: a stride of q is 40 bytes, not a positive multiple of 16"),
+        ({"strides": "flipped"}, "not sm90/jvp: a stride of q is"),
+    ],
+    ids=str,
+)
+def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
+    """Else the plan says why, and the kernel for all devices serves it."""
+    plan = plan_of(problem_of(**options), JVP)
+    assert (type(plan.tiles[0]) is JvpSm90Tile) == (why_not is None)
+    assert (why_not or "") in plan.reason
+
+
+@pytest.mark.parametrize("moved", [(), ("q",), ("k", "v"), ("q", "k", "v")])
+def test_tensor_maps_are_of_what_is_given(moved):
+    plan = plan_of(problem_of(moved=moved), JVP)
+    expected = ["q", "k", "v", *(f"t{name}" for name in moved), "out", "tout"]
+    assert [spec.name for spec in plan.tensor_maps] == expected
 
 
 def test_tangents_that_are_not_given_are_no_part_of_a_kernel():

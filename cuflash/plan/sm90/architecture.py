@@ -8,6 +8,7 @@ from cuflash.plan.sm90.backward_bias import BiasGradient
 from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
+from cuflash.plan.sm90.jvp import Jvp
 
 SM90 = Architecture(
     known=("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks"),
@@ -17,6 +18,7 @@ SM90 = Architecture(
         DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     ),
     forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
+    jvp=(Jvp(),),
     backward=(BackwardFloat32(), BackwardWide(), Backward()),
     dq=(DqWide(),),
     bias=(BiasGradient(),),

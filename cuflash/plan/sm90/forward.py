@@ -69,7 +69,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
         bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box, **results, **bias})
-        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+        add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
@@ -101,7 +101,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
             boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
-        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+        add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
 class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
@@ -142,7 +142,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         box = box_rows(draft.problem, tile.block_n)
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box})
         draft.reasons.append("sums of each tile of keys are added in float32, since tensor cores keep 14 bits of them")
-        _add_persistent(draft, tile, self.source)
+        add_persistent(draft, tile, self.source)
 
 
 class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
@@ -173,7 +173,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         )
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
-        _add_persistent(draft, tile, self.source)
+        add_persistent(draft, tile, self.source)
 
 
 def why_not_16_bit(
@@ -206,9 +206,9 @@ def _shares_bias(problem: Problem, tile: ScoredTile) -> bool:
     return tile.bias_of_pairs > 0 and problem.bias is not None and problem.bias.strides[0] == 0
 
 
-def _add_persistent(
+def add_persistent(
     draft: Draft,
-    tile: ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | ForwardWideSm90Tile,
+    tile: Tile,
     source: str,
     *,
     batch_first: bool = False,

@@ -1,0 +1,124 @@
+"""Attention and its tangent in half precision on compute capability 9.0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
+from cuflash.plan.sm90.tiles import WGMMA_COLUMNS
+from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker
+from cuflash.spec.passes import JVP
+from cuflash.spec.problem import Problem
+
+# Of `JvpSm90Tile`. A bias and its tangent are looked up for each pair, by addresses that take registers.
+CONDITIONS = by_name(
+    ANY,
+    Condition("no bias", lambda fit: fit.problem.bias is None, "problems without a bias"),
+    Condition(
+        "fixed lengths",
+        lambda fit: fit.problem.bias is None and not fit.problem.is_packed,
+        "problems without a bias and packed sequences",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JvpSm90Tile(Tile):
+    """One way to cut attention with its tangent for compute capability 9.0. A consumer owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns to issue the products of scores
+    q_stages: int  # tiles of queries in shared memory
+    overlaps_tiles: bool  # the products of values of a tile are in flight with those of the scores of the next
+    out_columns: int = 64  # columns of a result that are stored at a time
+    serves: str = "any"
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "q_stages", "overlaps_tiles", "out_columns")
+    conditions: ClassVar = CONDITIONS
+    variations: ClassVar = {
+        "block_m": (128, 192),
+        "block_n": WGMMA_COLUMNS,
+        "num_stages": (2, 3),
+        "q_stages": (1, 2),
+        "overlaps_tiles": (False, True),
+        "ping_pong": (False, True),
+    }
+
+    element_bytes = 2
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and four for the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, out = (chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, self.out_columns)))
+        k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
+        next_tiles = 2 * (16 + 32)  # of packed sequences
+        return 2 * (self.q_stages * q + self.num_stages * (k + v)) + out + barriers + next_tiles
+
+
+_jvp = maker(JvpSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages overlaps_tiles serves origin")
+
+# TFLOP/s over six products.
+# fmt: off
+JVP_SM90_TILES = (
+    #    max_dim m    n   stages pingp Q  overlaps serves
+    _jvp(64,  128, 96, 3,      True, 1, True,  "fixed lengths",
+         "on an H200 613 TFLOP/s, 2.7 times the forward pass's time, without overlap 580, 128 x 128: 622, 128 x 80 578, "
+         "192 x 64 579, with Q and tQ in registers 580 (32 heads, seqlen 4096)"),
+    _jvp(64,  128, 64, 3,      True, 1, True,  "any", ARITHMETIC),
+    _jvp(128, 128, 64, 2,      True, 1, False, "no bias",
+         "on an H200 707 / 691 TFLOP/s, 3.15 times the forward pass's time, with overlap, which spills, 680 / 652, "
+         "without ping-pong 675 / 617, 128 x 48 689 (16 heads, seqlen 4096 full / causal)"),
+    _jvp(128, 128, 32, 2,      True, 1, False, "any", ARITHMETIC),
+)
+# fmt: on
+
+
+class Jvp(ForwardFamily[JvpSm90Tile]):
+    kernel = "sm90/jvp"
+    has_functions = True
+    tile = JvpSm90Tile
+    outputs = JVP.default
+    model = "queries"
+    unknown = ("pages",)
+
+    def table(self, problem: Problem) -> tuple[JvpSm90Tile, ...]:
+        return JVP_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        if unknown := self.why_unknown(draft.problem):
+            return unknown
+        return why_not_16_bit(draft, self._mapped(draft), JVP_SM90_TILES)
+
+    def draft(self, draft: Draft, tile: JvpSm90Tile) -> None:
+        draft.add_block_index(tile, "key_index")
+        box = box_rows(draft.problem, tile.block_n)
+        rows = {"q": tile.block_m, "k": box, "v": box, "tq": tile.block_m, "tk": box, "tv": box}
+        rows |= {"out": 64, "tout": 64}
+        draft.map_tensors({name: rows[name] for name in self._mapped(draft)})
+        add_persistent(draft, tile, self.source)
+
+    @staticmethod
+    def _mapped(draft: Draft) -> tuple[str, ...]:
+        """Arrays that TMA reads or writes."""
+        moved = draft.problem.moved or ()
+        return ("q", "k", "v", *(f"t{name}" for name in ("q", "k", "v") if name in moved), "out", "tout")

@@ -1,0 +1,78 @@
+"""jvp on compute capability 9.0 in the emulator: every way to cut it, every schedule, whatever tangents are given."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash.emulator import SCHEDULES, passes
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
+from cuflash.plan.tiles import round_up
+from cuflash.spec.passes import JVP
+from cuflash.testing import Case, cases
+from cuflash.testing.tangents import Moved, assert_tangents
+from tests.emulate.tangents import everything
+from tests.sampling import examples, sample
+from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
+
+OF_HALVES = [case for case in CASES if case.dtype in ("float16", "bfloat16")]
+
+
+def check(case: Case, moved: Moved, tile: JvpSm90Tile | None = None, **options: Any) -> None:
+    """Hold tout and tlse to the oracle rule, and out and lse to those of the forward pass.
+
+    The tile is that of the table where TMA cannot read the arrays, and another kernel serves them.
+    """
+    arrays, tangents, problem = case.arrays(), moved.arrays(case), case.problem
+    inputs = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    plan = passes.plan_for(problem, JVP, inputs | of_inputs, "9.0")
+    tiles = None if tile is None or type(plan.tiles[0]) is not JvpSm90Tile else (tile,)
+    out, lse, tout, tlse = passes.jvp(problem, inputs | of_inputs, tiles=tiles, **case.random, **options)
+    assert_tangents(case, moved, {"tout": tout, "tlse": tlse})
+    limit = 2e-2 * (1 + abs(case.score_mean))
+    for x, y in zip((out, lse), passes.forward(problem, inputs, **case.random), strict=True):
+        np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=limit)
+
+
+@st.composite
+def tiles_for(draw, case):
+    """A tile for the head dimensions of a case that leaves space in shared memory."""
+    block_m = draw(st.sampled_from((128, 192)))
+    is_wide = max(case.head_dim, case.head_dim_v) > 64
+    return JvpSm90Tile(
+        max_dim=128,
+        block_m=block_m,
+        block_n=draw(st.sampled_from((32, 48, 64) if is_wide or block_m > 128 else (32, 64, 96, 112))),
+        num_stages=1 if is_wide and block_m > 128 else 2,
+        ping_pong=draw(st.booleans()),
+        q_stages=1 if is_wide else draw(st.sampled_from((1, 2))),
+        overlaps_tiles=draw(st.booleans()),
+        origin="drawn",
+    )
+
+
+@settings(max_examples=examples(20))
+@given(cases(dtypes=("float16", "bfloat16"), features=FEATURES, max_seqlen=333, max_head_dim=72), st.data())
+def test_drawn_cases_tiles_and_schedules(case, data):
+    dims = round_up(case.head_dim, 8), round_up(case.head_dim_v, 8)
+    case = replace(case, head_dim=dims[0], head_dim_v=dims[1], strides="contiguous")
+    check(case, data.draw(moved_by(case)), data.draw(tiles_for(case)), schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
+@pytest.mark.parametrize(
+    ("case", "moved"), sample([(case, moved) for case in OF_HALVES for moved in moves_of(case)], 12), ids=str
+)
+def test_tangents_that_are_not_given(case, moved):
+    check(case, moved)
+
+
+@pytest.mark.parametrize("tile", sample(JVP_SM90_TILES, 3), ids=str)
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_rows_of_the_table(tile, spread):
+    """Several tiles of queries, in sequences with a diagonal, whose keys' tangents have a large part in common."""
+    case = Case(seqlen_q=270, seqlen_k=520, head_dim=tile.max_dim, dtype="bfloat16", causal=True, score_spread=spread)
+    check(case, replace(everything(case), common=10.0), tile)
