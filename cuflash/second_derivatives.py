@@ -80,8 +80,9 @@ class SecondDerivatives(Preparation):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `backward` does; and for CuPy arrays with head dimensions without a tile (`backward_jvp`: 512, 256 of
-            float32 and 192 of float64 are the largest).
+            As `backward` does, except that `jvp` takes a `block_table`, tk and tv being pools of pages as k and v are;
+            and for CuPy arrays with head dimensions without a tile (`backward_jvp`: 512, 256 of float32 and 192 of
+            float64 are the largest).
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)

@@ -22,16 +22,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 import cuflash
 import cuflash.testing as ct
 from cuflash.testing.rule import yardsticks_of
+from cuflash.testing.tangents import Moved
+from cuflash.testing.tangents import yardsticks_of as tangents_of
+from tests.second_derivatives import movable
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 PASSES = ("forward", "backward")
+# It takes the options that the backward pass takes, and what jvp gives, so that both are tried; the oracle of tangents
+# has no batch axes.
+WITH_TANGENTS = ("backward_jvp",)
+OF_ONE_BATCH = ("axes",)
 BACKENDS = {"cpu": "NumPy arrays", "8.0": "CuPy arrays, 8.0", "9.0": "CuPy arrays, 9.0"}
+
+ON_DEVICES = ("tdq", "tdk", "tdv", "tdsinks")  # results of backward_jvp that kernels make
+COTANGENTS = ("dout", "dlse", "tdout", "tdlse")
 
 # Long enough for every kernel of 9.0 but that of few queries, and no multiple of a tile; the keys are whole pages.
 SIZES = {"seqlen_q": 195, "seqlen_k": 208, "batch": 2, "num_heads": 2, "head_dim": 32}
@@ -97,6 +109,11 @@ class Setting:
     def yardsticks(self) -> dict[str, ct.Yardstick]:
         """Of all results."""
         return yardsticks_of(self.case)
+
+    @property
+    def moved(self) -> Moved:
+        """What has tangents in passes with tangents: everything."""
+        return Moved(names=tuple(movable(self.case)), cotangents=("tdout", "tdlse") if self.case.dlse else ("tdout",))
 
     @classmethod
     def of(cls, chosen: dict[Option, dict[str, Any]]) -> Setting:
@@ -177,7 +194,7 @@ def unserved_pair(setting: Setting, pass_: str, run: Run) -> tuple[str, str] | N
         assert len(found_at) >= 2, f"{setting}: two of {setting.names} should be named in: {error}"
         first, second, *_ = (found_at[at] for at in sorted(found_at))
         return first, second
-    judge(setting, results)
+    judge(setting, results, tangents_of(setting.case, setting.moved) if pass_ in WITH_TANGENTS else None)
     return None
 
 
@@ -192,9 +209,12 @@ class Posed(Protocol):
     def yardsticks(self) -> Mapping[str, ct.Yardstick]: ...
 
 
-def judge(setting: Posed, results: dict[str, Any]) -> None:
-    """Hold results against the oracle: where precision is TF32's, in units of a number of 11 bits, not 24."""
-    expected = setting.yardsticks
+def judge(setting: Posed, results: dict[str, Any], yardsticks: Mapping[str, ct.Yardstick] | None = None) -> None:
+    """Hold results against the oracle: where precision is TF32's, in units of a number of 11 bits, not 24.
+
+    Without `yardsticks`, those of the setting.
+    """
+    expected = setting.yardsticks if yardsticks is None else yardsticks
     bits = 24 - 11 if setting.precision == "tf32" and setting.case.dtype == "float32" else 0
     for name, x in results.items():
         measurement = ct.measure(name, x, expected[name].looser(2.0**bits))
@@ -210,11 +230,13 @@ def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str
     """All refusals that a setting meets: after one, the setting goes on without either of the two.
 
     With no options but some of those that were served together it would meet none: that is left out. The backward pass
-    goes without what it has not; the forward pass takes what is of the backward pass alone.
+    goes without what it has not, and passes with tangents do; the forward pass takes what is of the backward pass
+    alone.
     """
-    if pass_ == "backward":
+    if pass_ != "forward":
         for option in OPTIONS:
-            if option.name in setting.names and pass_ not in option.passes:
+            is_left_out = "backward" not in option.passes or (pass_ in WITH_TANGENTS and option.name in OF_ONE_BATCH)
+            if option.name in setting.names and is_left_out:
                 setting = without(setting, option.name)
     always = {option.name for option in OPTIONS if option.always}
     waiting = deque([setting])
@@ -237,7 +259,11 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
         case = setting.case
         arrays = case.arrays(convert)
-        attn = cuflash.FlashAttention(**case.keywords, deterministic=setting.deterministic, precision=setting.precision)
+        attn: Any = cuflash.FlashAttention(
+            **case.keywords, deterministic=setting.deterministic, precision=setting.precision
+        )
+        if pass_ in WITH_TANGENTS:
+            return _with_tangents(attn, setting, arrays, setting.moved.arrays(case, convert))
         inputs = ct.qkv(arrays)
         out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
         if pass_ == "forward":
@@ -249,8 +275,25 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
     return run
 
 
+def _with_tangents(
+    attn: Any, setting: Setting, arrays: Mapping[str, Any], tangents: Mapping[str, Any]
+) -> dict[str, Any]:
+    """tout, tlse and the tangents of the gradients that arrays of this kind have."""
+    case = setting.case
+    given = dict(zip("qkv", ct.qkv(arrays), strict=True)) | ct.optional(arrays) | case.random
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    results = attn.jvp(**given, **of_inputs)._asdict()
+    need = tuple(f"t{name}" for name in ct.gradients_of(case.problem))
+    if not isinstance(arrays["q"], np.ndarray):
+        need = tuple(name for name in need if name in ON_DEVICES)
+    given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    found = attn.backward_jvp(arrays["dout"], **given, **tangents, **results, need=need)._asdict()
+    return {name: results[name] for name in ("tout", "tlse")} | found
+
+
 def by_emulator(arch: str) -> Run:
     """Runs settings by the real kernels for a compute capability, in the emulator."""
+    from cuflash.emulator import passes as emulated
     from tests.emulate import attention
 
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
@@ -260,6 +303,15 @@ def by_emulator(arch: str) -> Run:
         if case.axes is not None:
             return attention.by_calls(case, arrays, pass_, arch=arch, **options)
         problem = attention.problem_of(case, arrays, **options)
+        if pass_ in WITH_TANGENTS:
+            tangents: Any = setting.moved.arrays(case)
+            given = {name: x for name, x in (arrays | tangents).items() if name not in COTANGENTS}
+            names = ("out", "lse", "tout", "tlse")
+            results = dict(zip(names, emulated.jvp(problem, given, arch=arch, **case.random), strict=True))
+            need = tuple(name for name in ON_DEVICES if f"d{name[2:]}" in ct.gradients_of(case.problem))
+            every = arrays | tangents | results
+            found = emulated.backward_jvp(problem, every, need=need, arch=arch, **case.random)
+            return {name: results[name] for name in names[2:]} | dict(zip(need, found, strict=True))
         if pass_ == "forward":
             return dict(zip(("out", "lse"), attention.forward(problem, arrays, arch=arch, **case.random), strict=True))
         out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
@@ -326,7 +378,7 @@ def main() -> int:
     runs = {name: by_interface(lambda x: x) if name == "cpu" else by_emulator(name) for name in BACKENDS}
     unserved: dict[str, dict[str, list]] = {name: {} for name in runs}
     every = settings()
-    for (backend, run), pass_ in itertools.product(runs.items(), PASSES):
+    for (backend, run), pass_ in itertools.product(runs.items(), (*PASSES, *WITH_TANGENTS)):
         found = set()
         for number, setting in enumerate(every, 1):
             found |= {tuple(sorted(pair)) for pair in unserved_pairs(setting, pass_, run)}

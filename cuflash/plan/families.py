@@ -83,11 +83,15 @@ class Family(ABC, Generic[Row]):
 
 class ForwardFamily(Family[Row]):
     outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make
-    sums_tangents: ClassVar[bool] = False  # of a pass with tangents: it makes results in the dtype of sums, too
+    # Of a pass with tangents: it also makes partial results, in the dtype of sums, and reads keys in pages.
+    serves_all_tangents: ClassVar[bool] = False
 
     def why_not_served(self, draft: Draft) -> str | None:
-        if draft.problem.moved is not None and draft.problem.wide and not self.sums_tangents:
-            return "it rounds results to the dtype of q, and these are to be merged or added"
+        if draft.problem.moved is not None and not self.serves_all_tangents:
+            if draft.problem.wide:
+                return "it rounds results to the dtype of q, and these are to be merged or added"
+            if draft.problem.page_size:
+                return "it reads no pages"
         unmade = [name for name in draft.need if name not in self.outputs]
         return f"it makes no {' and no '.join(unmade)}" if unmade else super().why_not_served(draft)
 

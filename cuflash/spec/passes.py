@@ -21,7 +21,7 @@ from cuflash.spec.outputs import (
     TANGENT_ROWS,
     Output,
 )
-from cuflash.spec.problem import Problem, check_differentiable
+from cuflash.spec.problem import Problem, check_differentiable, check_movable
 
 
 def _names(rows: tuple[Output, ...]) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ JVP = Pass(
     takes=tuple(f"t{name}" for name in MOVABLE),
     results_of=lambda options: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
     results_in=lambda problem: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
-    check=check_differentiable,
+    check=check_movable,
     flops=attrgetter("jvp_flops"),
     least_bytes=attrgetter("jvp_bytes"),
     any_length=False,

@@ -590,16 +590,21 @@ def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -
 
 def check_differentiable(problem: Problem) -> None:
     """Refuse the backward pass of pages, and of fp8 k and v."""
+    check_movable(problem)
+    if problem.block_table is not None:
+        raise NotImplementedError(
+            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
+            "the pages of each batch entry into contiguous k and v"
+        )
+
+
+def check_movable(problem: Problem) -> None:
+    """Refuse derivatives with respect to fp8 k and v."""
     if problem.has_float8:
         raise NotImplementedError(
             f"k: got dtype {problem.k.dtype} for the backward pass, expected numbers of at least 16 bits: gradients of "
             f"k and v would be rounded to fp8, to 3 or 4 significant bits; give cuflash.dequantize(k, "
             f"k_scale), and the others likewise, to forward and backward"
-        )
-    if problem.block_table is not None:
-        raise NotImplementedError(
-            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
-            "the pages of each batch entry into contiguous k and v"
         )
 
 

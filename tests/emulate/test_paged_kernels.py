@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES, find_compiler, passes
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm80.tiles import FORWARD_TILES
 from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
@@ -151,3 +151,34 @@ def test_offsets_take_64_bits(tile, case):
 def test_no_undefined_behaviour():
     for tile, case in SOME:
         ct.assert_forward(case, *run(case, tile, sanitizer="undefined"))
+
+
+TANGENTS = {
+    "float16": replace(CASE, softcap=3.0, sinks=True, seqlen_q=70),
+    "float64, 64": replace(CASE, dtype="float64", page_size=64, layout="bshd", causal=False, window=(60, 3)),
+}
+
+
+@pytest.mark.parametrize("name", TANGENTS)
+def test_tangents_of_pages_are_those_of_keys_in_one_piece(name):
+    """tk and tv are pools as k and v are; each entry by itself makes the same products in the same order."""
+    case = TANGENTS[name]
+    arrays, random = case.arrays(), np.random.default_rng(0)
+    tangents = {f"t{own}": random.standard_normal(arrays[own].shape).astype(arrays[own].dtype) for own in "qkv"}
+    given_arrays = {own: x for own, x in arrays.items() if own not in ("dout", "dlse")} | tangents
+    found = passes.jvp(attention.problem_of(case, arrays), given_arrays, arch="8.0")
+    whole = ct.gather_pages(arrays, case.layout)
+    moved = ct.gather_pages(arrays | {"k": tangents["tk"], "v": tangents["tv"]}, case.layout)
+    options = replace(case.options, causal=case.causal)
+    for b, length in enumerate(case.kv_lengths or ()):
+        first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
+        own = {"q": whole["q"][b : b + 1], "tq": tangents["tq"][b : b + 1]}
+        own |= {x: np.ascontiguousarray(whole[x][first]) for x in "kv"}
+        own |= {f"t{x}": np.ascontiguousarray(moved[x][first]) for x in "kv"}
+        sinks = {"sinks": arrays["sinks"]} if case.sinks else {}
+        problem = make_problem(options, own["q"], own["k"], own["v"], **sinks)
+        expected = passes.jvp(problem, own | sinks, arch="8.0")
+        limit = 1e-12 if case.dtype == "float64" else 2e-3
+        for got, x in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got[b : b + 1].astype(float), x.astype(float), rtol=limit, atol=limit)
+            assert np.isfinite(got[b]).all()

@@ -160,3 +160,20 @@ def test_backward_is_refused(cupy):
     with pytest.raises(NotImplementedError, match=r"^block_table: .*gather the pages"):
         inputs = ct.qkv(arrays)
         cuflash.FlashAttention().backward(out, *inputs, out, lse, **ct.optional(arrays))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_tangents_are_those_of_the_cpu(cupy, dtype):
+    case = ct.Case(**SIZES, seqlen_q=70, head_dim=64, dtype=dtype, page_size=64, causal=True, sinks=True)
+    arrays, random = case.arrays(), np.random.default_rng(0)
+    given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    given |= {
+        f"t{x}": random.standard_normal(arrays[x].shape).astype(arrays[x].dtype) for x in ("q", "k", "v", "sinks")
+    }
+    attn = cuflash.FlashAttention(causal=True)
+    expected = attn.jvp(**given)
+    found = attn.jvp(**{name: cupy.asarray(x) for name, x in given.items()})
+    bound = {"bfloat16": 4e-2, "float32": 1e-4, "float64": 1e-11}[dtype]
+    for got, x in zip(found, expected, strict=True):
+        wide = x.astype(float)
+        np.testing.assert_allclose(ct.to_numpy(got).astype(float), wide, rtol=bound, atol=bound * np.abs(wide).max())

@@ -12,5 +12,5 @@ pytestmark = pytest.mark.gpu
 def test_agrees_with_the_oracle_or_is_refused(setting):
     cupy = pytest.importorskip("cupy")
     arch = "9.0" if is_sm90() else "8.0"
-    for pass_ in pairs.PASSES:
+    for pass_ in (*pairs.PASSES, *pairs.WITH_TANGENTS):
         pairs.assert_as_recorded(arch, setting, pass_, pairs.by_interface(cupy.asarray))

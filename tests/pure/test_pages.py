@@ -19,6 +19,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import PAGE_SIZES, make_problem
 from cuflash.testing import Case, reference
+from tests.sampling import examples
 from tests.ways import every_way
 
 FEATURES = ("causal", "window", "softcap", "bias", "mask", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dropout")
@@ -331,3 +332,47 @@ def test_every_method_takes_a_block_table():
         method(*ct.qkv(arrays), **ct.optional(arrays))
         with pytest.raises(ValueError, match="kv_lengths"):
             method(*ct.qkv(arrays), block_table=arrays["block_table"])
+
+
+# ---- Tangents --------------------------------------------------------------------------------------------------------
+
+
+def tangents_of(case, seed=0):
+    """Tangents of all that moves: tk and tv are pools, as k and v are."""
+    random = np.random.default_rng(seed)
+    arrays = case.arrays()
+    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
+    return {f"t{name}": random.standard_normal(arrays[name].shape).astype(arrays[name].dtype) for name in names}
+
+
+@settings(max_examples=examples(40))
+@given(paged_cases([f for f in FEATURES if f != "dropout"], dtypes=["float64"], strides=["contiguous"]))
+def test_tangents_are_those_of_each_entry_by_itself(case):
+    arrays, tangents = case.arrays(), tangents_of(case)
+    qkv, optional = inputs(case)
+    found = cuflash.FlashAttention(**case.keywords).jvp(*qkv, **optional, **tangents)
+    pools = {"k": tangents["tk"], "v": tangents["tv"]}
+    whole, moved = (ct.gather_pages(arrays | own, case.layout) for own in ({}, pools))
+    for b, length in enumerate(case.kv_lengths):
+        first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
+        own: dict[str, Any] = {"q": whole["q"][b : b + 1], "tq": tangents["tq"][b : b + 1]}
+        own |= {name: whole[name][first] for name in "kv"} | {f"t{name}": moved[name][first] for name in "kv"}
+        for name in ("bias", "mask", "tbias"):
+            x = (arrays | tangents).get(name)
+            own |= {} if x is None else {name: entry_of(x, b, case.batch, length)}
+        for name in ("sinks", "tsinks", "alibi_slopes", "talibi_slopes"):
+            x = (arrays | tangents).get(name)
+            own |= {} if x is None else {name: x[b] if x.ndim == 2 else x}
+        expected = cuflash.FlashAttention(**case.keywords).jvp(**own)
+        for name, x in expected._asdict().items():
+            got = getattr(found, name)[b : b + 1]
+            np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-10 * case.score_spread, err_msg=name)
+
+
+def test_gradients_of_pages_have_no_tangents():
+    case = Case(seqlen_q=2, seqlen_k=32, batch=1, num_heads=1, head_dim=8, page_size=16, kv_lengths=(20,))
+    qkv, optional = inputs(case)
+    attn = cuflash.FlashAttention()
+    out, lse, tout, tlse = attn.jvp(*qkv, **optional, **tangents_of(case))
+    with pytest.raises(NotImplementedError, match=r"^block_table: got one for the backward pass.*gather"):
+        attn.backward_jvp(out, *qkv, out, lse, tout, tlse, **optional)

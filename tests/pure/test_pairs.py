@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import cuflash
 from tests import pairs
-from tests.pairs import OPTIONS, PASSES, Option, Setting, covering_array, settings
+from tests.pairs import OF_ONE_BATCH, OPTIONS, PASSES, WITH_TANGENTS, Option, Setting, covering_array, settings
+from tests.sampling import sample
 
 SETTINGS = settings()
 
@@ -95,6 +96,12 @@ def test_on_the_cpu(setting):
         pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
 
 
+@pytest.mark.parametrize("setting", sample(SETTINGS, 5), ids=str)
+def test_with_tangents_on_the_cpu(setting):
+    for pass_ in WITH_TANGENTS:
+        pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
+
+
 # One that is served, and so has neither pages nor packed sequences.
 MANY = max(
     (x for x in SETTINGS if not {"block_table", "cu_seqlens_q"} & {*x.names}), key=lambda setting: len(setting.names)
@@ -151,7 +158,7 @@ def test_what_is_recorded_is_of_these_options():
     found = pairs.recorded()
     assert found["options"] == {option.name: list(option.passes) for option in OPTIONS}
     assert {backend: set(by_pass) for backend, by_pass in found["unserved"].items()} == {
-        backend: set(PASSES) for backend in pairs.BACKENDS
+        backend: {*PASSES, *WITH_TANGENTS} for backend in pairs.BACKENDS
     }
     names = found["options"].keys()
     assert all(
@@ -160,6 +167,13 @@ def test_what_is_recorded_is_of_these_options():
         for every in by_pass.values()
         for pair in every
     )
+
+
+@pytest.mark.parametrize("pass_", WITH_TANGENTS)
+def test_passes_with_tangents_go_with_what_the_backward_pass_goes_with(pass_):
+    """So the README's table need not say it again."""
+    for by_pass in pairs.recorded()["unserved"].values():
+        assert by_pass[pass_] == [pair for pair in by_pass["backward"] if not {*pair} & {*OF_ONE_BATCH}]
 
 
 def test_the_readme_has_the_table():

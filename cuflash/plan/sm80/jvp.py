@@ -24,7 +24,7 @@ class Jvp(ForwardFamily[JvpTile]):
     kernel = "sm80/jvp"
     has_functions = True
     model = "queries"
-    sums_tangents = True
+    serves_all_tangents = True
     tile = JvpTile
     outputs = JVP.default
 
@@ -43,7 +43,7 @@ class BackwardJvp(ForwardFamily[BackwardJvpTile]):
     kernel = "sm80/backward_jvp"
     has_functions = True
     model = "keys"
-    sums_tangents = True
+    serves_all_tangents = True
     tile = BackwardJvpTile
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
 
@@ -63,7 +63,7 @@ class DqJvp(ForwardFamily[DqJvpTile]):
     kernel = "sm80/backward_jvp_dq"
     has_functions = True
     model = "queries of dq"
-    sums_tangents = True
+    serves_all_tangents = True
     tile = DqJvpTile
     outputs = BackwardJvp.outputs
 
