@@ -87,13 +87,14 @@ class ForwardFamily(Family[Row]):
     serves_all_tangents: ClassVar[bool] = False
 
     def why_not_served(self, draft: Draft) -> str | None:
+        if unmade := [name for name in draft.need if name not in self.outputs]:
+            return f"it makes no {' and no '.join(unmade)}"
         if draft.problem.moved is not None and not self.serves_all_tangents:
             if draft.problem.wide:
                 return "it rounds results to the dtype of q, and these are to be merged or added"
             if draft.problem.page_size:
                 return "it reads no pages"
-        unmade = [name for name in draft.need if name not in self.outputs]
-        return f"it makes no {' and no '.join(unmade)}" if unmade else super().why_not_served(draft)
+        return super().why_not_served(draft)
 
     @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:

@@ -290,8 +290,8 @@ class Problem(Given):
         return softmax_dtype_of(self.dtype)
 
     def dtype_of(self, name: str) -> str:
-        """dtype of an array over head dimensions."""
-        return self.softmax_dtype if name in self.wide else self.dtype
+        """dtype of an array over head dimensions, or of its tangent."""
+        return self.softmax_dtype if name.removeprefix("t") in self.wide else self.dtype
 
     @property
     def group_size(self) -> int:

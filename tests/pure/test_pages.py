@@ -350,7 +350,8 @@ def tangents_of(case, seed=0):
 def test_tangents_are_those_of_each_entry_by_itself(case):
     arrays, tangents = case.arrays(), tangents_of(case)
     qkv, optional = inputs(case)
-    found = cuflash.FlashAttention(**case.keywords).jvp(*qkv, **optional, **tangents)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    found = attn.jvp(*qkv, **optional, **tangents)
     pools = {"k": tangents["tk"], "v": tangents["tv"]}
     whole, moved = (ct.gather_pages(arrays | own, case.layout) for own in ({}, pools))
     for b, length in enumerate(case.kv_lengths):
@@ -363,7 +364,7 @@ def test_tangents_are_those_of_each_entry_by_itself(case):
         for name in ("sinks", "tsinks", "alibi_slopes", "talibi_slopes"):
             x = (arrays | tangents).get(name)
             own |= {} if x is None else {name: x[b] if x.ndim == 2 else x}
-        expected = cuflash.FlashAttention(**case.keywords).jvp(**own)
+        expected = attn.jvp(**own)
         for name, x in expected._asdict().items():
             got = getattr(found, name)[b : b + 1]
             np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-10 * case.score_spread, err_msg=name)
@@ -372,7 +373,7 @@ def test_tangents_are_those_of_each_entry_by_itself(case):
 def test_gradients_of_pages_have_no_tangents():
     case = Case(seqlen_q=2, seqlen_k=32, batch=1, num_heads=1, head_dim=8, page_size=16, kv_lengths=(20,))
     qkv, optional = inputs(case)
-    attn = cuflash.FlashAttention()
+    attn: Any = cuflash.FlashAttention()
     out, lse, tout, tlse = attn.jvp(*qkv, **optional, **tangents_of(case))
     with pytest.raises(NotImplementedError, match=r"^block_table: got one for the backward pass.*gather"):
         attn.backward_jvp(out, *qkv, out, lse, tout, tlse, **optional)

@@ -1,18 +1,24 @@
 """Plans of the passes with tangents."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, JVP_FAMILIES
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
 from tests.cuda_scores import HEAD
+
+if TYPE_CHECKING:
+    from cuflash.plan.draft import Draft
 
 ARCHS = ("7.5", "8.6", "8.0", "9.0")
 LARGEST = {"bfloat16": (1024, 512), "float32": (512, 256), "float64": (256, 192)}  # of jvp, and of backward_jvp
@@ -129,3 +135,19 @@ def test_scores_in_cuda_need_no_python_function(pass_):
     ((_, source),) = {header for kernel in plan.kernels for header in kernel.headers}
     assert "MovedArray<T, float, 0, 1, false, true> gate;" in source
     assert "gate{arrays_[0], arrays_[1], reads_}" in source
+
+
+@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP])
+def test_families_that_round_results_or_read_no_pages_do_not_serve_calls_that_need_these(pass_, monkeypatch):
+    """What a family does not say that it serves, the one of every device does."""
+    families = {JVP: (JVP_FAMILIES,), BACKWARD_JVP: (BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES)}[pass_]
+    wide = replace(problem_of(), wide=("out",) if pass_ is JVP else ("dq", "dk", "dv"))
+    kernels = plan_of(wide, pass_).kernels
+    found = {name for kernel in kernels for name, value in kernel.defines if name.endswith("_WIDE") and value}
+    assert found == {f"CUFLASH_{name.upper()}_WIDE" for name in wide.wide}
+    paged = problem_of(page_size=64, kv_lengths=(512,))
+    for family in {family for of_pass in families for family in of_pass}:
+        monkeypatch.setattr(type(family), "serves_all_tangents", False)
+        for problem, why in ((wide, "it rounds results"), (paged, "it reads no pages")):
+            draft = SimpleNamespace(problem=problem, need=pass_.default)
+            assert (family.why_not_served(cast("Draft", draft)) or "").startswith(why)
