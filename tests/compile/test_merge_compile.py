@@ -44,7 +44,10 @@ def spec_of(operation, arch, partial, result, last=64):
 def test_kernels_compile_without_spills(operation, dtypes, arch):
     if operation.startswith("rescale_and_add"):
         dtypes = (dtypes[0], dtypes[0])
-    for last in (64, 5):
+    lasts: tuple[int, ...] = (64, 5)
+    if "tangents" in operation:  # the same code is in all of them
+        lasts = (5,) if arch == "9.0" else (64,)
+    for last in lasts:
         resources = compile_spec(spec_of(operation, arch, dtypes[0], dtypes[1], last)).resources
         assert not resources.spill_stores_bytes and not resources.warnings
 
