@@ -181,6 +181,7 @@ class CpuPlan:
             else f"no {pass_} pass with {p.why_no_gradients}"
             for pass_ in self.passes
         ]
+        sizes += f", tangents of {', '.join(p.moved)}" if p.moved else ""
         dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
         if p.multiplies_float8:
             dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"

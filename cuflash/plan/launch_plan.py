@@ -156,11 +156,13 @@ class LaunchPlan:
         p = self.problem
         as_arch = "as if it had " if self.device.compiled_for else ""
         wanted = "" if self.need in ((), self.pass_.default) else f" for {', '.join(self.need)}"
+        options = ", ".join(option_names(p)) or "no options"
+        options += f"; tangents of {', '.join(p.moved)}" if p.moved else ""
         lines = [
             f"{self.pass_} pass{wanted} on {self.device.name} ({as_arch}compute capability "
             f"{self.device.arch / 10:.1f}): {self._in_short()}",
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
-            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(option_names(p)) or 'no options'}",
+            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {options}",
         ]
         for i, kernel in enumerate(self.kernels):
             resources = f", {self.resources[i]}" if self.resources else ""

@@ -136,7 +136,7 @@ def test_suites_are_those_of_the_goals():
         assert {*SUITES[name].only} <= {*SUITES[name].peers} <= {*peers.ADAPTERS}
 
 
-def test_memory_of_second_derivatives():
+def test_memory_of_second_derivatives(tmp_path):
     """That of cuflash grows as the length, that of the dense formula as its square."""
     cases = [Case(head_dim=16, seqlen_q=n, batch=1, num_heads=2, dtype="float32") for n in (128, 256, 512)]
     records, write = writer()
@@ -147,6 +147,9 @@ def test_memory_of_second_derivatives():
     for pass_ in memory.PASSES_OF_SECOND:
         assert found[512, pass_, "naive-second"] >= cases[-1].scores_bytes
         assert found[512, pass_, "naive-second"] / found[128, pass_, "naive-second"] > 8
+    plt = pytest.importorskip("matplotlib.pyplot", reason="draws the plots")
+    memory.draw(plt, records, tmp_path / "memory.svg")
+    assert "double backward" in (tmp_path / "memory.svg").read_text()
     text = memory.markdown(records)
     assert "MiB beside inputs and results, jvp / double backward." in text
     assert "| seqlen | dense formula | cuflash | formula : cuflash |" in text
