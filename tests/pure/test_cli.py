@@ -537,6 +537,24 @@ def test_check_emulated_notices_wrong_results_and_broken_kernels(capsys, monkeyp
 
 
 @needs_compiler
+@pytest.mark.parametrize("pass_", ["jvp", "backward_jvp"])
+def test_check_emulated_of_passes_with_tangents(capsys, monkeypatch, pass_):
+    command = f"{EMULATE} --causal --softcap 2 --sinks --tangents q v softcap --pass {pass_} --schedule fifo --arch 8.0"
+    code, output, error = run(capsys, command)
+    assert code == 0, output + error
+    assert re.findall(r"^(\w+) pass on ", output, re.MULTILINE) == [pass_]
+    assert "; tangents of q, v, softcap " in " ".join(output.split())
+    right = getattr(passes, pass_)
+
+    def wrong(*args, **options):
+        return tuple(1.1 * x for x in right(*args, **options))
+
+    monkeypatch.setattr(passes, pass_, wrong)
+    code, output, _ = run(capsys, command)
+    assert code == 1 and len(re.findall(r"^FAILED +fifo, ", output, re.MULTILINE)) == 2
+
+
+@needs_compiler
 def test_check_emulated_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setattr(building, "find_compiler", lambda: None)
     code, _, error = run(capsys, EMULATE)
