@@ -8,6 +8,7 @@ can of them.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from .inputs import Inputs, keywords_of, problem_of
 from .peers_torch import on_torch
 
 MATRICES = 12  # of the size of the scores, that a graph or the dense formula holds at a time
+HEADS_AT_ONCE = 8
 HEAD_DIMS = (16, 32, 64, 128, 256)  # of jvp_flash_attention
 
 
@@ -47,7 +49,7 @@ def cuflash_tangents(case: Case, inputs: Inputs) -> Contender:
 
 
 def naive(case: Case, inputs: Inputs) -> Contender:
-    """The dense formula on whole matrices of scores, a batch entry at a time, 16-bit operands in float32.
+    """The dense formula on whole matrices of scores, of some heads at a time, 16-bit operands in float32.
 
     backward_jvp gets P and its tangent from an earlier call, as the backward pass of the formula does.
     """
@@ -58,36 +60,42 @@ def naive(case: Case, inputs: Inputs) -> Contender:
     if case.group_size > 1:
         raise Absent("has no grouped heads")
     if xp.__name__ == "cupy":
-        # P and its tangent of all batch entries, and what one of them needs.
-        of_entry = case.scores_bytes // max(case.batch, 1)
-        _check_memory(case, xp.cuda.runtime.memGetInfo()[0], 2 * case.scores_bytes + (MATRICES - 2) * of_entry)
+        of_head = case.scores_bytes // max(case.batch * case.num_heads, 1)
+        needed = 2 * case.scores_bytes + (MATRICES - 2) * HEADS_AT_ONCE * of_head
+        _check_memory(case, xp.cuda.runtime.memGetInfo()[0], needed)
     dtype, compute = numpy_dtype(case.dtype), numpy_dtype(case.softmax_dtype)
     problem = problem_of(case, inputs.q, inputs.k, inputs.v, {})
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, **inputs.tangents}
+    heads = case.batch * case.num_heads
 
     def entries() -> Iterator[dict[str, Any]]:
-        for b in range(case.batch):
-            yield {name: x[b].astype(compute, copy=False) for name, x in named.items()}
+        for first in range(0, heads, HEADS_AT_ONCE):
+            yield {
+                name: x.reshape(heads, *x.shape[2:])[first : first + HEADS_AT_ONCE].astype(compute, copy=False)
+                for name, x in named.items()
+            }
 
-    def stacked(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return tuple(xp.stack([x.astype(dtype) for x in column]) for column in zip(*rows, strict=True))
+    def joined(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        whole = (xp.concatenate(column) for column in zip(*rows, strict=True))
+        return tuple(x.astype(dtype).reshape(case.batch, case.num_heads, *x.shape[1:]) for x in whole)
 
     saved: list[tuple[Any, Any]] = []  # by the first call of backward_jvp
 
     def backward_jvp() -> tuple[Any, ...]:
         if not saved:
             saved.extend(_weights(problem, own) for own in entries())
-        return stacked([_gradients(problem.scale, own, *both) for own, both in zip(entries(), saved, strict=True)])
+        return joined([_gradients(problem.scale, own, *both) for own, both in zip(entries(), saved, strict=True)])
 
     def jvp() -> tuple[Any, ...]:
-        return stacked([(_tangent(own, *_weights(problem, own)),) for own in entries()])
+        return joined([(_tangent(own, *_weights(problem, own)),) for own in entries()])
 
     def double_backward() -> tuple[Any, ...]:
+        saved.clear()
         rows = []
         for own in entries():
             both = _weights(problem, own)
             rows.append((_tangent(own, *both), *_gradients(problem.scale, own, *both)))
-        return stacked(rows)
+        return joined(rows)
 
     return Contender({"jvp": jvp, "backward_jvp": backward_jvp, "double_backward": double_backward})
 
@@ -153,6 +161,8 @@ def math_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, tangen
 
     def double_backward() -> Any:
         if not saved:
+            if "cupy" in sys.modules:  # whose pool may hold the memory that the graph needs
+                sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
             saved.extend(torch.autograd.grad(run(*leaves[1:]), leaves[1:], leaves[0], create_graph=True))
         return torch.autograd.grad(saved, leaves, directions, retain_graph=True)
 
