@@ -11,11 +11,12 @@ sees. Each has a `torch.autograd.Function`, which says what its derivative is in
 the functions compute at once, because a call through the dispatcher costs as much as a small pass.
 
 Tensors in host memory are viewed as NumPy arrays, those in CUDA memory as CuPy arrays, without a copy. On a GPU the
-kernels run on PyTorch's current stream, and results are PyTorch's memory.
+kernels run on PyTorch's current stream, in memory of its allocator.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -95,6 +96,20 @@ def _cupy_view(x: Tensor) -> Any:
     return fp8(array, dtype.name) if is_float8 else array
 
 
+@functools.cache
+def _allocator() -> Any:
+    """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps."""
+    import cupy
+
+    def allocate(size: int, device: int) -> int:
+        return int(torch.cuda.caching_allocator_alloc(size, device))
+
+    def free(pointer: int, device: int) -> None:
+        torch.cuda.caching_allocator_delete(pointer)
+
+    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+
+
 def _run(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass."""
     keywords: dict[str, Any] = {"seed": seed, "offset": offset}
@@ -125,7 +140,7 @@ def _run_cuda(
         remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
         raise ImportError(f"q: got a tensor in CUDA memory, expected {remedy}") from error
     stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    with cupy.cuda.Device(device.index), stream:
+    with cupy.cuda.Device(device.index), stream, cupy.cuda.using_allocator(_allocator()):
         for name, x in (given | results).items():
             if x.device != device:
                 raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")

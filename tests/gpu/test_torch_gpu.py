@@ -96,15 +96,32 @@ def test_results_are_memory_of_pytorch():
     assert pool.used_bytes() == used
 
 
-def test_a_cuda_graph_of_pytorch_repeats_a_call():
-    q, k, v = (normal(2, 4, 256, 64, dtype="bfloat16", seed=n) for n in range(3))
-    attention(q, k, v, causal=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cuda_graph_of_pytorch_repeats_both_passes(dtype):
+    """And writes to no memory but its own, scratch memory included."""
+    xs = tuple(normal(2, 4, 256, 64, dtype=dtype, seed=n).requires_grad_() for n in range(3))
+    attn = cuflash.FlashAttention(causal=True, deterministic=True)
+
+    def both():
+        out = attention(*xs, attn=attn)
+        return (out, *torch.autograd.grad(out, xs, torch.ones_like(out)))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        both()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, k, v, causal=True)
-    q.copy_(normal(2, 4, 256, 64, dtype="bfloat16", seed=9))
+    with torch.cuda.graph(graph, stream=side):
+        results = both()
+    others = [cupy.full(2**20, 7.0, np.float32) for _ in range(32)], [normal(2**17, seed=n) for n in range(32)]
+    kept = [x.clone() for x in others[1]]
+    with torch.no_grad():
+        xs[0].copy_(normal(2, 4, 256, 64, dtype=dtype, seed=9))
     graph.replay()
-    torch.testing.assert_close(out, attention(q, k, v, causal=True), rtol=0, atol=0)
+    torch.cuda.synchronize()
+    for got, right in zip(results, both(), strict=True):
+        assert torch.equal(got, right)
+    assert all((x == 7).all() for x in others[0])
+    assert all(torch.equal(x, y) for x, y in zip(others[1], kept, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

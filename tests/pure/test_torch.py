@@ -27,7 +27,10 @@ from_numpy = ct.through_dlpack(torch.from_dlpack)
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def of_case(case):
