@@ -140,8 +140,9 @@ def _run_cuda(
         remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
         raise ImportError(f"q: got a tensor in CUDA memory, expected {remedy}") from error
     stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    with cupy.cuda.Device(device.index) as current, stream, cupy.cuda.using_allocator(_allocator()):
-        current.use()  # autograd calls from a thread of its own, in which the device may have no context yet
+    own = cupy.cuda.Device(device.index)
+    with own, stream, cupy.cuda.using_allocator(_allocator()):
+        own.use()  # autograd calls from a thread of its own, in which the device may have no context yet
         for name, x in (given | results).items():
             if x.device != device:
                 raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")
