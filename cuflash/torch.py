@@ -188,17 +188,13 @@ def _define(which: str) -> None:
         return list(found) if of_list else found
 
     def differentiable(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                "attention: got a transform of torch.func inside of torch.compile, expected it outside: "
-                "torch.func.grad(torch.compile(f)), or autograd of the compiled function"
-            )
         found = _FUNCTIONS[which].apply(call_of(token), seed, offset, *arrays)
         return list(found) if of_list else found
 
     _library.impl(which, kernel, "CPU")
     _library.impl(which, kernel, "CUDA")
     _library.impl(which, differentiable, "Autograd")
+    _library.impl(which, differentiable, "FuncTorchDynamicLayerFrontMode")  # transforms of torch.func
     torch.library.register_fake(f"cuflash::{which}", fake, lib=_library)
 
 

@@ -294,6 +294,40 @@ def test_a_compiled_function_is_one_graph(name):
     torch.testing.assert_close(compiled, right, rtol=1e-12, atol=1e-12)
 
 
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda f, x, t: torch.func.grad(f)(x),
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,)),
+    "jvp of grad": lambda f, x, t: torch.func.jvp(torch.func.grad(f), (x,), (t,)),
+    "grad of a loss of grad": lambda f, x, t: torch.func.grad(lambda x: (torch.func.grad(f)(x) * t).sum())(x),
+    "vmap": lambda f, x, t: torch.func.vmap(f)(torch.stack([x, t])),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_compiled_with_the_function(name):
+    x, t = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+    attn = cuflash.FlashAttention(causal=True)
+
+    def f(x):
+        return (attention(x, x, x.sin(), attn=attn) ** 3).sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, t: TRANSFORMS[name](f, x, t), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, t), TRANSFORMS[name](f, x, t))
+
+
+def test_an_exported_program_has_the_operator(tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, causal=True) * 2
+
+    xs = tuple(torch.randn(3, 2, 7, 8))
+    torch.export.save(torch.export.export(Model(), xs), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert "cuflash.forward.default" in [str(node.target) for node in program.graph.nodes]
+    assert torch.equal(program.module()(*xs), Model()(*xs))
+
+
 def test_a_compiled_function_takes_other_lengths_and_seeds():
     attn = cuflash.FlashAttention(dropout=0.5, causal=True)
 
