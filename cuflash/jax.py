@@ -413,7 +413,8 @@ def attention(
     attn = forward_call(attn, tuple(arrays), options).attn
     if attn.options.dropout:
         arrays[_RANDOM] = _random(seed, offset)
-    out, lse = _bind(_forward, attn, {name: jax.numpy.asarray(x) for name, x in arrays.items()})
+    given = {name: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for name, x in arrays.items()}
+    out, lse = _bind(_forward, attn, given)
     return (out, lse) if return_lse else out
 
 

@@ -67,6 +67,7 @@ WHEN_NEEDED: dict[str, set[str]] = {
     "frameworks": {"cupy"},
     "torch": {"cupy"},
     "jax": {"cupy"},
+    "frameworks": {"cupy"},
 }
 FOR_TYPES = {"typing_extensions"}  # for a type checker
 

@@ -317,7 +317,7 @@ def test_transforms_are_compiled_with_the_function(name):
 
 
 def test_an_exported_program_has_the_operator(tmp_path):
-    class Model(torch.nn.Module):
+    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]  # PyTorch's types are left out
         def forward(self, q, k, v):
             return attention(q, k, v, causal=True) * 2
 
