@@ -6,6 +6,7 @@ import pytest
 import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
+from tests.cuda_scores import CUDA_SCORES
 from tests.scored import few_tiles
 from tests.second_derivatives import CASES, NAMES, moves_of
 
@@ -94,7 +95,7 @@ def test_the_double_backward_pass_is_that_of_differences(options):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("score", ["distance", "capped", "gated", "tempered", "with_pairs", "gathered", "of_rows"])
+@pytest.mark.parametrize("score", ["distance", "capped", "gated", "with_pairs", "gathered", "of_rows", *CUDA_SCORES])
 def test_functions(score, dtype):
     """By the NumPy path, which the formulas in float64 judge elsewhere."""
     case = few_tiles((score, "documents"), dtype)
