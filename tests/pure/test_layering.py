@@ -64,7 +64,6 @@ WHEN_NEEDED: dict[str, set[str]] = {
     "distributed.transports": {"cupy"},
     "cli.here": {"cupy"},
     "cli.demo": {"cupy"},
-    "frameworks": {"cupy"},
     "torch": {"cupy"},
     "jax": {"cupy"},
     "frameworks": {"cupy"},
