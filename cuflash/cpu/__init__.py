@@ -239,13 +239,13 @@ def _run(
 def _way_of(problem: Problem, wanted: Collection[str], pass_: Pass) -> tuple[Callable[..., None], float, str | None]:
     """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
     way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
-    if pass_.has_tangents:
-        reason = reason or ("it knows no tangents of functions" if problem.has_functions else None)
-        return (way, core.unit_of(problem), None) if reason is None else (fallback_tangents.run, 1.0, reason)
-    if problem.has_functions:
+    if problem.has_functions and pass_.has_tangents:
+        way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not_tangents(problem, wanted)
+    elif problem.has_functions:
         gradients = [name for name in wanted if name in problem.gradients]
         way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not(problem, gradients)
-    return (way, core.unit_of(problem), None) if reason is None else (fallback.run, 1.0, reason)
+    by_numpy = fallback_tangents.run if pass_.has_tangents else fallback.run
+    return (way, core.unit_of(problem), None) if reason is None else (by_numpy, 1.0, reason)
 
 
 @functools.cache

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d
 from cuflash.arrays.checks import value_error
-from cuflash.spec.outputs import DEFAULT_NEED, MOVABLE_OVER_HEAD_DIM, MOVABLE_OVER_ROWS
+from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, MOVABLE_OVER_HEAD_DIM, MOVABLE_OVER_ROWS
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
-OF_KEYS = ("k", "v", "dk", "dv", "tk", "tv")
+OF_KEYS = ("k", "v", "dk", "dv", "tk", "tv", "tdk", "tdv")
 _OF_ROWS = (*MOVABLE_OVER_HEAD_DIM, *MOVABLE_OVER_ROWS, "row_sums")
 
 
@@ -60,9 +60,9 @@ def clear_rows_of_no_sequence(
 
 
 def clear_gradients_of_no_sequence(problem: Problem, arrays: Mapping[str, Array]) -> None:
-    """Write what rows and keys after the last sequence get in those of dq, dk and dv that there are: zeros."""
-    for name in arrays.keys() & set(DEFAULT_NEED):
-        ends = arrays["cu_seqlens_q" if name == "dq" else "cu_seqlens_k"]
+    """Write what rows and keys after the last sequence get in dq, dk, dv and their tangents, if given: zeros."""
+    for name in arrays.keys() & {*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS}:
+        ends = arrays["cu_seqlens_k" if name in OF_KEYS else "cu_seqlens_q"]
         view_4d(arrays[name], problem.layout)[:, :, int(ends[-1]) :] = 0
 
 

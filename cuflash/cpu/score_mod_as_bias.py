@@ -9,7 +9,8 @@ A slice of a call has as many queries, heads and batch entries as take `SLICE_BY
 results do not depend on the number of threads. All that follows from the shapes and strides of arrays is prepared once
 (`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What slices add to dk and dv is summed in the dtype
 of the softmax, in their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from
-that of the bias; those of arrays are summed in float64.
+that of the bias; those of arrays are summed in float64. Passes with tangents are computed so where the score is a sum:
+the tangent of the bias is that of what the score adds.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
-from cuflash.spec.inputs import INPUTS, NAMES, OPTIONAL_INPUTS
+from cuflash.spec.inputs import INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, Origin
-from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
-from cuflash.spec.passes import Pass
+from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, MOVABLE_OVER_ROWS
+from cuflash.spec.passes import JVP, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
@@ -51,6 +52,7 @@ MOST_SLICES = 16  # of a call, of which what is prepared is kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
+_OF_ROWS = ("dq", "tdq")
 OTHER_INPUTS = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"))
 
 
@@ -78,6 +80,17 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     return f"gradients besides those of score_mod args: {', '.join(others)}" if others else None
 
 
+def why_not_tangents(problem: Problem, wanted: Collection[str]) -> str | None:
+    """Why the results `wanted` of a pass with tangents are not computed so; None if they are."""
+    if (reason := why_not(problem)) is not None:
+        return reason
+    score = problem.program.on_numpy().score
+    if score is not None and not is_sum(score):
+        return "tangents of a score_mod that is no sum"
+    others = [name for name in wanted if name not in (*JVP.default, *DEFAULT_NEED_TANGENTS)]
+    return f"tangents of gradients of {', '.join(name[2:] for name in others)} with functions" if others else None
+
+
 def is_sum(score: Node) -> bool:
     """Whether a score is the scaled product and what does not depend on it."""
     while score.op in ("add", "sub"):
@@ -100,14 +113,15 @@ def run(
     if not problem.is_packed:
         Prepared(problem, tuple(given), pass_).compute((*given.values(),), (seed, offset), are_disjoint=True)
         return
-    score_args = {name: given.pop(name) for name, _ in problem.score_args}
+    names = [name for name, _ in problem.score_args]
+    score_args = {name: given.pop(name) for name in (*names, *(f"t{name}" for name in names)) if name in given}
     results = {name: given.pop(f"d{name}") for name in score_args if f"d{name}" in given}
     sums = {name: np.zeros(x.shape) for name, x in results.items()}
     clear_gradients_of_no_sequence(problem, given)
     with np.errstate(all="ignore"):
         for one in sequences(problem, *(given[name] for name in STARTS)):
             own = one.of_call(given)
-            prepared = Prepared(one.problem, (*own, *(f"d{name}" for name in sums)), pass_, one.index)
+            prepared = Prepared(one.problem, (*own, *score_args, *(f"d{name}" for name in sums)), pass_, one.index)
             prepared.add(own, score_args, sums, (seed, offset))
         for name, x in results.items():
             x[...] = sums[name]
@@ -127,7 +141,8 @@ class _Call(NamedTuple):
 
     arrays: Mapping[str, Array]  # all but optional inputs and results
     optional_inputs: Mapping[str, Array]
-    score_args: Mapping[str, Array]  # what functions read
+    tangents: Mapping[str, Array]  # of optional inputs and numbers
+    score_args: Mapping[str, Array]  # what functions read, and the tangents of that
     sums: Mapping[str, Array]  # of the wanted gradients of score_mod args, by the names of these
     random: tuple[int | None, int | None]
     memory: dict[str, Array]  # for arrays of pairs, kept from slice to slice: fresh one has to be mapped page by page
@@ -163,7 +178,9 @@ class Prepared:
     is_sum : bool
         Whether the score is the scaled product and what does not depend on it.
     has_diagonals : bool
-        Whether it is, and what it adds follows from i - j alone.
+        Whether it is, what it adds follows from i - j alone, and that has no tangent.
+    tangent : Node or None
+        The tangent of what the score adds, if there is one.
     different : set of {"batch", "head"}
         What functions, or products, distinguish.
     is_split : bool
@@ -177,15 +194,19 @@ class Prepared:
         self.dtype = np.dtype(problem.softmax_dtype)
         self.score_args = tuple(name for name, _ in problem.score_args)
         self.reads = tuple(name for name in self.score_args if f"d{name}" in names)
+        self.moved = tuple(name for name in self.score_args if f"t{name}" in names)
         self.optional_inputs = tuple(name for name in OTHER_INPUTS if name in names)
-        self.results = tuple(name for name in DEFAULT_NEED if name in names)
-        gradients = (f"d{name}" for name in self.reads)
-        others = {*self.score_args, *gradients, *self.optional_inputs, *self.results, *STARTS}
+        self.tangents = tuple(f"t{name}" for name in (*OTHER_INPUTS, *NUMBERS) if f"t{name}" in names)
+        self.results = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in names)
+        of_score_args = (*(f"t{name}" for name in self.moved), *(f"d{name}" for name in self.reads))
+        others = {*self.score_args, *of_score_args, *self.optional_inputs, *self.tangents, *self.results, *STARTS}
         self.arrays = tuple(name for name in names if name not in others)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
         self.is_sum = program.score is not None and is_sum(program.score)
+        self.tangent = problem.score_tangents(self.moved).score if self.moved else None
         self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
+        self.has_diagonals = self.has_diagonals and self.tangent is None
         multiplies = program.score is not None and not self.is_sum
         roots = [root for root in (program.score, program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
@@ -206,7 +227,8 @@ class Prepared:
         given = dict(zip(self.names, arrays, strict=True))
         sums = {name: np.zeros(given[name].shape) for name in self.reads}
         with np.errstate(all="ignore"):
-            self.add(given, {name: given[name] for name in self.score_args}, sums, random)
+            read = (*self.score_args, *(f"t{name}" for name in self.moved))
+            self.add(given, {name: given[name] for name in read}, sums, random)
             for name, x in sums.items():
                 given[f"d{name}"][...] = x
         return core.DONE
@@ -222,9 +244,10 @@ class Prepared:
         views = {name: given[name] for name in (*self.arrays, *self.results)}
         if not self.are_4d:
             for name, x in views.items():
-                views[name] = view_rows(x) if name in OVER_ROWS else view_4d(x, self.problem.layout)
+                views[name] = view_rows(x) if name in MOVABLE_OVER_ROWS else view_4d(x, self.problem.layout)
         optional_inputs = {name: given[name] for name in self.optional_inputs}
-        call = _Call(views, optional_inputs, score_args, sums, random, {})
+        tangents = {name: given[name] for name in self.tangents}
+        call = _Call(views, optional_inputs, tangents, score_args, sums, random, {})
         every = self._prepared or map(self._prepare, self._slices)
         if self.is_split:
             self._add_slices(call, every)
@@ -241,10 +264,10 @@ class Prepared:
         totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
         for prepared in every:
             own = {name: x[prepared.indices[name]] for name, x in totals.items()}
-            results = {name: x if name == "dq" else np.empty_like(x) for name, x in own.items()}
+            results = {name: x if name in _OF_ROWS else np.empty_like(x) for name, x in own.items()}
             self._run_slice(call, prepared, results)
             for name, x in own.items():
-                if name != "dq":
+                if name not in _OF_ROWS:
                     x += results[name]
         for name, x in totals.items():
             whole[name][...] = x
@@ -267,8 +290,13 @@ class Prepared:
         optional_inputs = {
             name: call_slice.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
         }
-        if self.wide is not None and "bias" in optional_inputs and _is_narrow(optional_inputs["bias"], self.wide):
-            optional_inputs["bias"] = optional_inputs["bias"].astype(self.wide)
+        tangents = {
+            name: x if name[1:] in NUMBERS else call_slice.view_of(x, cast("int", core.AXES[name[1:]]))
+            for name, x in call.tangents.items()
+        }
+        for of, name in ((optional_inputs, "bias"), (tangents, "tbias")):
+            if self.wide is not None and name in of and _is_narrow(of[name], self.wide):
+                of[name] = of[name].astype(self.wide)
         products, results, of_products = None, dict(wanted), dict[str, Array]()
         if self.program.score is not None and not self.is_sum:
             scaled = call.take("scaled", pairs.shape, self.dtype)
@@ -276,6 +304,8 @@ class Prepared:
             of_products = {name: results.pop(name) for name in ("dq", "dk") if name in results}
             arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
         of_functions, tiles = self._functions(call, prepared, products)
+        if self.tangent is not None:
+            tangents["tbias"] = of_functions.pop("tbias")
         if "mask" in optional_inputs and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & optional_inputs["mask"]
         optional_inputs |= of_functions
@@ -285,7 +315,7 @@ class Prepared:
         if problem is None:
             own = (arrays[name] for name in INPUTS)
             problem = prepared.problems[names] = make_problem(self._options(call_slice), *own, **optional_inputs)
-        core.run(problem, {**arrays, **optional_inputs, **results}, self.pass_, *call.random)
+        core.run(problem, {**arrays, **optional_inputs, **tangents, **results}, self.pass_, *call.random)
         if call.sums:
             self._add_reads(call, pairs, tiles, results["dbias"], products)
         if products is not None and of_products:
@@ -308,7 +338,7 @@ class Prepared:
     def _functions(
         self, call: _Call, prepared: _PreparedSlice, products: Products | None
     ) -> tuple[dict[str, Array], list[Tile]]:
-        """The bias of a slice, the mask of its pairs, and that of its blocks, those that there are; and its tiles.
+        """The bias of a slice and its tangent, the masks of its pairs and blocks, those that there are; and its tiles.
 
         Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
         """
@@ -319,6 +349,9 @@ class Prepared:
         elif score is not None:
             optional_inputs["bias"] = call.take("bias", pairs.shape, self.dtype)
             of_tile["bias"] = score
+        if self.tangent is not None:
+            optional_inputs["tbias"] = call.take("tbias", pairs.shape, self.dtype)
+            of_tile["tbias"] = self.tangent
         if mask is not None:
             if shown is None:
                 shown = self._blocks(mask, pairs, Tables(call.score_args))
@@ -334,7 +367,7 @@ class Prepared:
             own = of_tile
             if "mask" in own and not is_mixed[tile.blocks].any():
                 own = {name: root for name, root in own.items() if name != "mask"}
-            inputs = tile.inputs(None if products is None else products.scaled)
+            inputs = tile.inputs(None if products is None else products.scaled) | {"ts": pairs.zero}
             values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
                 optional_inputs[name][tile.index] = x

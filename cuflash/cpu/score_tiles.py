@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.cpu.packed import OF_KEYS
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -26,8 +27,7 @@ class CallSlice(NamedTuple):
 
     def index_of(self, name: str) -> tuple[slice, ...]:
         """The index of the slice in an array (batch, heads, seqlen, ...) of a call, by the name of this."""
-        of_keys = name in ("k", "v", "dk", "dv")
-        return (self.batches, self.heads_kv) if of_keys else (self.batches, self.heads, self.rows)
+        return (self.batches, self.heads_kv) if name in OF_KEYS else (self.batches, self.heads, self.rows)
 
     def view_of(self, array: Array, axes: int) -> Array:
         """The view of an optional input that is broadcast to the first axes of the scores."""

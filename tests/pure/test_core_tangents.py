@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import core, fallback_tangents
+from cuflash.cpu import core, fallback_tangents, score_mod_as_bias, score_tiles
 from cuflash.testing.tangents import Moved, movable
 from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
+from tests.scored import SCORES, Scored, of_functions, scored
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -140,6 +141,70 @@ def test_infinite_tangents_of_hidden_keys_change_nothing():
         np.testing.assert_array_equal(one, nan)
 
 
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def is_sum(name):
+    score = of_functions((name, None), "float32", 8).program.on_numpy().score
+    return score is not None and score_mod_as_bias.is_sum(score)
+
+
+SUMS = tuple(name for name in SCORES if is_sum(name))
+
+
+def of_function(case, need, tangents):
+    """Results of both passes."""
+    given = {**case.optional, **case.random}
+    of_forward = case.attention.jvp(*case.inputs, **given, **tangents)
+    found = case.attention.backward_jvp(
+        case.arrays["dout"], *case.inputs, **of_forward._asdict(), need=need, dlse=case.arrays["dlse"], **given,
+        **tangents,
+    )  # fmt: skip
+    return (*of_forward, *found)
+
+
+@settings(max_examples=examples(60))
+@given(
+    scored(dtypes=("float64", "bfloat16"), max_seqlen=130, scores=SUMS), st.sampled_from((1600, 6000, 2**23)), st.data()
+)
+def test_sums_and_masks_however_a_call_is_cut(case, slice_bytes, data):
+    """As NumPy computes them; the same bits on any number of threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score_mod_as_bias, "FEW_PAIRS", -1)
+        patch.setattr(score_mod_as_bias, "LINE", 50)
+        patch.setattr(score_mod_as_bias, "SLICE_BYTES", slice_bytes)
+        for module in (score_mod_as_bias, score_tiles):
+            patch.setattr(module, "BLOCK", 16)
+        patch.setattr(score_tiles, "KEYS", 32)
+        for name in ("block_mask", "kv_lengths"):
+            if score_mod_as_bias.why_not_tangents(case.problem, ()) is not None:
+                own = {other: x for other, x in case.arrays.items() if other != name}
+                case = Scored(case.attention, own, case.random, case.spelled)
+        need = ("tdq", "tdk", "tdv")
+        assert score_mod_as_bias.why_not_tangents(case.problem, need) is None
+        names = [f"t{name}" for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in case.arrays]
+        names += case.problem.score_arg_tangents
+        names = data.draw(st.lists(st.sampled_from(names), unique=True))
+        random = np.random.default_rng(0)
+        models = {name: case.arrays[name[1:]] for name in names}
+        tangents = {name: random.standard_normal(x.shape).astype(x.dtype) for name, x in models.items()}
+        if data.draw(st.booleans()):
+            tangents["tscale"] = np.array(0.5, case.problem.softmax_dtype)
+        with way_taken(NUMPY[1]):
+            expected = of_function(case, need, tangents)
+        patch.setattr(fallback_tangents, "run", None)
+        with cuflash.cpu_threads(3):
+            found = of_function(case, need, tangents)
+        with cuflash.cpu_threads(1):
+            alone = of_function(case, need, tangents)
+    limit = 1e-10 if case.problem.dtype == "float64" else 0.03
+    for x, y, z in zip(found, expected, alone, strict=True):
+        np.testing.assert_array_equal(x, z)
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        largest = np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max(initial=0)
+        np.testing.assert_allclose(x, y, rtol=limit, atol=limit * (1 + largest))
+
+
 # ---- who computes ----------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +229,7 @@ def test_the_core_computes_what_it_serves(monkeypatch, recwarn):
     assert not recwarn.list
 
 
-def test_numpy_computes_functions(monkeypatch, recwarn):
+def test_numpy_computes_functions_that_are_no_sums(monkeypatch, recwarn):
     function = cuflash.FlashAttention(score=lambda s, i, j: s * abs(i - j))
     assert by_numpy(monkeypatch, function) == ["jvp", "backward_jvp"]
     assert not recwarn.list
