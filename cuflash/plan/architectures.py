@@ -9,6 +9,7 @@ from typing import Any
 
 from cuflash.plan.families import (
     BackwardFamily,
+    BackwardJvpFamily,
     BiasFamily,
     DqFamily,
     Family,
@@ -27,7 +28,7 @@ FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
     *(family for own in ARCHITECTURES for family in own.forward),
 )
 JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.jvp)
-BACKWARD_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward_jvp)
+BACKWARD_JVP_FAMILIES: tuple[BackwardJvpFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward_jvp)
 DQ_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq_jvp)
 SCORES_JVP_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores_jvp)
 BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)

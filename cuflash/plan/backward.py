@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cuflash.plan.architectures import BACKWARD_FAMILIES, BIAS_FAMILIES, DQ_FAMILIES, SCORES_FAMILIES
 from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
-from cuflash.plan.families import BACK_SECTION, BackwardFamily, choose_family, family_of
+from cuflash.plan.families import BACK_SECTION, BackwardFamily, BackwardJvpFamily, choose_family, family_of
 from cuflash.plan.scores import (
     add_key_sums,
     add_score_arg_helpers,
@@ -135,7 +135,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
             )
     if family is not None and main is not None:
-        _add_convert(draft, family, main, helper, n_blocks, reduces_dq)
+        add_convert(draft, family, main, helper, n_blocks, reduces_dq)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -339,8 +339,13 @@ def _add_main(
     return blocks
 
 
-def _add_convert(
-    draft: Draft, family: BackwardFamily[Any], main: Tile, helper: Tile, n_blocks: int, reduces_dq: bool
+def add_convert(
+    draft: Draft,
+    family: BackwardFamily[Any] | BackwardJvpFamily[Any],
+    main: Tile,
+    helper: Tile,
+    n_blocks: int,
+    reduces_dq: bool,
 ) -> None:
     """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
     problem, run_time = draft.problem, draft.run_time

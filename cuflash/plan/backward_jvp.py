@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, SCORES_JVP_FAMILIES
-from cuflash.plan.backward import add_preprocess
+from cuflash.plan.backward import add_convert, add_preprocess
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BACK_SECTION, ForwardFamily, choose_family, family_of
 from cuflash.plan.jvp import tangent_defines
@@ -17,9 +17,9 @@ from cuflash.spec.outputs import DEFAULT_NEED
 def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the pass, with the tiles that are given, or those of the tables.
 
-    tdk and tdv have a kernel whose blocks own keys, tdq one whose blocks own queries, and tangents of score gradients
-    one of their own, so that nothing is added up in memory in an order that changes: results are the same, bit for bit,
-    run after run.
+    tdk and tdv have a kernel whose blocks own keys. In some families these add to tdq as well, in no fixed order. In
+    others tdq has a kernel whose blocks own queries; and tangents of score gradients have one of their own. There
+    nothing is added up in memory in an order that changes: results are the same, bit for bit, run after run.
     """
     problem, need = draft.problem, draft.need
     of_scores = (*score_gradients(draft), *draft.score_arg_gradients)
@@ -27,10 +27,15 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     of_keys, of_queries, of_pairs = (given.get(role) for role in ("main", "dq", "scores"))
     if given:
         draft.reasons.append(draft.origin)
-    if of_keys is None and (set(need) & {"tdk", "tdv"} or not ("tdq" in need or of_scores)):
-        _, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
+    family = None if of_keys is None else family_of(BACKWARD_JVP_FAMILIES, of_keys)
+    makes_keys = set(need) & {"tdk", "tdv"} or not ("tdq" in need or of_scores)
+    if of_keys is None and (makes_keys or ("tdq" in need and _may_make_tdq_alone(draft))):
+        family, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
-    if of_queries is None and "tdq" in need:
+    makes_tdq = family is not None and family.makes_tdq and "tdq" in need
+    if makes_tdq:
+        of_queries = None
+    elif of_queries is None and "tdq" in need:
         _, of_queries, reason = choose_family(DQ_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
     if of_pairs is None and of_scores:
@@ -38,16 +43,20 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.reasons.append(reason)
     draft.tiles = tuple(tile for tile in (of_keys, of_queries, of_pairs) if tile is not None)
     draft.defines |= tangent_defines(problem)
-    off = ("PAIRS_STATS", "DQ_BY_REDUCTION", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL")
-    draft.defines |= {f"CUFLASH_{name}": 0 for name in (*off, "CLEARS_AHEAD")} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
+    off = ("PAIRS_STATS", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL", "CLEARS_AHEAD")
+    draft.defines |= {f"CUFLASH_{name}": 0 for name in off} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
     draft.defines |= {f"CUFLASH_NEEDS_D{x}": int(f"td{x.lower()}" in need) for x in "KV"} | needs(())
     draft.defines |= {f"CUFLASH_{name.upper()}_WIDE": int(_is_wide(draft, f"t{name}")) for name in DEFAULT_NEED}
+    draft.defines |= {"CUFLASH_DQ_BY_REDUCTION": int(makes_tdq)} | ({} if family is None else family.defines)
     first = draft.tiles[0]
-    delta = max(draft.tiles, key=lambda tile: tile.block_m)
-    add_preprocess(draft, first, delta, draft.gradients)
+    helper = first if family is None else family.accumulator_layout(first)
+    add_preprocess(draft, first, helper.changed(block_m=max(tile.block_m for tile in draft.tiles)), draft.gradients)
     draft.scratch["row_tangents"] = draft.scratch["row_stats"]
-    if of_keys is not None and set(need) & {"tdk", "tdv"}:
-        _add(draft, family_of(BACKWARD_JVP_FAMILIES, of_keys), of_keys)
+    if family is not None and of_keys is not None and (makes_tdq or set(need) & {"tdk", "tdv"}):
+        draft.set(head_section=family.head_section(draft, of_keys))
+        _add(draft, family, of_keys)
+        if makes_tdq:
+            add_convert(draft, family, of_keys, helper, 0, reduces_dq=True)
     if of_queries is not None:
         _add(draft, family_of(DQ_JVP_FAMILIES, of_queries), of_queries)
     if of_pairs is not None:
@@ -69,6 +78,11 @@ def _add_scores(draft: Draft, tile: Tile) -> None:
         add_sums(draft, tile, source, sums)
     if draft.score_arg_gradients:
         add_score_args(draft, tile, source)
+
+
+def _may_make_tdq_alone(draft: Draft) -> bool:
+    """Whether a family that adds to tdq serves the problem: it is preferred to kernels of tdq alone."""
+    return any(family.makes_tdq and family.why_not_served(draft) is None for family in BACKWARD_JVP_FAMILIES)
 
 
 def _is_wide(draft: Draft, name: str) -> bool:

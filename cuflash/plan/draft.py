@@ -19,7 +19,7 @@ from cuflash.plan.traffic import Model
 from cuflash.score_mod import Program
 from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, OPTIONAL_INPUTS, PAIR_OPTIONS, OptionalInput
 from cuflash.spec.outputs import SCORE_GRADIENTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables
@@ -50,7 +50,7 @@ BIAS_HEADER_BYTES = 16  # in front of the tile classes of a bias: BiasBlocks of 
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
-WRITTEN = (*FORWARD.written, *BACKWARD.written)  # results that TMA may write, 16 bytes at a time
+WRITTEN = (*FORWARD.written, *BACKWARD.written, *BACKWARD_JVP.written)  # results that TMA may write, 16 bytes at a time
 
 
 @dataclass(kw_only=True)

@@ -101,6 +101,21 @@ class ForwardFamily(Family[Row]):
         """Add the kernels of the pass."""
 
 
+class BackwardJvpFamily(ForwardFamily[Row]):
+    """A family of the tangents of gradients, whose blocks own keys: those of dk and dv and, in some, that of dq."""
+
+    makes_tdq: ClassVar[bool] = False  # whether blocks add to tdq in memory; otherwise tdq has a kernel of its own
+    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
+
+    def dq_in_order(self, main: Row) -> bool:
+        """Whether blocks add to tdq in a fixed order."""
+        return False
+
+    def head_section(self, draft: Draft, main: Row) -> int:
+        """How many heads have their blocks side by side in the launch order."""
+        return draft.run_time.head_section
+
+
 class BackwardFamily(Family[Row]):
     """A family of the backward pass, whose blocks own keys.
 
@@ -204,7 +219,7 @@ class Architecture:
     decode: tuple[ForwardFamily[Any], ...] = ()
     forward: tuple[ForwardFamily[Any], ...] = ()
     jvp: tuple[ForwardFamily[Any], ...] = ()
-    backward_jvp: tuple[ForwardFamily[Any], ...] = ()
+    backward_jvp: tuple[BackwardJvpFamily[Any], ...] = ()
     dq_jvp: tuple[ForwardFamily[Any], ...] = ()
     scores_jvp: tuple[ScoresFamily[Any], ...] = ()
     backward: tuple[BackwardFamily[Any], ...] = ()

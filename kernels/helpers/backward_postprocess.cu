@@ -7,6 +7,9 @@
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
+#if CUFLASH_TANGENTS
+#include "common/score/gradient_tangents.cuh"
+#endif
 
 // The warps that left a tile of keys. One block converts what kNumWarps of them left.
 constexpr int kTileWarps = CUFLASH_TILE_WARPS;
@@ -98,10 +101,14 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
     if constexpr (kReducesFour) return *(const Real4*)at(0);
     return {*at(0), *at(1), *at(2), *at(3)};
   };
+#if CUFLASH_TANGENTS
+  const Real factor = ScaledGradients(scale_of(params), tscale_of(params)).factor;
+#else
+  const Real factor = scale_of(params);
+#endif
   const auto convert_to = [&](auto* result) {
     convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
-        (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, scale_of(params), result,
-        params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
+        (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, factor, result, params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
   };
   if constexpr (kDqWide)
     convert_to(row_values_of(params.dq, batch, head));

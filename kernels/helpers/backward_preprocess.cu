@@ -81,8 +81,8 @@ struct DeltaTangents {
       row_tlse = tlse[row * params.tlse.row_stride];
       if (tdlse != nullptr) tdelta -= tdlse[row * params.tdlse.row_stride];
     }
-    Real* stored = row_tangents_of(params, batch, head) + row * 2;
-    stored[0] = row_tlse, stored[1] = tdelta;
+    Real* stored = row_tangents(params, batch, head, row);
+    stored[0] = row_tlse, stored[kDelta] = tdelta;
   }
 };
 #endif

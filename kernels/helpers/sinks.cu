@@ -32,8 +32,8 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
     if (!own.exists()) continue;
     const Real weight = exponential(own.exponent_of(sink, kExponentOfE)) * own.inverse;
 #if CUFLASH_TANGENTS
-    const Real* tangents = row_tangents_of(params, batch, head) + row * 2;
-    sum -= weight * ((tsink - tangents[0]) * own.delta + tangents[1]);
+    const Real* tangents = row_tangents(params, batch, head, row);
+    sum -= weight * ((tsink - tangents[0]) * own.delta + tangents[kDelta]);
 #else
     sum -= weight * own.delta;
 #endif

@@ -6,28 +6,7 @@
 #include "common/io/fragments.cuh"
 #include "common/score/mask_bits.cuh"
 #include "sm90/backward_layout.cuh"
-
-// Weights in half precision, two in a word. A lane keeps them where P' is multiplied by derivatives of scores in place.
-struct PackedWeights {
-  // Packs four weights. The two neighbours in a word are swapped.
-  CUFLASH_DEVICE static void pack(const float (&p)[4], u32 (&packed)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, p[2 * half + 1], p[2 * half]);
-  }
-  // Makes operands of P', once the products of the step before have read theirs. Swapping the neighbours back is an
-  // instruction after that wait. Without one, the compiler writes the operands before the wait, and makes the products
-  // wait for each other.
-  template <int rows>
-  CUFLASH_DEVICE static void to_operands(const u32 (&packed)[rows][2], Fragment (&operand)[kBlockM / 16]) {
-#pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 word = packed[2 * k + i / 2][i % 2];
-        operand[k].word[i] = word >> 16 | word << 16;
-      }
-  }
-};
+#include "sm90/packed_weights.cuh"
 
 // Hides pairs whose bit of a mask is 0.
 CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
@@ -42,14 +21,6 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
 // none has: where soft caps are so large, scores are natural (cuflash/plan/draft.py).
 CUFLASH_DEVICE bool has_large_rows(u32 s_stats) {
   return !kPacksWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
-}
-
-// Makes the four scores of n-tile `n` relative (RelativeScores). `own` is the RowSum of this lane's first query in the
-// tile.
-CUFLASH_DEVICE void make_relative(float (&score)[4], int n, const RowSum* own, float exponent_scale) {
-  const RelativeScores relative(exponent_scale);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) score[i] = relative.of(score[i], own[8 * n + i % 2]);
 }
 
 // Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With kPacksWeights these are the

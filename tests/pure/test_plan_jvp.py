@@ -11,6 +11,7 @@ import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, JVP_FAMILIES
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
+from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
@@ -48,7 +49,14 @@ def test_every_row_is_chosen_somewhere():
     for head_dim in (64, 128):
         for others in ({}, {"bias": (1, 1, 512, 512)}):
             chosen |= set(plan_of(problem_of(head_dim=head_dim, **others), JVP).tiles)
-    tables = (*JVP_TILES, *JVP_SM90_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES, *SCORES_JVP_TILES)
+    tables = (
+        *JVP_TILES,
+        *JVP_SM90_TILES,
+        *BACKWARD_JVP_TILES,
+        *BACKWARD_JVP_SM90_TILES,
+        *DQ_JVP_TILES,
+        *SCORES_JVP_TILES,
+    )
     assert not [tile for tile in tables if tile not in chosen]
 
 
@@ -61,17 +69,22 @@ def test_head_dimensions_without_a_tile(dtype):
 
 
 def test_kernels_make_what_is_needed():
-    def sources(*need):
-        return [kernel.source for kernel in plan_of(problem_of(sinks=True), BACKWARD_JVP, need=need).kernels]
+    def sources(*need, arch="9.0", deterministic=False):
+        problem = replace(problem_of(sinks=True), deterministic=deterministic)
+        return [kernel.source for kernel in plan_of(problem, BACKWARD_JVP, arch, need=need).kernels]
 
+    postprocess = ["helpers/backward_postprocess.cu"]
     preprocess, sinks = "helpers/backward_preprocess.cu", "helpers/sinks.cu"
-    assert sources("tdq") == [preprocess, "sm80/backward_jvp_dq.cu"]
-    assert sources("tdv") == [preprocess, "sm80/backward_jvp.cu"]
-    assert sources("tdq", "tdk") == [preprocess, "sm80/backward_jvp.cu", "sm80/backward_jvp_dq.cu"]
-    assert sources("tdsinks") == [preprocess, sinks]
+    assert sources("tdq", deterministic=True) == [preprocess, "sm80/backward_jvp_dq.cu"]
+    assert sources("tdv", arch="8.0") == [preprocess, "sm80/backward_jvp.cu"]
+    both = ["sm80/backward_jvp.cu", "sm80/backward_jvp_dq.cu"]
+    assert sources("tdq", "tdk", arch="8.0") == sources("tdq", "tdk", deterministic=True) == [preprocess, *both]
+    assert sources("tdsinks") == sources("tdsinks", arch="8.0") == [preprocess, sinks]
+    assert sources("tdv") == sources("tdk", deterministic=True) == [preprocess, "sm90/backward_jvp.cu"]
+    assert sources("tdq") == sources("tdq", "tdv") == [preprocess, "sm90/backward_jvp.cu", *postprocess]
     of_pairs, reduce = "sm80/backward_jvp_scores.cu", "helpers/scores_reduce.cu"
     assert sources("tdscale") == [preprocess, of_pairs, reduce]
-    assert sources("tdq", "tdscale") == [preprocess, "sm80/backward_jvp_dq.cu", of_pairs, reduce]
+    assert sources("tdq", "tdscale") == [preprocess, "sm90/backward_jvp.cu", *postprocess, of_pairs, reduce]
     assert [kernel.source for kernel in plan_of(problem_of(), JVP).kernels] == ["sm90/jvp.cu"]
 
 
@@ -100,6 +113,44 @@ def test_tensor_maps_are_of_what_is_given(moved):
     plan = plan_of(problem_of(moved=moved), JVP)
     expected = ["q", "k", "v", *(f"t{name}" for name in moved), "out", "tout"]
     assert [spec.name for spec in plan.tensor_maps] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "why_not"),
+    [
+        ({"head_dim": 264}, "it serves head dimensions up to 256"),
+        ({"head_dim": 60}, "a stride of q is 120 bytes"),
+        ({}, None),
+        (
+            {"head_dim": 192, "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
+            "of packed sequences it serves head dimensions up to 128",
+        ),
+    ],
+)
+def test_why_not_the_kernel_of_sm90(case, why_not):
+    if why_not is None:  # a score whose derivative by s is not 1
+        q = np.zeros((1, 2, 64, 32), np.float16)
+        options = cuflash.FlashAttention(score=lambda s, i, j: cuflash.tanh(s), dropout=0.1).options
+        problem, why_not = make_problem(options, q, q, q, score_args={}), "dropout marks weights by their sign"
+        problem = replace(problem, moved=("q",))
+    else:
+        problem = problem_of(**case)
+    plan = plan_of(problem, BACKWARD_JVP)
+    assert f"not sm90/backward_jvp: {why_not}" in plan.reason
+    assert "sm90/backward_jvp.cu" not in {kernel.source for kernel in plan.kernels}
+
+
+def test_the_kernel_of_sm90_makes_no_products_of_tdout():
+    problem = problem_of()
+    plan = plan_of(problem, BACKWARD_JVP, operands={"tdout": problem.q})
+    assert "not sm90/backward_jvp: it makes no products of tdout" in plan.reason
+
+
+def test_tiles_that_do_not_serve_packed_sequences():
+    wide = next(tile for tile in BACKWARD_JVP_SM90_TILES if tile.schedule == "kHalfStages")
+    problem = problem_of(head_dim=192, cu_seqlens_q=(0, 512), cu_seqlens_k=(0, 512))
+    with pytest.raises(NotImplementedError, match="tiles: got a BackwardJvpSm90Tile for head dimensions up to 256"):
+        plan_of(problem, BACKWARD_JVP, tiles=(wide,))
 
 
 def test_tangents_that_are_not_given_are_no_part_of_a_kernel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import ForwardFamily, ScoresFamily
+from cuflash.plan.families import BackwardJvpFamily, ForwardFamily, ScoresFamily
 from cuflash.plan.sm80.tiles import (
     BACKWARD_JVP_TILES,
     DQ_JVP_TILES,
@@ -37,7 +37,7 @@ class Jvp(ForwardFamily[JvpTile]):
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
-class BackwardJvp(ForwardFamily[BackwardJvpTile]):
+class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     """Each tile of keys has a block, which makes the tangents of dk and dv."""
 
     kernel = "sm80/backward_jvp"

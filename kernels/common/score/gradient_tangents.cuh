@@ -16,8 +16,8 @@ struct RowWithTangents {
   CUFLASH_DEVICE RowWithTangents() {}
   CUFLASH_DEVICE RowWithTangents(const Params& params, Entry batch, int head, int row)
       : stats(params, batch, head, row) {
-    const Real* tangents = row_tangents_of(params, batch, head) + row * 2;
-    tlse = tangents[0], tdelta = tangents[1];
+    const Real* tangents = row_tangents(params, batch, head, row);
+    tlse = tangents[0], tdelta = tangents[kDelta];
   }
 };
 
@@ -35,6 +35,8 @@ struct ScaledGradients {
     dx = scale == 0 ? 0 : dx;
   }
 };
+
+CUFLASH_DEVICE Real tscale_of(const Params& params) { return kMovesScale ? *(const Real*)params.tscale : 0; }
 
 // What is made of a pair: P and u, and the gradients of its score and of its scaled product with their tangents.
 struct PairTangents {

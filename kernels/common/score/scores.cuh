@@ -87,6 +87,14 @@ struct RelativeScores {
   CUFLASH_DEVICE static double log_of(double x) { return natural_log(x); }
 };
 
+// Makes the four scores of n-tile `n` relative (RelativeScores). `own` is the RowSum of this lane's first query in the
+// tile.
+CUFLASH_DEVICE void make_relative(float (&score)[4], int n, const RowSum* own, float exponent_scale) {
+  const RelativeScores relative(exponent_scale);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) score[i] = relative.of(score[i], own[8 * n + i % 2]);
+}
+
 // The weight of a pair from its score. If a function makes scores, rows that do not exist get no weight whatever it
 // returns, and a pair without weight gets no derivative.
 template <class Row>

@@ -135,9 +135,12 @@ CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int 
 constexpr int kDelta = kPairsStats ? 2 : 1;
 
 #if CUFLASH_TANGENTS
-// The tangents of lse and of delta - dlse of all rows of a head.
+// The tangents of lse and of delta - dlse of all rows of a head, and of one row: they lie as the statistics do.
 CUFLASH_DEVICE Real* row_tangents_of(const Params& params, Entry batch, int head) {
   return (Real*)params.row_tangents + first_stats_row(params, batch, head) * 2;
+}
+CUFLASH_DEVICE Real* row_tangents(const Params& params, Entry batch, int head, int row) {
+  return row_tangents_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
 }
 #endif
 

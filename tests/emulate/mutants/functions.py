@@ -14,7 +14,7 @@ MASK_TILES = "helpers/mask_tiles.cu"
 BOUNDS = "common/score/tile_bounds.cuh"
 ROW_NUMBERS = "sm90/per_row_values.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
-PACKED_WEIGHTS = "sm90/backward_weights.cuh"
+PACKED_WEIGHTS = "sm90/packed_weights.cuh"
 
 # fmt: off
 MUTANTS = (

@@ -89,8 +89,8 @@ MUTANTS = (
            "tdx = scale == 0 ? dx : tdx;", "tangents"),
     mutant("a scale of zero has no tangent", GRADIENTS, "factor(kMovesScale && scale == 0 ? tscale : scale)",
            "factor(scale)", "tangents without a scale"),
-    mutant("rows have the tangents of the next", GRADIENTS, "row_tangents_of(params, batch, head) + row * 2;",
-           "row_tangents_of(params, batch, head) + row * 2 + 2;", "tangents of packed"),
+    mutant("rows have the tangents of the next", GRADIENTS, "row_tangents(params, batch, head, row);",
+           "row_tangents(params, batch, head, row + 1);", "tangents of packed"),
     # ---- sm80/backward_jvp.cu
     mutant("tdV without P' tdO", OF_KEYS, "if (has_tdout) add_v(p, s_tdo);", "", "tangents"),
     mutant("tdV of P", OF_KEYS, "add_v(pu, s_do);", "add_v(p, s_do);", "tangents"),
@@ -219,6 +219,6 @@ MUTANTS = (
            "tangents"),
     mutant("tdsinks without the tangents of sinks", SINKS, "((tsink - tangents[0]) * own.delta",
            "((0 - tangents[0]) * own.delta", "tangents"),
-    mutant("tdsinks without the tangent of delta", SINKS, " + tangents[1]);", ");", "tangents"),
+    mutant("tdsinks without the tangent of delta", SINKS, " + tangents[kDelta]);", ");", "tangents"),
 )
 # fmt: on

@@ -2,13 +2,20 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cuflash.testing import Case
-from cuflash.testing.tangents import Moved, everything
+from cuflash.testing.tangents import Moved, everything, movable
 from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, movable_of
 from tests.scored import few_tiles
-from tests.second_derivatives import CASES
+from tests.second_derivatives import CASES, PACKED
+
+SIZES: dict[str, Any] = {
+    **{"seqlen_q": 90, "seqlen_k": 150, "head_dim": 64, "num_heads": 4, "num_heads_kv": 2, "batch": 1},
+    "dtype": "bfloat16",
+}
+OF_PACKED_SM90 = {**PACKED, "head_dim": 64, "cu_seqlens_q": (0, 40, 60, 85), "causal": True, "dtype": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,25 @@ class FunctionTangentTrial:
         check_functions(case, movable_of(case), kernels=kernels)
 
 
+# Of sm90/backward_jvp.cu, which makes no products of tdout.
+OF_SM90 = {
+    "tangents sm90": Case(**SIZES, causal=True, dropout=0.3, dlse=True),
+    "tangents sm90 roles": Case(**{**SIZES, "head_dim": 128}, window=(120, 30)),
+    "tangents sm90 wide": Case(**{**SIZES, "head_dim": 256, "seqlen_q": 140}, causal=True),
+    "tangents sm90 of pairs": Case(
+        **{**SIZES, "head_dim": 72}, softcap=1.5, scale=0.3, bias=(4, 90, 150), alibi_slopes=(4,), dropout=0.2
+    ),
+    "tangents sm90 of large scores": Case(**{**SIZES, "head_dim": 40}, score_mean=3e3),
+    "tangents sm90 of packed": Case(**OF_PACKED_SM90),
+}
+
+
+def sm90(case: Case) -> TangentTrial:
+    """With tangents of q, k and v; of all that there is only with a soft cap: then weights are made pair by pair."""
+    names = ("q", "k", "v") if case.softcap is None else tuple(movable(case))
+    return TangentTrial(case=case, moved=Moved(names=names, cotangents=("tdlse",) if case.dlse else ()), arch="9.0")
+
+
 AnyTrial = TangentTrial | FunctionTangentTrial
 TRIALS: dict[str, AnyTrial] = {
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
@@ -53,5 +79,6 @@ TRIALS: dict[str, AnyTrial] = {
     "tangents of functions": FunctionTangentTrial(score="distance"),
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
+    **{name: sm90(own) for name, own in OF_SM90.items()},
     "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
 }

@@ -1,0 +1,143 @@
+"""The tangents of gradients on compute capability 9.0: one kernel adds to those of dq, dk and dv, in half precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
+from cuflash.plan.families import BackwardJvpFamily
+from cuflash.plan.sm80.tiles import BackwardTile
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, fragments_of_a_warpgroup
+from cuflash.plan.sm90.forward import why_not_16_bit
+from cuflash.plan.tiles import ARITHMETIC, Tile, choose_row, chunked_bytes, maker
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.passes import BACKWARD_JVP
+from cuflash.spec.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardJvpSm90Tile(Tile):
+    """One way to cut the tangents of gradients for compute capability 9.0. A warpgroup, or two, own 64 of the keys."""
+
+    max_dim: int
+    block_m: int = 64
+    block_n: int
+    num_stages: int  # stages of queries
+    dx_stages: int  # stages of dX and tdX, on their way to the warpgroup of tdq
+    schedule: Literal["kOwnKeys", "kSplitRoles", "kHalfStages"]  # of kernels/sm90/backward_jvp_layout.cuh
+    ping_pong: bool  # consumers take turns to issue products
+    origin: str = field(compare=False)
+
+    defined = ("dx_stages", "schedule", "ping_pong")
+    variations: ClassVar = {"num_stages": (2, 3), "dx_stages": (1, 2), "ping_pong": (False, True)}
+
+    element_bytes = 2
+    min_blocks = 1
+    fragments_ahead = 0
+    dim_multiple = 32
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        keys = 64 if self.splits_roles else 128
+        return (
+            (self.block_n == keys, "64 keys for two consumers, or for each of them"),
+            (self.block_m == 64, "64 queries for one product"),
+        )
+
+    @property
+    def splits_roles(self) -> bool:
+        """Whether, for the same keys, one consumer makes P and tdv, and the other tdX and tdk."""
+        return self.schedule != "kOwnKeys"
+
+    @property
+    def stage_rows(self) -> int:
+        """Queries of a stage."""
+        return self.block_m // 2 if self.schedule == "kHalfStages" else self.block_m
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each of two consumers, four for tdq, and four for the producer if it is not one of these."""
+        return 16 if self.schedule == "kHalfStages" else 12
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
+        rows, q_stages = self.stage_rows, 1 if self.schedule == "kHalfStages" else self.num_stages
+        queries = q_stages * 2 * chunked_bytes(rows, dim) + self.num_stages * (chunked_bytes(rows, dim_v) + rows * 16)
+        dx = 2 * chunked_bytes(self.block_n, self.block_m)
+        p = self.block_n * rows * 8 if self.splits_roles else 0
+        barriers = 8 * (2 + 2 * q_stages + 2 * self.num_stages + 2 * self.dx_stages + 2 * self.splits_roles)
+        return 2 * keys + queries + self.dx_stages * dx + p + barriers
+
+
+class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
+    kernel = "sm90/backward_jvp"
+    model = "keys"
+    tile = BackwardJvpSm90Tile
+    outputs = tuple(row.name for row in BACKWARD_JVP.rows)
+    makes_tdq = True
+    has_functions = True
+    unknown = ("pages",)
+    defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardJvpSm90Tile, ...]:
+        return BACKWARD_JVP_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if draft.device.arch != 90 or problem.dtype not in ("float16", "bfloat16"):
+            return ""
+        if (unknown := self.why_unknown(problem)) is not None:
+            return unknown
+        if "tdout" in draft.arrays:
+            return "it makes no products of tdout"
+        if problem.dropout and problem.score is not None and problem.program.changes_slope:
+            return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
+        if problem.deterministic and "tdq" in draft.need:
+            return "it adds to tdq in no fixed order"
+        why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
+        if why_not is None and problem.is_packed:
+            tile, _ = choose_row(BACKWARD_JVP_SM90_TILES, problem, draft.device)
+            if tile.schedule == "kHalfStages":
+                return f"of packed sequences it serves head dimensions up to {BACKWARD_JVP_SM90_TILES[1].max_dim}"
+        return why_not
+
+    def accumulator_layout(self, main: BackwardJvpSm90Tile) -> BackwardTile:
+        return fragments_of_a_warpgroup(main)
+
+    def head_section(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
+        return BACKWARD_HEAD_SECTION if draft.problem.window_right is None else CAUSAL_HEAD_SECTION
+
+    def draft(self, draft: Draft, tile: BackwardJvpSm90Tile) -> None:
+        rows = {
+            **dict.fromkeys(("q", "tq", "dout"), tile.stage_rows),
+            **dict.fromkeys(("k", "v", "tk", "tv"), tile.block_n),
+            **dict.fromkeys(("tdk", "tdv"), 64),
+        }
+        problem = draft.problem
+        if problem.is_packed and tile.schedule == "kHalfStages":
+            raise NotImplementedError(
+                f"tiles: got a BackwardJvpSm90Tile for head dimensions up to {tile.max_dim} with packed sequences, "
+                "expected a BackwardJvpTile and a DqJvpTile"
+            )
+        draft.map_tensors({name: rows[name] for name in _mapped(draft)})
+        draft.add_block_index(tile, "query_index")
+        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+def _mapped(draft: Draft) -> tuple[str, ...]:
+    """The arrays that TMA reads or writes, in the order of their maps."""
+    tangents = (f"t{name}" for name in INPUTS if name in (draft.problem.moved or ()))
+    return (*INPUTS, "dout", *tangents, *(name for name in ("tdk", "tdv") if name in draft.need))
+
+
+_backward_jvp_sm90 = maker(BackwardJvpSm90Tile, "max_dim block_n num_stages dx_stages schedule ping_pong origin")
+
+# fmt: off
+BACKWARD_JVP_SM90_TILES = (
+    #                  max_dim n    stages dX schedule       ping-pong
+    _backward_jvp_sm90(64,     128, 2,     2, "kOwnKeys",    True,  ARITHMETIC),
+    _backward_jvp_sm90(128,    64,  2,     2, "kSplitRoles", True,  ARITHMETIC),
+    _backward_jvp_sm90(256,    64,  2,     1, "kHalfStages", False, ARITHMETIC),
+)
+# fmt: on

@@ -1,0 +1,136 @@
+"""The tangents of gradients by sm90/backward_jvp.cu in the emulator, by the oracle rule."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash.emulator import SCHEDULES, passes
+from cuflash.plan import LaunchPlan, choose_plan
+from cuflash.spec.passes import BACKWARD_JVP
+from cuflash.testing import Case, cases
+from cuflash.testing.tangents import Moved, assert_tangents
+from tests.sampling import examples, sample
+from tests.second_derivatives import CASES, FEATURES, movable, moved_by, moves_of
+
+HALF = ("bfloat16", "float16")
+# Up to 64 each consumer has keys of its own; above, both have the same keys, and each makes one of tdk and tdv;
+# above 128, stages hold half a tile of queries.
+DIMS = ((64, 64), (40, 24), (128, 128), (72, 80), (256, 256), (136, 160))
+
+
+def in_half(case: Case, dims: tuple[int, int]) -> Case:
+    """The case in half precision, with rows that TMA can read."""
+    dtype = case.dtype if case.dtype in HALF else "bfloat16"
+    strides = "contiguous" if case.strides == "flipped" else case.strides
+    return replace(case, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], strides=strides)
+
+
+def without_tdout(moved: Moved) -> Moved:
+    return replace(moved, cotangents=tuple(name for name in moved.cotangents if name != "tdout"))
+
+
+def everything(case: Case, *, numbers: bool = True) -> Moved:
+    """Tangents of all that a case has; without those of numbers and arrays that act on scores, whole tiles of weights
+    are made at once."""
+    names = [name for name in movable(case) if numbers or name in ("q", "k", "v", "sinks")]
+    return Moved(names=tuple(names), cotangents=("tdlse",) if case.dlse else ())
+
+
+def is_sm90(plan: LaunchPlan) -> bool:
+    return any(kernel.source == "sm90/backward_jvp.cu" for kernel in plan.kernels)
+
+
+def results_of_jvp(case: Case, tangents: dict[str, Any]) -> dict[str, Any]:
+    """All that the pass takes."""
+    arrays = case.arrays()
+    inputs = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    moved = {name: x for name, x in tangents.items() if name != "tdlse"}
+    results = passes.jvp(case.problem, inputs | moved, arch="9.0", **case.random)
+    return arrays | tangents | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
+
+
+def check(case: Case, moved: Moved, **options: Any) -> None:
+    """Hold the tangents of gradients to the oracle rule."""
+    given = results_of_jvp(case, moved.arrays(case))
+    need = ("tdq", "tdk", "tdv", *(["tdsinks"] if case.sinks else []))
+    found = passes.backward_jvp(case.problem, given, need=need, arch="9.0", **case.random, **options)
+    assert_tangents(case, moved, dict(zip(need, found, strict=True)))
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    """The plans of the pass that the test has run."""
+    made: list[LaunchPlan] = []
+    choose = choose_plan
+
+    def keep(*args, **options):
+        plan = choose(*args, **options)
+        if plan.pass_ is BACKWARD_JVP:
+            made.append(plan)
+        return plan
+
+    monkeypatch.setattr(passes, "choose_plan", keep)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("case", "dims", "numbers"),
+    sample([(in_half(case, dims), dims, numbers) for case in CASES for dims in DIMS for numbers in (True, False)], 12),
+    ids=str,
+)
+def test_every_option(case, dims, numbers, plans):
+    check(case, everything(case, numbers=numbers))
+    is_served = dims[0] <= 128 or case.cu_seqlens_q is None
+    assert all(is_sm90(plan) == (is_served and case.strides != "padded") for plan in plans)
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(
+    cases(
+        dtypes=HALF,
+        layouts=("bhsd", "bshd"),
+        ndims=(4,),
+        strides=("contiguous",),
+        features=FEATURES,
+        max_seqlen=257,
+        max_head_dim=256,
+        max_scores=2**15,
+    ),
+    st.data(),
+)
+def test_options_together(case, data):
+    case = replace(case, head_dim=-(-case.head_dim // 8) * 8, head_dim_v=-(-case.head_dim_v // 8) * 8)
+    check(case, without_tdout(data.draw(moved_by(case))), schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
+@pytest.mark.parametrize(
+    ("case", "moved"),
+    sample(
+        [
+            (case, own)
+            for x in CASES
+            for dims in ((64, 64), (128, 72))
+            for case in [in_half(x, dims)]
+            for own in moves_of(case)
+        ],
+        30,
+    ),
+    ids=str,
+)
+def test_tangents_that_are_not_given(case, moved):
+    check(case, without_tdout(moved))
+
+
+@pytest.mark.parametrize("dims", DIMS[::2], ids=str)
+@pytest.mark.parametrize("need", sample([("tdq",), ("tdk",), ("tdv",), ("tdk", "tdv")], 2), ids=str)
+def test_results_that_are_not_needed(need, dims, plans):
+    """A result is the same, bit for bit, whatever else is made: tdq of one tile of keys, which no other adds to."""
+    case = Case(seqlen_q=100, seqlen_k=50, head_dim=dims[0], dtype="bfloat16", num_heads=2)
+    given = results_of_jvp(case, everything(case).arrays(case))
+    every = dict(zip(("tdq", "tdk", "tdv"), passes.backward_jvp(case.problem, given), strict=True))
+    for name, x in zip(need, passes.backward_jvp(case.problem, given, need=need), strict=True):
+        assert (x == every[name]).all(), name
+    assert all(map(is_sm90, plans))
