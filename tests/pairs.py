@@ -27,9 +27,8 @@ import numpy as np
 import cuflash
 import cuflash.testing as ct
 from cuflash.testing.rule import yardsticks_of
-from cuflash.testing.tangents import Moved
+from cuflash.testing.tangents import Moved, movable
 from cuflash.testing.tangents import yardsticks_of as tangents_of
-from tests.second_derivatives import movable
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support.json"

@@ -1,6 +1,7 @@
 """sm90/backward_jvp.cu compiles without products that wait for each other, and spills no more than is known of it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif("sm_90" not in supported_archs(), reason="this N
 
 # Bytes that a thread spills, by max_dim: mostly descriptors. Two versions of the compiler differ by 24.
 SPILLS = {64: 0, 128: 4, 256: 76}
-OPTIONS = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
     {"causal": True, "dtype": "float16"},

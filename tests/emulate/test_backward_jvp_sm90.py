@@ -11,9 +11,9 @@ from cuflash.emulator import SCHEDULES, passes
 from cuflash.plan import LaunchPlan, choose_plan
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.sampling import examples, sample
-from tests.second_derivatives import CASES, FEATURES, movable, moved_by, moves_of
+from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
 HALF = ("bfloat16", "float16")
 # Up to 64 each consumer has keys of its own; above, both have the same keys, and each makes one of tdk and tdv;

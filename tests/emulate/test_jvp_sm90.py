@@ -13,8 +13,7 @@ from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
 from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import JVP
 from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, assert_tangents
-from tests.emulate.tangents import everything
+from cuflash.testing.tangents import Moved, assert_tangents, everything
 from tests.sampling import examples, sample
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
