@@ -1,6 +1,5 @@
 """`cuflash.jax` on arrays in CUDA memory: the passes, with values and within jit, and derivatives."""
 
-import os
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 
 import cuflash
 
-# Each process of the tests would otherwise take three quarters of the device's memory.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
