@@ -17,8 +17,9 @@ import cuflash.testing as ct
 from cuflash.gpu.compiler import Compiler, compile_spec, kernel_directory, supported_archs
 from cuflash.gpu.nvrtc import Nvrtc
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
-from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP
 from tests.compile.test_plans import SERIALIZED
 from tests.sampling import sample
 
@@ -83,6 +84,15 @@ def test_exponentials_stay_beside_the_product(tile, options):
     for before, after in steps:
         assert before >= tile.block_n // 2  # of the two rows of a lane, a quarter of the columns
         assert after == 0
+
+
+@pytest.mark.parametrize("tile", sample(JVP_SM90_TILES, 2), ids=str)
+def test_exponentials_stay_beside_the_product_of_tangents(tile):
+    """In both loops they are in front of the wait for tX. After it there are those of factors alone."""
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=tile.max_dim, dtype="bfloat16")
+    (kernel,) = kernels_of_case(case, (tile,), JVP, moved=("q", "k", "v"))
+    steps = exponentials(instructions(kernel))
+    assert sum(before >= tile.block_n // 2 and after <= 4 for before, after in steps) == 2
 
 
 def test_left_to_itself_the_assembler_moves_them(tmp_path):

@@ -1,6 +1,6 @@
 """jvp and backward_jvp of a case by the kernels in the emulator, and what they are held to."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,25 @@ def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:
     found = passes.backward_jvp(problem, arrays | tangents | of_forward, need=need, **options)
     results = {name: of_forward[name] for name in ("tout", "tlse")} | dict(zip(need, found, strict=True))
     assert_tangents(case, moved, results)
-    out, lse = passes.forward(problem, given, arch=arch, **case.random)
+    check_forward(case, given, of_forward, arch)
+
+
+def check_jvp(case: Case, moved: Moved, **options: Any) -> None:
+    """The same of jvp alone."""
+    arrays = case.arrays()
+    given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    of_inputs = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
+    names = ("out", "lse", "tout", "tlse")
+    results = dict(zip(names, passes.jvp(case.problem, given | of_inputs, **case.random, **options), strict=True))
+    assert_tangents(case, moved, {name: results[name] for name in ("tout", "tlse")})
+    check_forward(case, given, results, "9.0")
+
+
+def check_forward(case: Case, given: Mapping[str, Any], results: Mapping[str, Any], arch: str) -> None:
+    """Hold out and lse to those of the forward pass."""
+    out, lse = passes.forward(case.problem, given, arch=arch, **case.random)
     limit = {"float64": 1e-12, "float32": 1e-5}.get(case.dtype, 2e-2)
-    for x, y in ((of_forward["out"], out), (of_forward["lse"], lse)):
+    for x, y in ((results["out"], out), (results["lse"], lse)):
         np.testing.assert_allclose(
             x.astype(float), y.astype(float), rtol=limit, atol=limit * (1 + abs(case.score_mean))
         )

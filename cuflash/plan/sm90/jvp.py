@@ -27,7 +27,7 @@ CONDITIONS = by_name(
 
 @dataclass(frozen=True, kw_only=True)
 class JvpSm90Tile(Tile):
-    """One way to cut attention with its tangent for compute capability 9.0: a consumer owns 64 of block_m queries."""
+    """One way to cut attention with its tangent for compute capability 9.0. A consumer owns 64 of its queries."""
 
     max_dim: int
     block_m: int
@@ -82,8 +82,8 @@ _jvp = maker(JvpSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages
 JVP_SM90_TILES = (
     #    max_dim m    n   stages pingp Q  overlaps serves
     _jvp(64,  128, 96, 3,      True, 1, True,  "fixed lengths",
-         "on an H200 613 TFLOP/s, 2.7 times the forward pass's time, without overlap 580, 128 x 128: 622, 128 x 80 578,"
-         " 192 x 64 579, with Q and tQ in registers 580 (32 heads, seqlen 4096)"),
+         "on an H200 613 TFLOP/s, 2.7 times the forward pass's time, without overlap 575, 128 x 80 578, 192 x 64 579, "
+         "with Q and tQ in registers 580; 128 x 128 without overlap 622, but it spills (32 heads, seqlen 4096)"),
     _jvp(64,  128, 64, 3,      True, 1, True,  "any", ARITHMETIC),
     _jvp(128, 128, 64, 2,      True, 1, False, "no bias",
          "on an H200 707 / 691 TFLOP/s, 3.15 times the forward pass's time, with overlap, which spills, 680 / 652, "

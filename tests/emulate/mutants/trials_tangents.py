@@ -4,10 +4,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cuflash.emulator import SCHEDULES, Schedule
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.jvp import JvpSm90Tile
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything, movable
 from tests.cuda_scores import CUDA_SCORES
-from tests.emulate.tangents import check, check_functions, movable_of
+from tests.emulate.tangents import check, check_functions, check_jvp, movable_of
 from tests.scored import few_tiles
 from tests.second_derivatives import CASES, PACKED
 
@@ -63,8 +66,81 @@ def sm90(case: Case) -> TangentTrial:
     return TangentTrial(case=case, moved=Moved(names=names, cotangents=("tdlse",) if case.dlse else ()), arch="9.0")
 
 
-AnyTrial = TangentTrial | FunctionTangentTrial
+@dataclass(frozen=True, kw_only=True)
+class JvpSm90Trial:
+    """jvp on compute capability 9.0, on so few SMs that blocks take several tiles of queries."""
+
+    case: Case
+    moved: tuple[str, ...] = ("q", "k", "v")  # all that the case has, where it is empty
+    block_n: int = 32
+    overlaps_tiles: bool = False
+    ping_pong: bool = True
+    schedules: tuple[Schedule, ...] = SCHEDULES[:1]
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        tile = JvpSm90Tile(
+            max_dim=128,
+            block_m=128,
+            block_n=self.block_n,
+            num_stages=2,
+            ping_pong=self.ping_pong,
+            q_stages=1,
+            overlaps_tiles=self.overlaps_tiles,
+            origin="of a trial",
+        )
+        device = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
+        moved = Moved(names=self.moved) if self.moved else everything(self.case)
+        for schedule in self.schedules:
+            check_jvp(self.case, moved, arch=device, tiles=(tile,), kernels=kernels, schedule=schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavySinkTrial:
+    """Sinks have most of the weight of rows, and their tangents are far from those of keys."""
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        case = Case(
+            seqlen_q=113,
+            seqlen_k=203,
+            head_dim=16,
+            ndim=2,
+            dtype="float16",
+            causal="lengths",
+            kv_lengths=(32,),
+            alibi_slopes=(1,),
+            sinks=True,
+            dropout=0.1,
+            score_spread=8.0,
+            mask=(1, 1, 1, 1),
+            seed=5255,
+        )
+        moved = Moved(names=("q", "k", "v", "alibi_slopes", "sinks", "scale"), common=10.0, seed=7)
+        check_jvp(case, moved, kernels=kernels)
+
+
+_GROUPS = Case(
+    dtype="bfloat16", seqlen_q=190, seqlen_k=230, head_dim=72, head_dim_v=80, num_heads=2, num_heads_kv=1, causal=True
+)
+AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | HeavySinkTrial
 TRIALS: dict[str, AnyTrial] = {
+    "jvp sm90": JvpSm90Trial(case=replace(_GROUPS, score_spread=8.0), schedules=SCHEDULES),
+    "jvp sm90 overlap": JvpSm90Trial(
+        case=replace(_GROUPS, kv_lengths=(180,)), overlaps_tiles=True, schedules=SCHEDULES
+    ),
+    "jvp sm90 window": JvpSm90Trial(case=replace(_GROUPS, causal=False, window=(70, 10), num_heads=1), block_n=16),
+    "jvp sm90 options": JvpSm90Trial(
+        case=replace(_GROUPS, dtype="float16", softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1),
+        moved=(),
+    ),
+    "jvp sm90 slopes": JvpSm90Trial(
+        case=replace(_GROUPS, alibi_slopes=(2,), bias=(1, 2, 190, 230)), moved=("q", "k", "v", "bias", "alibi_slopes")
+    ),
+    "jvp sm90 packed": JvpSm90Trial(
+        case=replace(_GROUPS, cu_seqlens_q=(0, 70, 190), cu_seqlens_k=(0, 130, 225), sinks=True)
+    ),
+    "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
     "tangents of biases": TangentTrial(case=CASES[2]),
@@ -80,5 +156,6 @@ TRIALS: dict[str, AnyTrial] = {
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     **{name: sm90(own) for name, own in OF_SM90.items()},
+    "tangents of a heavy sink": HeavySinkTrial(),
     "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
 }
