@@ -29,6 +29,9 @@ from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.interrupts import Interrupt, of_package
 from tests.ranks import OfRank, Shards, Whole, compute, judge, on_threads
+from tests.ranks_with_tangents import WithTangents, everything
+from tests.ranks_with_tangents import compute as compute_tangents
+from tests.ranks_with_tangents import judge as judge_tangents
 from tests.sampling import examples
 
 pytestmark = [
@@ -116,6 +119,34 @@ def judge_calls(name, case, *, together=False, need=("dq", "dk", "dv"), **option
 @pytest.mark.parametrize("name", CASES)
 def test_repeated_calls_keep_the_oracle_rule(name, deterministic, repeated):
     judge_calls(name, CASES[name], deterministic=deterministic, chunks=4)
+    assert len(repeated) == 12  # three calls of two passes on two ranks
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["9.0 odd", "8.0 window"])
+def test_repeated_calls_with_tangents_keep_the_oracle_rule(name, deterministic, repeated):
+    """Three calls of both passes, on other numbers and in other memory."""
+    case = CASES[name]
+    split, moved = cd.zigzag(case.seqlen_q, 2), everything(case)
+    seeded = [replace(case, seed=seed) for seed in range(3)]
+    shards = [WithTangents(Whole.of(one), split, split) for one in seeded]
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(
+            comm, split=split, steps=2, **case.keywords, deterministic=deterministic, chunks=4
+        )
+        found = []
+        for one, own in zip(seeded, shards, strict=True):
+            arrays = own.of(comm.rank, one.arrays() | moved.arrays(one))
+            results = compute_tangents(attn, one, {n: on_device(x) for n, x in arrays.items()}, ("tdq", "tdk", "tdv"))
+            found.append({n: x.get() for n, x in results.items()})
+        return found
+
+    with launcher(name[:3], computes=True):
+        extend(sys.modules["cupy"])
+        of_ranks = on_threads(2, work)
+    for one, own, results in zip(seeded, shards, zip(*of_ranks, strict=True), strict=True):
+        judge_tangents(one, moved, own.whole(results))
     assert len(repeated) == 12  # three calls of two passes on two ranks
 
 

@@ -170,3 +170,27 @@ def test_tangents_that_do_not_agree_stop_all_ranks(change, message):
         return str(error.value)
 
     assert any(re.search(message, found) for found in on_threads(2, work))
+
+
+def test_hessian_vector_products_and_the_double_backward_pass_go_over_ranks():
+    """They need no more of an attention than the methods that ranks have."""
+    random = np.random.default_rng(0)
+    names = ("q", "k", "v", "dout", "tq", "tk", "tv")
+    arrays: dict[str, Any] = dict(zip(names, random.standard_normal((7, 2, 40, 8)), strict=True))
+    split, whole = cd.zigzag(40, 2), cuflash.FlashAttention(causal=True)
+    cotangents = {f"d{name}": arrays[f"t{name}"] for name in "qkv"}
+
+    def results_of(attn: Any, own: dict[str, Any], of_gradients: dict[str, Any]) -> tuple[Any, ...]:
+        inputs = {name: own[name] for name in ("dout", "q", "k", "v")}
+        product = cuflash.hessian_vector_product(attn, **own)
+        ddout, ddlse, gradients = cuflash.double_backward(attn, of_gradients, **inputs)
+        return (*product, ddout, *gradients, ddlse)
+
+    def work(comm):
+        own, of_gradients = ({n: split.part(x, comm.rank) for n, x in of.items()} for of in (arrays, cotangents))
+        return results_of(cd.ContextParallel(comm, split=split, causal=True, timeout=30), own, of_gradients)
+
+    for i, (shards, expected) in enumerate(
+        zip(zip(*on_threads(2, work), strict=True), results_of(whole, arrays, cotangents), strict=True)
+    ):
+        np.testing.assert_allclose(split.whole(shards, -1 if i == 7 else -2), expected, rtol=1e-10, atol=1e-10)
