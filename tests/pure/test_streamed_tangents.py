@@ -1,5 +1,6 @@
 """Tangents of streamed keys and values against the oracle: on the CPU, and by way of a stand-in for a device."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,17 @@ def test_batch_axes_that_broadcast(dtype):
     for x, y in zip(*found, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(y.astype(float), x.astype(float), rtol=bound, atol=bound * np.abs(x).max())
+
+
+def test_device_memory_does_not_grow_with_the_keys(monkeypatch):
+    taken = []
+    for seqlen_k in (1000, 4000):
+        device = FakeDevice(late=True, pinned=False)
+        monkeypatch.setattr(calls, "device_of", lambda error, device=device: device)
+        case = replace(CASE, seqlen_k=seqlen_k, causal=False)
+        judge(case, Moved(), results_of(case, Moved(), 100))
+        taken.append(device.allocated)
+    assert taken[0] == taken[1] > 0
 
 
 def test_hessian_vector_products_and_the_double_backward_pass_stream_keys():
