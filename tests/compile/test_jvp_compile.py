@@ -12,6 +12,7 @@ from cuflash.plan.sm80.tiles import (
     DQ_JVP_TILES,
     JVP_TILES,
     SCORES_JVP_TILES,
+    BackwardJvpTile,
     DqJvpTile,
     JvpTile,
     ScoresJvpTile,
@@ -57,23 +58,22 @@ SPILLS = {
 ROUNDING = 1.25  # other versions of the compiler allocate registers a little differently
 
 
-def problem_of(tile):
+WIDE = {JvpTile: ("out", "lse"), BackwardJvpTile: ("dk", "dv"), DqJvpTile: ("dq",)}
+
+
+def problem_of(tile, **others):
     own: dict[str, Any] = {"bias": (512, 512)} if type(tile) is ScoresJvpTile else {}
-    sizes: dict[str, Any] = {
-        "seqlen_q": 512,
-        "seqlen_k": 512,
-        "head_dim": tile.max_dim,
-        "dtype": DTYPES[tile.element_bytes],
-    }
-    case = Case(**sizes, causal=True, **own)
+    dtype = DTYPES[tile.element_bytes]
+    case = Case(seqlen_q=512, seqlen_k=512, head_dim=tile.max_dim, dtype=dtype, causal=True, **others, **own)
     return replace(case.problem, moved=("q", "k", "v", *own))
 
 
-def main_kernel(tile, arch):
+def main_kernel(tile, arch, problem=None):
     pass_ = JVP if type(tile) in (JvpTile, JvpSm90Tile) else BACKWARD_JVP
     made = {JvpTile: None, JvpSm90Tile: None, DqJvpTile: ("tdq",), ScoresJvpTile: ("tdbias",)}
     need = made.get(type(tile), ("tdk", "tdv"))
-    plan = choose_plan(problem_of(tile), DeviceSpec.for_arch(arch), pass_, tiles=(tile,), need=need)
+    problem = problem_of(tile) if problem is None else problem
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, tiles=(tile,), need=need)
     (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
     return kernel
 
@@ -87,6 +87,17 @@ def test_every_row_compiles(tile):
     known = SPILLS.get(key, 0)
     assert resources.spill_stores_bytes <= known * ROUNDING + 16
     assert resources.stack_bytes <= known + 32  # no accumulator lies in local memory
+
+
+@pytest.mark.parametrize("table", [JVP_TILES, BACKWARD_JVP_TILES, DQ_JVP_TILES], ids=["jvp", "of keys", "of dq"])
+def test_partial_results_and_pages_spill_nothing(table):
+    tile = next(tile for tile in table if tile.element_bytes == 2)
+    problems = [replace(problem_of(tile), wide=WIDE[type(tile)])]
+    if type(tile) is JvpTile:
+        problems.append(problem_of(tile, page_size=64, kv_lengths=(512,)))
+    for problem in problems:
+        resources = compile_spec(main_kernel(tile, "9.0", problem)).resources
+        assert not resources.spill_stores_bytes and not resources.stack_bytes and not resources.warnings
 
 
 @pytest.mark.parametrize("arch", ["7.5", "8.0", "8.6", "12.0"])
