@@ -208,7 +208,7 @@ def jvp(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np
 
     `arrays` has q, k, v, the optional inputs that there are, and the tangents. Other parameters are those of `forward`.
     """
-    of_out = (problem.out_shape, numpy_dtype(problem.dtype))
+    of_out = (problem.out_shape, numpy_dtype(problem.dtype_of("out")))
     of_lse = (problem.lse_shape, problem.softmax_dtype)
     results = {"out": of_out, "lse": of_lse, "tout": of_out, "tlse": of_lse}
     return _call(JVP, problem, {name: x for name, x in arrays.items() if name not in results}, results, **options)
@@ -224,4 +224,6 @@ def backward_jvp(
     like = {name: arrays[name[2:]] for name in need if name[2:] in arrays}
     results: dict[str, tuple[tuple[int, ...], Any]] = {name: ((), problem.softmax_dtype) for name in need}
     results |= {name: (x.shape, x.dtype) for name, x in like.items()}
+    wide = {f"t{name}" for name in problem.wide}
+    results |= {name: (shape, problem.softmax_dtype) for name, (shape, _) in results.items() if name in wide}
     return _call(BACKWARD_JVP, problem, arrays, results, **options)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cuflash.emulator import passes
 from cuflash.spec.inputs import NUMBERS
+from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS
 from cuflash.testing import Case, reference_tangents
 from cuflash.testing.tangents import Moved, assert_tangents
 from tests.scored import Scored
@@ -87,3 +88,24 @@ def check_functions(case: Scored, moved: Collection[str], arch: str = "8.0", see
     for name, y in expected.items():
         limit = LIMITS[problem.dtype] * np.abs(y).max(initial=1)
         np.testing.assert_allclose(found[name].astype(np.float64), y, rtol=0, atol=limit, err_msg=name)
+
+
+def check_partials(case: Case, moved: Moved, arch: str, **options: Any) -> None:
+    """Results in the dtype of sums, which are merged with others or added to them, are those that are rounded."""
+    arrays, tangents, problem = case.arrays(), moved.arrays(case), case.problem
+    given = {name: x for name, x in (arrays | tangents).items() if name not in ("dout", "dlse", "tdout", "tdlse")}
+    options = {"arch": arch, **case.random, **options}
+    names = ("out", "lse", "tout", "tlse")
+    narrow = dict(zip(names, passes.jvp(problem, given, **options), strict=True))
+    wide = dict(zip(names, passes.jvp(replace(problem, wide=("out",)), given, **options), strict=True))
+    every = arrays | tangents | narrow
+    narrow |= zip(
+        DEFAULT_NEED_TANGENTS, passes.backward_jvp(problem, every, need=DEFAULT_NEED_TANGENTS, **options), strict=True
+    )
+    of_sums = replace(problem, wide=DEFAULT_NEED)
+    wide |= zip(
+        DEFAULT_NEED_TANGENTS, passes.backward_jvp(of_sums, every, need=DEFAULT_NEED_TANGENTS, **options), strict=True
+    )
+    for name, x in wide.items():
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x.astype(narrow[name].dtype), narrow[name], err_msg=name)

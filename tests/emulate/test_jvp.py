@@ -19,7 +19,7 @@ from cuflash.spec.problem import make_problem
 from cuflash.testing import cases
 from cuflash.testing.tangents import Moved, everything
 from tests.cuda_scores import CUDA_SCORES
-from tests.emulate.tangents import check, check_functions, movable_of
+from tests.emulate.tangents import check, check_functions, check_partials, movable_of
 from tests.sampling import examples, sample
 from tests.scored import CONDITIONED, SCORES, few_tiles, scored
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
@@ -62,6 +62,11 @@ def test_tangents_that_are_not_given(case, moved):
 def test_head_dimensions(dtype, head_dim):
     case = replace(CASES[0], dtype=dtype, head_dim=head_dim, head_dim_v=head_dim // 2, seqlen_k=70, batch=1)
     check(case, Moved(names=("q", "k", "v")), "9.0")
+
+
+@pytest.mark.parametrize("case", sample([case for case in CASES if case.dtype in ("bfloat16", "float16")], 2), ids=str)
+def test_partial_results_are_not_rounded(case):
+    check_partials(case, everything(case), "8.0")
 
 
 @pytest.mark.parametrize(
