@@ -81,6 +81,18 @@ def test_bits_do_not_depend_on_how_chunks_travel(data, case):
 
 
 @settings(max_examples=examples(15))
+@given(data=st.data(), case=ct.cases(**SMALL))
+def test_one_chunk_is_the_call_as_it_was(data, case):
+    arrays, moved = case.arrays(), data.draw(moved_by(case))
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    of_inputs = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
+    expected = attn.jvp(*ct.qkv(arrays), **ct.optional(arrays), **case.random, **of_inputs)
+    found = results_of(case, moved, case.seqlen_k)
+    for name, x in expected._asdict().items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name, strict=True)
+
+
+@settings(max_examples=examples(15))
 @given(data=st.data(), case=ct.cases(**{**SMALL, "features": ("causal", "window", "sinks", "bias", "dropout")}))
 def test_linear_in_tangents_to_the_last_bit_for_powers_of_two(data, case):
     """And tv = v alone makes tout = out."""
