@@ -543,7 +543,9 @@ def attention(
     if torch.is_autocast_enabled(q.device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
-        token = _token(attn, tuple(arrays), tuple(options.items()))
+        # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.
+        fixed = {name: next(iter({x})) if isinstance(x, (int, float)) else x for name, x in options.items()}
+        token = _token(attn, tuple(arrays), tuple(fixed.items()))
         out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)
     else:
         out, lse = _Forward.apply(forward_call(attn, tuple(arrays), options), seed, offset, *arrays.values())

@@ -1,5 +1,7 @@
 """`cuflash.jax` on arrays in host memory: the passes, derivatives up to second order, jit, vmap and messages."""
 
+import doctest
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.testing.tangents import assert_tangents, movable
 from tests import sampling
+from tests.pure.test_docstrings import documented_parameters, parameters
 from tests.sampling import examples
 from tests.second_derivatives import FEATURES, moved_by
 
@@ -276,3 +279,9 @@ def test_keys_in_pages_have_no_gradient():
     np.testing.assert_allclose(out, 1.0)
     with pytest.raises(NotImplementedError, match=r"^block_table: .* gather the pages"):
         jax.grad(lambda q: attention(q, pages, pages, **paged).sum())(q)
+
+
+def test_the_documentation_is_right():
+    """Its parameters are those that there are, and its example runs."""
+    assert documented_parameters(attention) == parameters(attention)
+    assert doctest.testmod(sys.modules[attention.__module__]).failed == 0

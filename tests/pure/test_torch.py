@@ -1,5 +1,6 @@
 """`cuflash.torch` on tensors in host memory: the oracle, derivatives up to second order, compilers and messages."""
 
+import doctest
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.frameworks import call
 from cuflash.testing.tangents import assert_tangents, movable
+from tests.pure.test_docstrings import documented_parameters, parameters
 from tests.sampling import examples
 from tests.second_derivatives import FEATURES, moved_by
 
@@ -294,6 +296,17 @@ def test_a_compiled_function_is_one_graph(name):
     torch.testing.assert_close(compiled, right, rtol=1e-12, atol=1e-12)
 
 
+def test_options_may_follow_from_sizes():
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def compiled(q):
+        return attention(q, q, q, scale=2 * q.shape[-1] ** -0.5, window=(2, None))
+
+    for length, dim in ((7, 8), (9, 8), (9, 16), (12, 32)):
+        q = torch.randn(2, length, dim, dtype=torch.float64)
+        right = attention(q, q, q, scale=2 * dim**-0.5, window=(2, None))
+        torch.testing.assert_close(compiled(q), right, rtol=1e-14, atol=1e-14)
+
+
 TRANSFORMS: dict[str, Any] = {
     "grad": lambda f, x, t: torch.func.grad(f)(x),
     "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,)),
@@ -476,3 +489,9 @@ def test_fp8_and_pages():
     torch.testing.assert_close(compiled(X[None]), right)
     with pytest.raises(NotImplementedError, match=r"^block_table: .* gather the pages"):
         attention(X[None].clone().requires_grad_(), pages, pages, **paged).sum().backward()
+
+
+def test_the_documentation_is_right():
+    """Its parameters are those that there are, and its example runs."""
+    assert documented_parameters(attention) == parameters(attention)
+    assert doctest.testmod(sys.modules[attention.__module__]).failed == 0
