@@ -12,12 +12,12 @@ import functools
 import inspect
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cuflash.flash_attention import FlashAttention
-from cuflash.spec.inputs import INPUTS, NAMES, OPTIONAL_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
 from cuflash.spec.outputs import model_of
 
 OPTION_NAMES = tuple(inspect.signature(FlashAttention).parameters)
@@ -137,6 +137,47 @@ def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -
     if which == "forward":
         return of_forward
     return of_forward | {f"t{name}": shape for name, shape in of_forward.items()}
+
+
+def vmapped_shapes(
+    call: Call, shapes: Mapping[str, Sequence[int]], mapped: Collection[str]
+) -> dict[str, tuple[int, ...]] | None:
+    """How one pass computes all entries of a vmap: the shapes of the arrays of an entry, behind an axis of entries.
+
+    That axis is one more batch axis, so arrays get the axes between it and their own. Sinks, which all entries share,
+    are left out. None where it cannot be one: dropout and functions depend on the batch entry, packed sequences and
+    pages have no batch axes, and sinks that differ between entries, or their gradient, have none either. `mapped` are
+    the arrays that differ between entries.
+    """
+    options = call.attn.options
+    if options.dropout or options.score or options.mask_function:
+        return None
+    base = {name: _without_prefix(name) for name in (*call.names, *call.need)}
+    if not set(base.values()) <= _OWN_AXES.keys() or any(base[name] == "sinks" for name in (*mapped, *call.need)):
+        return None
+    full = {name: _with_own_axes(options.layout, base[name], x) for name, x in shapes.items() if base[name] != "sinks"}
+    batch = max(len(x) - _OWN_AXES[base[name]] for name, x in full.items())
+    return {name: (1,) * (batch + _OWN_AXES[base[name]] - len(x)) + x for name, x in full.items()}
+
+
+_OWN_AXES = {"out": 3, "lse": 2, **dict.fromkeys(INPUTS, 3)} | {
+    row.name: row.own_axes for row in OPTIONAL_INPUTS if row.own_axes is not None and row.name not in FP8_SCALES
+}
+
+
+def _without_prefix(name: str) -> str:
+    """The array whose gradient, tangent, or both, a name says."""
+    return next(own for own in (name, name[1:], name[2:]) if own in _OWN_AXES or own == name[2:])
+
+
+def _with_own_axes(layout: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with all axes of an array but those of the batch: one head where it has no axis of heads."""
+    missing = _OWN_AXES[name] - len(shape)
+    if missing <= 0:
+        return tuple(shape)
+    if layout == "bshd" and name in (*INPUTS, "out"):
+        return shape[0], 1, shape[1]
+    return (*(1,) * missing, *shape)
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from cuflash.frameworks import (
     forward_twice_error,
     result_shapes,
     third_order_error,
+    vmapped_shapes,
 )
 from cuflash.spec.options import check_random
 from cuflash.spec.outputs import model_of
@@ -51,7 +52,7 @@ def _primitive(which: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(_computed, which))
     primitive.def_abstract_eval(functools.partial(_abstract, which))
-    batching.primitive_batchers[primitive] = functools.partial(_one_by_one, primitive)
+    batching.primitive_batchers[primitive] = functools.partial(_batched, which, primitive)
     for platform, rule in (("cpu", _on_cpu), ("cuda", _on_gpu)):
         function = functools.partial(rule, which)
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform=platform)
@@ -140,9 +141,21 @@ def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
     return list(buffer_callback(compute, kinds)(*arrays))
 
 
-def _one_by_one(primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
-    """The batching rule: one pass for each entry, which may differ in every array."""
+def _batched(which: str, primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
+    """The batching rule: one pass with one more batch axis, or one for each entry (`vmapped_shapes`)."""
+    call: Call = parameters["call"]
     is_batched = [d is not None for d in dims]
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    shapes = {
+        name: x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :])
+        for name, x, d in zip(call.names, arrays, dims, strict=True)
+    }
+    mapped = [name for name, b in zip(call.names, is_batched, strict=True) if b]
+    if (wider := vmapped_shapes(call, shapes, mapped)) is not None:
+        given = zip(call.names, arrays, dims, strict=True)
+        results = primitive.bind(*(_widened(x, d, wider.get(name), size) for name, x, d in given), **parameters)
+        right, names = result_shapes("jvp", call, shapes), _names(which, call)
+        return [x.reshape(size, *right[name]) for name, x in zip(names, results, strict=True)], [0] * len(names)
     moved = [jax.numpy.moveaxis(x, d, 0) for x, d, b in zip(arrays, dims, is_batched, strict=True) if b]
 
     def one(entry: list[Array]) -> list[Array]:
@@ -152,6 +165,14 @@ def _one_by_one(primitive: Primitive, arrays: Sequence[Array], dims: Sequence[An
 
     found = jax.lax.map(one, moved)
     return found, [0] * len(found)
+
+
+def _widened(x: Array, dim: int | None, shape: tuple[int, ...] | None, size: int) -> Array:
+    """An array with an axis of vmap in front of such a shape of an entry; as it is, where there is no shape."""
+    if shape is None:
+        return x
+    x = x[None] if dim is None else jax.numpy.moveaxis(x, dim, 0)
+    return jax.numpy.broadcast_to(x.reshape(x.shape[0], *shape), (size, *shape))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -371,7 +392,8 @@ def attention(
     """Exact attention of JAX arrays, differentiable twice, in memory linear in the sequence length.
 
     Gradients reach q, k, v, bias, alibi_slopes, sinks, and the arrays that `score` reads, in reverse mode, forward mode
-    and one over the other, but for forward mode over forward mode. `jax.vmap` computes one entry after the other.
+    and one over the other, but for forward mode over forward mode. An axis of `jax.vmap` is one more batch axis, or a
+    loop where it cannot be one.
 
     Parameters
     ----------

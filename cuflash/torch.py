@@ -36,6 +36,7 @@ from cuflash.frameworks import (
     forward_twice_error,
     result_shapes,
     third_order_error,
+    vmapped_shapes,
 )
 from cuflash.spec.outputs import DEFAULT_NEED, model_of
 
@@ -248,19 +249,38 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types a
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
-        """One pass for each entry: entries may differ in every array, and results are those of a loop."""
+        """One pass with one more batch axis, or one for each entry where that cannot be (`vmapped_shapes`)."""
         which, head, tensors = args[0], args[:3], args[3:]
         if which.attn.options.dropout and info.randomness == "different":
             raise NotImplementedError(
                 "dropout: got randomness='different' of torch.vmap, expected 'same' or 'error': all entries have one "
                 "seed; as a batch axis of q, in place of vmap, they drop other weights"
             )
+        dims, size = in_dims[3:], info.batch_size
+        own = [x.shape if d is None else x.select(d, 0).shape for x, d in zip(tensors, dims, strict=True)]
+        shapes = dict(zip(which.names, own, strict=True))
+        mapped = [name for name, d in zip(which.names, dims, strict=True) if d is not None]
+        if (wider := vmapped_shapes(which, shapes, mapped)) is not None:
+            given = zip(which.names, tensors, dims, strict=True)
+            found = cls.apply(*head, *(_widened(x, d, wider.get(name), size) for name, x, d in given))
+            right = result_shapes(cls.which, which, shapes)
+            results = tuple(x.reshape(size, *shape) for x, shape in zip(found, right.values(), strict=True))
+            return results, (0,) * len(results)
         found = []
-        for entry in range(info.batch_size):
-            own = (x if d is None else x.select(d, entry) for x, d in zip(tensors, in_dims[3:], strict=True))
-            found.append(cls.apply(*head, *own))
+        for entry in range(size):
+            of_entry = (x if d is None else x.select(d, entry) for x, d in zip(tensors, dims, strict=True))
+            found.append(cls.apply(*head, *of_entry))
         stacked = tuple(torch.stack(entries) for entries in zip(*found, strict=True))
         return stacked, (0,) * len(stacked)
+
+
+def _widened(x: Tensor, dim: int | None, shape: tuple[int, ...] | None, size: int) -> Tensor:
+    """A tensor with an axis of vmap in front of such a shape of an entry; as it is, where there is no shape."""
+    if shape is None:
+        return x
+    if dim is None:
+        return x.reshape(1, *shape).expand(size, *shape)
+    return x.movedim(dim, 0).reshape(size, *shape)
 
 
 def _named(ctx: Any) -> dict[str, Tensor]:
@@ -500,8 +520,8 @@ def attention(
 
     Gradients reach q, k, v, bias, alibi_slopes, sinks, and the tensors that `score` reads, by autograd, its double
     backward, forward mode and `torch.func`. `torch.compile` takes it whole (``fullgraph=True``), forward and backward.
-    `torch.func.vmap` computes one entry after the other. Within `torch.autocast` q, k and v are cast as those of
-    `torch.nn.functional.scaled_dot_product_attention` are.
+    An axis of `torch.func.vmap` is one more batch axis, or a loop where it cannot be one. Within `torch.autocast` q, k
+    and v are cast as those of `torch.nn.functional.scaled_dot_product_attention` are.
 
     Parameters
     ----------

@@ -265,6 +265,56 @@ def test_vmap_is_a_loop(name):
     torch.testing.assert_close(of_each[1], right)
 
 
+@settings(max_examples=examples(60))
+@given(ct.cases(dtypes=("float64",), **SMALL), st.data())
+def test_vmap_of_any_option_and_derivative_is_a_loop(case, data):
+    """Of any of the arrays; forward, backward, and forward over reverse."""
+    arrays, inputs, leaves, how = of_case(case)
+    names = data.draw(st.lists(st.sampled_from(list(leaves)), min_size=1, unique=True))
+    fixed = {name: x.detach() for name, x in inputs.items()}
+    dims = [data.draw(st.integers(0, fixed[name].ndim)) for name in names]
+    many = tuple(
+        torch.stack([fixed[name], 2 * fixed[name], -fixed[name]]).movedim(0, d)
+        for name, d in zip(names, dims, strict=True)
+    )
+    every, how = tuple(range(len(names))), how | {"return_lse": False}
+    dout = torch.nan_to_num(arrays["dout"])
+
+    def f(*xs):
+        return (attention(**(fixed | dict(zip(names, xs, strict=True))), **how) * dout).sum()
+
+    def several(*xs):
+        return f(*xs), *torch.func.jvp(torch.func.grad(f, every), xs, tuple(torch.ones_like(x) for x in xs))
+
+    found = torch.func.vmap(several, in_dims=tuple(dims))(*many)
+    for entry in range(3):
+        right = several(*(x.select(d, entry) for x, d in zip(many, dims, strict=True)))
+        for got, expected in zip(flat(found), flat(right), strict=True):
+            torch.testing.assert_close(got[entry], expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def flat(xs):
+    return [y for x in xs for y in (x if isinstance(x, tuple) else (x,))]
+
+
+def test_vmap_is_one_pass(monkeypatch):
+    """Where the axis can be one of the batch; of a Jacobian, too."""
+    calls = []
+    for which in ("forward", "backward"):
+
+        def counted(self, *, method=getattr(cuflash.FlashAttention, which), name=which, **arrays):
+            calls.append(name)
+            return method(self, **arrays)
+
+        monkeypatch.setattr(cuflash.FlashAttention, which, counted)
+    x, bias = torch.randn(2, 4, 4), torch.randn(4, 4)
+    found = torch.func.jacrev(lambda x: attention(x, x, x, bias=bias))(x)
+    assert calls == ["forward", "backward"]
+    assert found.shape == (2, 4, 4, 2, 4, 4)
+    torch.func.vmap(lambda q: attention(q, x[0], x[0], bias=bias))(x)
+    assert calls == ["forward", "backward", "forward"]
+
+
 def test_vmap_does_not_draw_other_numbers():
     x = torch.randn(3, 2, 4, 4)
     with pytest.raises(NotImplementedError, match=r"^dropout: got randomness='different'.* batch axis of q"):
