@@ -181,6 +181,19 @@ def test_second_derivatives_in_any_order():
     of_tangents = jax.grad(lambda *t: jax.jvp(f, xs, t)[1], every)(*t)
     for got, expected in zip(of_tangents, gradient(*xs), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+    def two(*xs):
+        return attention(*xs[:3], causal=True, return_lse=True)
+
+    def of_cotangents(tangents):
+        """<t, the tangent of the gradients>, of which tangents of out and lse in the direction t are the gradient."""
+        ones = jax.tree.map(jnp.ones_like, tangents)
+        moved = jax.jvp(lambda d, xs: jax.vjp(two, *xs)[1](d), (ones, xs[:3]), (tangents, u[:3]))[1]
+        return sum((x * y).sum() for x, y in zip(moved, t[:3], strict=True))
+
+    right = jax.jvp(two, xs[:3], t[:3])[1]
+    for got, expected in zip(jax.grad(of_cotangents)(right), right, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
     by_columns = jax.hessian(lambda q: f(q, *xs[1:]))(xs[0]).reshape(xs[0].size, -1)
     np.testing.assert_allclose(by_columns, by_columns.T, atol=1e-12)
 

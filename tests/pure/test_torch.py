@@ -228,6 +228,14 @@ def test_linear_parts_of_second_derivatives():
 
     torch.testing.assert_close(torch.func.jvp(product, (t,), (u,)), (product(t), product(u)))
 
+    def of_cotangents(*tangents):
+        """<u, the tangent of the gradients>, of which tangents of out and lse in the direction u are the gradient."""
+        moved = torch.func.jvp(lambda d, xs: torch.func.vjp(f, *xs)[1](d), (dout, xs), (tangents, t))[1]
+        return sum((x * y).sum() for x, y in zip(moved, u, strict=True))
+
+    right = torch.func.jvp(f, xs, u)[1]
+    torch.testing.assert_close(torch.func.grad(of_cotangents, (0, 1))(*tdout), right)
+
 
 @pytest.mark.parametrize(
     ("derivative", "words"),
