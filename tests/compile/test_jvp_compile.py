@@ -23,6 +23,7 @@ from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.testing import Case
 from tests.compile.test_plans import SERIALIZED
 from tests.sampling import sample
+from tests.scored import of_functions
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 # Bytes that a thread of a causal kernel of 9.0 spills, by type, bytes of an element, max_dim, block_m and block_n. Wide
@@ -142,3 +143,26 @@ def test_rows_of_hopper(tile, options, spilled):
     resources = compile_spec(kernel).resources
     assert SERIALIZED not in resources.log
     assert resources.spill_stores_bytes <= spilled + 16
+
+
+@pytest.mark.parametrize(
+    ("score", "dtype", "arch"),
+    sample(
+        [
+            (score, dtype, arch)
+            for score in ("distance", "with_pairs", "of_rows", "polynomial", "branching")
+            for dtype in ("float16", "float32", "float64")
+            for arch in ("7.5", "8.0", "9.0", "12.0")
+        ],
+        60,
+    ),
+)
+def test_functions(score, dtype, arch):
+    """The main kernels of both passes with scores in Python and in CUDA, where all that may have a tangent has one."""
+    problem = of_functions((score, "documents"), dtype, 32)
+    arrays = tuple(name[1:] for name in problem.score_arg_gradients)
+    moved = replace(problem, moved=("q", "k", "v", "scale", *arrays))
+    need = ("tdq", "tdk", "tdv", "tdscale", *(f"td{name}" for name in arrays))
+    for pass_, results in ((JVP, None), (BACKWARD_JVP, need)):
+        for kernel in choose_plan(moved, DeviceSpec.for_arch(arch), pass_, need=results).kernels:
+            assert "jvp" not in kernel.source or not compile_spec(kernel).resources.warnings, kernel.name
