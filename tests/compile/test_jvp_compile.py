@@ -150,7 +150,7 @@ def test_rows_of_hopper(tile, options, spilled):
     sample(
         [
             (score, dtype, arch)
-            for score in ("distance", "with_pairs", "of_rows", "polynomial", "branching")
+            for score in ("capped", "with_pairs", "of_rows", "polynomial", "branching")
             for dtype in ("float16", "float32", "float64")
             for arch in ("7.5", "8.0", "9.0", "12.0")
         ],
