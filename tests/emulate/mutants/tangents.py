@@ -244,7 +244,7 @@ MUTANTS = (
            "    ptx::sync_block();\n    if (next.left > 0) load(stage);\n", "    if (next.left > 0) load(stage);\n",
            "tangents of windows"),
     mutant("masks are not looked up in tiles of pairs with tangents", OF_PAIRS, "kLooksUpMask ||\n", "\n",
-           "tangents of 16 bits"),
+           "tangents of blocks and a mask"),
     mutant("tiles of pairs with tangents that a block mask cuts all count", OF_PAIRS,
            "now.class_left(params) != TileClass::kFull", "now.class_left(params) == TileClass::kEmpty",
            "tangents of blocks"),

@@ -153,6 +153,7 @@ TRIALS: dict[str, AnyTrial] = {
         moved=Moved(names=("q", "k")),
     ),
     "tangents of blocks": TangentTrial(case=CASES[5]),
+    "tangents of blocks and a mask": TangentTrial(case=replace(CASES[5], mask=(37, 203))),
     "tangents of packed": TangentTrial(case=CASES[10]),
     "tangents of functions": FunctionTangentTrial(score="distance"),
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
