@@ -208,7 +208,9 @@ inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &vis
         add_to_keys(call, visible, count, scores, rows, dim, to, buffers.keys_stride);
     };
     if (is_wanted(tangents, DV)) {
-        add(buffers.ts, buffers.dout, sizes.dim_v, buffers.dv);
+        // Without tangents of scores and sinks those of weights are 0.
+        if (moves_scores(tangents) || has_tangent(tangents, SINKS))
+            add(buffers.ts, buffers.dout, sizes.dim_v, buffers.dv);
         if (has_tangent(tangents, DOUT)) add(buffers.p, buffers.tdout, sizes.dim_v, buffers.dv);
     }
     if (is_wanted(tangents, DK)) {
