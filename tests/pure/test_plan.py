@@ -29,7 +29,7 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, JVP, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
@@ -470,6 +470,8 @@ def test_kernels_are_told_all_that_they_ask_for():
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
+    of_tangents = choose_plan(replace(problem_of(), moved=("q",)), DeviceSpec.for_arch("9.0"), JVP)
+    given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
     layout = merging.layout_of((2, 64), ((256, 4),) * 2, (4, 4), (0, 0), by_row=False)
     merge = merging.kernel_spec(DeviceSpec.for_arch("9.0"), "add", layout, ("float32", "float32", 1))
     assert given | {name for name, _ in merge.defines} == read

@@ -356,7 +356,7 @@ MUTANTS = (
            "forward lengths"),
     mutant("the sum misses two lanes", SOFTMAX, "        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);\n",
            "", "forward"),
-    mutant("weights outgrow float16", SOFTMAX, "0.0f : 8.0f;", "0.0f : 40.0f;", "forward spread"),
+    mutant("weights outgrow float16", SOFTMAX, ": 8.0f;", ": 40.0f;", "forward spread"),
     mutant("the offset falls", SOFTMAX, "row_max[m][half] = max_of(old, other);", "row_max[m][half] = other;",
            "forward window spread"),
     mutant("a row grows for itself alone", SOFTMAX, "if (!ptx::any_lane(grows))", "if (!grows)", "forward spread",

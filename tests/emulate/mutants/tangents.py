@@ -127,6 +127,8 @@ MUTANTS = (
     mutant("the shift moves without r", SOFTMAX, "mean_sum[m][half] -= gain * before;", "", "tangents of windows"),
     mutant("the shift moves by the tile alone", SOFTMAX, "before[m][half] = row_sum[m][half];", "before[m][half] = 0;",
            "tangents of windows"),
+    mutant("the shift follows late", "common/softmax/softmax.cuh", "CUFLASH_TANGENTS ? 2.0f", "CUFLASH_TANGENTS ? 8.0f",
+           "jvp sm90 sharp"),
     mutant("the shift stays at 0", SOFTMAX, "shift[m][half] += total > 0 ? weighed_total / total : 0;", "",
            "jvp sm90 common"),
     mutant("the shift moves further than A", SOFTMAX, "const Real gain = shift[m][half] - old;",

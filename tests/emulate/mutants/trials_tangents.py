@@ -74,6 +74,7 @@ class JvpSm90Trial:
 
     case: Case
     moved: tuple[str, ...] = ("q", "k", "v")  # all that the case has, where it is empty
+    common: float = 0.0
     block_n: int = 32
     overlaps_tiles: bool = False
     ping_pong: bool = True
@@ -92,7 +93,7 @@ class JvpSm90Trial:
             origin="of a trial",
         )
         device = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
-        moved = Moved(names=self.moved) if self.moved else everything(self.case)
+        moved = Moved(names=self.moved, common=self.common) if self.moved else everything(self.case)
         for schedule in self.schedules:
             check_jvp(self.case, moved, arch=device, tiles=(tile,), kernels=kernels, schedule=schedule)
 
@@ -141,6 +142,11 @@ TRIALS: dict[str, AnyTrial] = {
     ),
     "jvp sm90 packed": JvpSm90Trial(
         case=replace(_GROUPS, cu_seqlens_q=(0, 70, 190), cu_seqlens_k=(0, 130, 225), sinks=True)
+    ),
+    "jvp sm90 sharp": JvpSm90Trial(
+        case=Case(dtype="float16", seqlen_q=256, seqlen_k=1024, head_dim=64, num_heads=1, score_spread=16.0, seed=3),
+        block_n=96,
+        common=10.0,
     ),
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
