@@ -108,7 +108,8 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
 #endif
   const auto convert_to = [&](auto* result) {
     convert<Order::kPairedRowsColumns, kBlockM, kHeadDim, kDqWarpsD>(
-        (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, factor, result, params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
+        (const Real*)params.dq_accumulator + tile * (kBlockM * kDim), 1, 0, quad_of, factor, result,
+        params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
   };
   if constexpr (kDqWide)
     convert_to(row_values_of(params.dq, batch, head));

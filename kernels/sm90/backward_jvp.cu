@@ -10,19 +10,20 @@
 //
 // A block owns kBlockN keys of one key/value head. It iterates over the query heads that share its keys, and for each
 // over the tiles of queries. Each warpgroup has a role, as in sm90/backward.cu:
-//   - Two consumers accumulate tdK and tdV in registers. P' u', dX' and tdX' are operands there, too. Each of them makes
+//   - Two consumers accumulate tdK and tdV in registers. P' u', dX' and tdX' are operands there, too. Each makes
 //     everything for 64 keys of its own. Or, where registers hold only one of the two sums, both have the same 64 keys:
 //     the first makes P', u' and tdV, the second dX', tdX' and tdK, and P' and u' are handed over in shared memory.
 //   - The warpgroup of tdQ reads dX' and tdX' from shared memory, makes tdQ of the tile, and adds it to memory, at its
-//     own pace. One of its warps is the producer.
-// Consumers issue tdV and tdK of a tile of queries right after the first products of the next one, so that these run
-// while P' or dX' of the next one is made.
+//     own pace. One of its warps is the producer, or a warp of a warpgroup of its own.
+// A step takes a tile of queries, or half of one. Consumers issue tdV and tdK of a step right after the first products
+// of the next one, so that these run while P' or dX' of the next one is made. Or before them, where there is but one
+// stage of Q: the next Q is loaded once tdK has read this one, and arrives while the products of the next dO run.
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K, V, tK and tV have arrived        consumers, tdQ
-//   q_full[i]     Q, tQ and statistics are in stage i consumers, before S'
+//   q_full[i]     Q and tQ are in stage i             consumers, before S' and before tdK
 //   q_empty[i]    all consumers have used stage i     producer, before it loads the next Q there
-//   do_full[i], do_empty[i]                           the same for dO
+//   do_full[i], do_empty[i]                           the same for dO and statistics
 //   dx_full[i]    dX' and tdX' are in stage i         tdQ
 //   dx_empty[i]   tdQ has read them                   the consumers that make them, before they write there again
 //   p_full        P' and u' have been handed over     the consumer that makes dX', where roles are split
@@ -47,11 +48,10 @@
 
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes u' and tdV, or tdX' and tdK, or all of them.
 //
-//   [GEMM 1] S' = K Q'                  [GEMM 2] tX' = K tQ' + tK Q'     [5] P' and u'    [GEMM 8] tdV += (P' u') dO
-//   [GEMM 3] dP' = V dO'                [GEMM 4] tdP' = tV dO'           [6] dX' and tdX'    [GEMM 9] tdK += tdX' Q + dX' tQ
+//   [GEMM 1] S' = K Q'    [GEMM 2] tX' = K tQ' + tK Q'    [5] P' and u'      [GEMM 8] tdV += (P' u') dO
+//   [GEMM 3] dP' = V dO'  [GEMM 4] tdP' = tV dO'          [6] dX' and tdX'   [GEMM 9] tdK += tdX' Q + dX' tQ
 template <bool makes_tdv, bool makes_tdk>
 struct Consumer {
-  static constexpr bool kBoth = makes_tdv && makes_tdk;
   // Whether K or V are in registers.
   static constexpr bool kHoldsK = makes_tdv && !kSumsFirst, kHoldsV = makes_tdk && !kSumsFirst;
   // Groups of wgmma of the sums of the step before.
@@ -158,7 +158,7 @@ struct Consumer {
   CUFLASH_DEVICE u32 s_tq() const { return shared.tq + q_at().stage * kBytesQ + row_of_part(part) * kLineBytes; }
   CUFLASH_DEVICE u32 s_do() const { return shared.dout + at.stage * kBytesDo + row_of_part(part) * kLineBytes; }
 
-  // Issues wgmma of d = a b', or of d += a b', over `columns` columns: a are the rows of this consumer's keys in `tile`,
+  // Issues wgmma of d = a b' or d += a b' over `columns` columns: a are the rows of this consumer's keys in `tile`,
   // which it has in registers, too, if it `holds` them.
   template <int columns, bool holds, bool adds, int count>
   CUFLASH_DEVICE void multiply_rows(float (&d)[kPartTiles][4], u32 tile, const Fragment (&held)[count], u32 b) const {
@@ -208,7 +208,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // [GEMM 8] tdV += (P' u') dO and [GEMM 9] tdK += tdX' Q + dX' tQ, of the part before. They replace the sums unless `adds`.
+  // [GEMM 8] tdV += (P' u') dO and [GEMM 9] tdK += tdX' Q + dX' tQ, of the part before. They replace the sums unless it
+  // `adds`.
   CUFLASH_DEVICE void issue_sums(bool adds) {
     const u32 rows = row_of_part(part_before) * kLineBytes;
     const u32 of_q = (kQStages == 1 ? 0 : stage_before * kBytesQ) + rows;
@@ -337,13 +338,13 @@ struct Consumer {
   CUFLASH_DEVICE void make_dx(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], float (&dx)[kPartTiles][4],
                               float (&tdx)[kPartTiles][4]) {
     [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));
-    if constexpr (!kBoth) shared.p_ring.full(p_at).wait(p_at.parity);
+    if constexpr (!makes_tdv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kPartTiles; ++n) {
       float delta[2], tdelta[2];
       ptx::load_shared_x2(s_stats() + n * 64 + 8, delta);
       ptx::load_shared_x2(s_tangents() + n * 64 + 8, tdelta);
-      if constexpr (!kBoth) {
+      if constexpr (!makes_tdv) {
         ptx::load_shared_f32x4(handed_over() + n * 128 * 16, p[n]);
         ptx::load_shared_f32x4(handed_over() + kBytesP + n * 128 * 16, u[n]);
       }
@@ -360,7 +361,7 @@ struct Consumer {
         scaled.apply(dx[n][i], tdx[n][i], common.scale);
       }
     }
-    if constexpr (!kBoth) {
+    if constexpr (!makes_tdv) {
       arrive_as_warp(shared.p_ring.empty(p_at));
       p_at.advance();
     }

@@ -1,5 +1,5 @@
-// The weights of sm90/backward_jvp.cu and their tangents where they are made pair by pair: where a function makes scores
-// of products, or where what is added to these has a tangent.
+// The weights of sm90/backward_jvp.cu and their tangents where they are made pair by pair: where a function makes
+// scores of products, or where what is added to these has a tangent.
 #pragma once
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"

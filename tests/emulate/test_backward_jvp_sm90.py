@@ -3,13 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash.emulator import SCHEDULES, passes
 from cuflash.plan import LaunchPlan, choose_plan
 from cuflash.spec.passes import BACKWARD_JVP
+from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, cases
 from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.sampling import examples, sample
@@ -78,7 +81,7 @@ def plans(monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "dims", "numbers"),
-    sample([(in_half(case, dims), dims, numbers) for case in CASES for dims in DIMS for numbers in (True, False)], 12),
+    sample([(in_half(case, dims), dims, numbers) for case in CASES for dims in DIMS for numbers in (True, False)], 40),
     ids=str,
 )
 def test_every_option(case, dims, numbers, plans):
@@ -116,7 +119,7 @@ def test_options_together(case, data):
             for case in [in_half(x, dims)]
             for own in moves_of(case)
         ],
-        30,
+        90,
     ),
     ids=str,
 )
@@ -124,8 +127,11 @@ def test_tangents_that_are_not_given(case, moved):
     check(case, without_tdout(moved))
 
 
-@pytest.mark.parametrize("dims", DIMS[::2], ids=str)
-@pytest.mark.parametrize("need", sample([("tdq",), ("tdk",), ("tdv",), ("tdk", "tdv")], 2), ids=str)
+@pytest.mark.parametrize(
+    ("need", "dims"),
+    sample([(need, dims) for need in [("tdq",), ("tdk",), ("tdv",), ("tdk", "tdv")] for dims in DIMS[::2]], 6),
+    ids=str,
+)
 def test_results_that_are_not_needed(need, dims, plans):
     """A result is the same, bit for bit, whatever else is made: tdq of one tile of keys, which no other adds to."""
     case = Case(seqlen_q=100, seqlen_k=50, head_dim=dims[0], dtype="bfloat16", num_heads=2)
@@ -134,3 +140,34 @@ def test_results_that_are_not_needed(need, dims, plans):
     for name, x in zip(need, passes.backward_jvp(case.problem, given, need=need), strict=True):
         assert (x == every[name]).all(), name
     assert all(map(is_sm90, plans))
+
+
+@pytest.mark.parametrize(
+    ("dims", "moved"),
+    sample([(dims, moved) for dims in DIMS[::2] for moved in (("q", "k", "v", "gamma", "x"), ("x",), ("q",))], 6),
+    ids=str,
+)
+def test_functions(dims, moved, plans):
+    """A score that is nonlinear in s and in two arrays, with a mask function, by the NumPy path in float32."""
+    random = np.random.default_rng(7)
+    shapes = {"q": (1, 4, 70, dims[0]), "k": (1, 2, 140, dims[0]), "v": (1, 2, 140, dims[1]), "gamma": (4,)}
+    shapes |= {"x": (140, 2)}
+    dtypes = {name: np.float16 if name in ("q", "k", "v") else np.float32 for name in shapes}
+    point: dict[str, Any] = {name: random.standard_normal(shape).astype(dtypes[name]) for name, shape in shapes.items()}
+    tangents: dict[str, Any] = {f"t{name}": random.standard_normal(shapes[name]).astype(dtypes[name]) for name in moved}
+    dout = random.standard_normal((1, 4, 70, dims[1])).astype(np.float16)
+    attention = cuflash.FlashAttention(score=bent, mask=lambda i, j: (i + j) % 3 != 0)
+    expected = attention.jvp(**point, **tangents)
+    wide = [{name: x.astype(np.float32) for name, x in own.items()} for own in (point, tangents)]
+    of_wide = attention.jvp(**wide[0], **wide[1])
+    right = attention.backward_jvp(dout.astype(np.float32), **wide[0], **of_wide._asdict(), **wide[1])
+    three = [point[name] for name in ("q", "k", "v")]
+    problem = make_problem(attention.options, *three, score_args={name: point[name] for name in ("gamma", "x")})
+    found = passes.backward_jvp(problem, point | tangents | {"dout": dout} | expected._asdict(), arch="9.0")
+    for x, y in zip(found, right, strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), y, rtol=0, atol=6e-3 * max(np.abs(y).max(), 1e-3))
+    assert all(map(is_sm90, plans))
+
+
+def bent(s, i, j, *, gamma, x, head):
+    return cuflash.where(x[i, 1] > 0, s * x[j, 1], cuflash.tanh(gamma[head] * s) * cuflash.exp(-(x[i, 0] ** 2)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.testing import check_gradients
+from cuflash.testing import Case, check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
 from tests.cuda_scores import CUDA_SCORES
 from tests.scored import few_tiles
@@ -29,6 +29,41 @@ def computed(case, moved):
 )
 def test_every_option_by_the_oracle_rule(case, moved):
     assert_tangents(case, moved, computed(case, moved))
+
+
+# sm90/backward_jvp.cu: each consumer has keys of its own, or both share them, or stages hold half a tile of queries.
+OF_SM90 = [
+    {"causal": True},
+    {"window": (200, 50), "dtype": "float16", "dropout": 0.2},
+    {"kv_lengths": (333, 100), "sinks": True, "dlse": True},
+    {"bias": (4, 333, 413), "alibi_slopes": (4,), "softcap": 5.0},
+    {"score_spread": 30.0},
+]
+
+
+@pytest.mark.parametrize("common", [0.0, 10.0, 100.0])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("own", OF_SM90, ids=str)
+def test_half_precision_without_tdout(own, head_dim, common):
+    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
+    case = Case(**{**sizes, "head_dim": head_dim, **own})
+    names = tuple(movable(case)) if case.softcap is not None else ("q", "k", "v")
+    moved = Moved(names=names, cotangents=("tdlse",) if case.dlse else (), common=common)
+    assert_tangents(case, moved, computed(case, moved))
+
+
+def test_what_blocks_add_to_memory_differs_in_the_last_digits_alone():
+    random = cupy.random.default_rng(0)
+    q, k, v, tq, tk, tv, dout = random.standard_normal((7, 2, 3, 700, 64), dtype=np.float32).astype(np.float16)
+    tangents = {"tq": tq, "tk": tk, "tv": tv}
+    fast, fixed = (cuflash.FlashAttention(causal=True, deterministic=x) for x in (False, True))
+    results = fast.jvp(q, k, v, **tangents)
+    one, two, right = (a.backward_jvp(dout, q, k, v, *results, **tangents) for a in (fast, fast, fixed))
+    for name in ("tdk", "tdv"):
+        cupy.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+    for x, y in zip((*one, *two), (*right, *right), strict=True):
+        x, y = x.astype(np.float32), y.astype(np.float32)
+        assert float(abs(x - y).max()) <= 4e-3 * float(abs(y).max())
 
 
 def test_what_keys_have_in_common_is_taken_out():
@@ -63,7 +98,7 @@ def test_batch_axes_that_broadcast(dtype, bias):
 def test_a_graph_replays_and_results_repeat():
     random = cupy.random.default_rng(0)
     q, k, v, tq, tk, tv, dout = random.standard_normal((7, 2, 3, 200, 64), dtype=np.float32).astype(np.float16)
-    attention = cuflash.FlashAttention(causal=True)
+    attention = cuflash.FlashAttention(causal=True, deterministic=True)
 
     def run():
         results = attention.jvp(q, k, v, tq=tq, tk=tk, tv=tv)
