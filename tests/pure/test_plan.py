@@ -470,8 +470,10 @@ def test_kernels_are_told_all_that_they_ask_for():
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
-    of_tangents = choose_plan(replace(problem_of(), moved=("q",)), DeviceSpec.for_arch("9.0"), JVP)
-    given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
+    moved = replace(problem_of(), moved=("q",))
+    for pass_ in (JVP, BACKWARD_JVP):
+        of_tangents = choose_plan(moved, DeviceSpec.for_arch("9.0"), pass_)
+        given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
     layout = merging.layout_of((2, 64), ((256, 4),) * 2, (4, 4), (0, 0), by_row=False)
     merge = merging.kernel_spec(DeviceSpec.for_arch("9.0"), "add", layout, ("float32", "float32", 1))
     assert given | {name for name, _ in merge.defines} == read
