@@ -26,7 +26,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"cu_seqlens_q": (0, 200, 512), "cu_seqlens_k": (0, 300, 512)},
 )
 # What makes weights pair by pair, or marks them, needs more registers.
-MORE = ({"alibi_slopes": (2,)}, {"softcap": 3.0}, {"dropout": 0.2}, {"bias": (2, 512, 512)}, {"mask": (512, 512)})
+MORE: tuple[dict[str, Any], ...] = (
+    {"alibi_slopes": (2,)},
+    {"softcap": 3.0},
+    {"dropout": 0.2},
+    {"bias": (2, 512, 512)},
+    {"mask": (512, 512)},
+)
 MORE_BYTES = 400
 
 
