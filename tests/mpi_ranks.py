@@ -92,11 +92,11 @@ def interruption(comm: MPI.Comm) -> None:
     x, forward = np.ones((2, 1000, 16)), Calls.forward
     calls: list[int] = []
 
-    def interrupted(self: Any, *args: Any) -> Any:
+    def interrupted(self: Any, *args: Any, **keywords: Any) -> Any:
         calls.append(1)
         if comm.rank == 1 and len(calls) == 3:  # of the second call
             signal.raise_signal(signal.SIGINT)
-        return forward(self, *args)
+        return forward(self, *args, **keywords)
 
     Calls.forward = interrupted  # type: ignore[method-assign, assignment]
     start = time.monotonic()
