@@ -491,7 +491,7 @@ def tangents_of(
     if of_s:
         seeds[node("input", (), "s", "float")] = TANGENT_OF_S
     reads = [(name, load.derivative) for name, loads in program.loads.items() for load in loads]
-    score_tangent, by_s, *others = tangents([program.score, program.by_s, *(x for _, x in reads)], seeds)
+    score_tangent, by_s, *others = tangents([program.score, program.by_s, *(x for _, x in reads)], seeds, program.score)
     found: dict[str, tuple[Node, ...]] = {}
     for (name, _), tangent in zip(reads, others, strict=True):
         found[name] = (*found.get(name, ()), tangent)

@@ -2,7 +2,8 @@
 
 Forward over reverse gives second derivatives: the tangents of `cuflash.score_mod.derivatives`. One walk serves all
 expressions, so that these share subexpressions. At a kink a tangent is one-sided, as the derivative is; a derivative
-that jumps there has the tangent 0. In the chain rule 0 times infinity is 0, as it is for derivatives.
+that jumps there has the tangent 0. In the chain rule 0 times infinity is 0, as it is for derivatives: where these
+choose 0 for a product with a factor of 0 (`zero_where`), the other factor times the tangent of this one is left.
 """
 
 from __future__ import annotations
@@ -30,13 +31,25 @@ def tangent_of_load(load: Node) -> Node:
     return node("load", load.args, f"t{load.payload}", "float")
 
 
-def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node]) -> list[Node]:
-    """The tangents of real expressions, from those of the nodes in `seeds`; all other inputs stay as they are."""
+def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node], score: Node | None = None) -> list[Node]:
+    """The tangents of real expressions, from those of the nodes in `seeds`; all other inputs stay as they are.
+
+    `score` is the expression that some of them are derivatives of. What it chooses itself is no product of the chain
+    rule.
+    """
     found = dict(seeds)
+    guards = set() if score is None else _guards(roots, score)
+    guarded = {at.args[2] for at in guards if at.args[2].op in ("mul", "product")}
     steep: set[Node] = set()  # nodes whose tangents may be infinite
     known = {at: of for root in roots for at, of in ranges(root).items()}
     for at in in_order(roots):
         if at in seeds or at.type != "float":
+            continue
+        if at in guards:
+            if at.args[2] in found:
+                found[at] = found[at.args[2]]
+            if at.args[2] in steep:
+                steep.add(at)
             continue
         is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
         total, chosen = ZERO, {}
@@ -49,7 +62,9 @@ def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node]) -> list[Node]:
                 continue
             if own is ZERO:
                 continue
-            if at.op == "product":  # 0 wherever its first factor is 0, or has no value because of a choice
+            if at in guarded:  # 0 wherever a factor is, however infinite the other one
+                part = zero_where(factor, made("product", own, factor))
+            elif at.op == "product":  # 0 wherever its first factor is 0, or has no value because of a choice
                 part = made("product", own, factor) if arg is at.args[0] else made("product", factor, own)
             elif arg in steep or is_at_limit(at, arg, known[arg]):
                 part = made("product", factor, own)
@@ -63,3 +78,16 @@ def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node]) -> list[Node]:
         if total is not ZERO:
             found[at] = total
     return [found.get(root, ZERO) for root in roots]
+
+
+def _guards(roots: Sequence[Node], score: Node) -> set[Node]:
+    """The choices of `zero_where` in derivatives of a score."""
+    own = set(in_order([score]))
+
+    def is_guard(at: Node) -> bool:
+        if at.op != "where" or at.args[1] is not ZERO or at in own:
+            return False
+        test = at.args[0]
+        return test.op == "eq" and test.args[1] is ZERO
+
+    return {at for at in in_order(roots) if is_guard(at)}

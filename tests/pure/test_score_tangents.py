@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash.score_mod import Traced, program_of, tangents_of
 from cuflash.score_mod.evaluation import evaluate
 from tests import expressions
@@ -98,3 +99,23 @@ def test_tangents_at_points_where_a_factor_is_infinite(function, points):
         (got,) = evaluate([found.score], at, given | moved, np.float64)
         expected = [ta * of_a + tb * of_b for _, (of_a, of_b) in points]
         np.testing.assert_allclose(np.broadcast_to(got, (len(points), 1))[:, 0], expected, rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize(
+    "root", [cuflash.sqrt, lambda b: b**1.5, lambda b: cuflash.sqrt(b) ** 0.5], ids=["", "1.5", "2"]
+)
+@pytest.mark.parametrize("ta", [0.0, 1.0, -3.0])
+def test_a_factor_of_0_whose_tangent_is_not_0(root, ta):
+    """Derivatives by b of a root(b) are 0 at a = 0, and have the tangent that the slope of the root makes of that of a.
+
+    At b = 0, where that slope may be infinite, they stay 0 where a does.
+    """
+    b = np.array([0.25, 4.0, 0.0][: 3 if ta == 0 else 2])
+    arrays = (("a", 1, "float64"), ("b", 1, "float64"))
+    found = tangents_of(Traced.of(of_two(lambda a, b: a * root(b)), "score"), arrays, ("a",), False)
+    given = {"a": np.zeros(len(b)), "b": b, "ta": np.full(len(b), ta)}
+    at = {"s": np.zeros((len(b), 1)), "i": np.arange(len(b))[:, None], "j": np.zeros((1, 1), int)}
+    (got,) = evaluate([*found.reads["b"]], at, given, np.float64)
+    step = 1e-6
+    slope = [0.0 if ta == 0 else (root(x + step) - root(x - step)) / (2 * step) for x in b]
+    np.testing.assert_allclose(np.broadcast_to(got, (len(b), 1))[:, 0], ta * np.array(slope), rtol=1e-8)
