@@ -20,8 +20,9 @@ from cuflash.testing import cases
 from cuflash.testing.tangents import Moved, everything
 from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, check_partials, movable_of
+from tests.emulate.test_scored import STEEP
 from tests.sampling import examples, sample
-from tests.scored import CONDITIONED, SCORES, few_tiles, scored
+from tests.scored import CONDITIONED, SCORES, Scored, few_tiles, scored, steep
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
 LARGEST = {"bfloat16": 512, "float32": 256, "float64": 192}  # head dimensions of backward_jvp
@@ -94,6 +95,17 @@ def test_functions(score, mask, dtype, moved):
 def test_functions_with_other_options(case, data):
     moved = data.draw(st.lists(st.sampled_from(movable_of(case)), unique=True))
     check_functions(case, moved, data.draw(st.sampled_from(("8.0", "9.0"))))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("score", [steep, STEEP], ids=["python", "cuda"])
+def test_functions_where_the_chain_rule_meets_0_times_infinity(score):
+    """The root of a distance of 0, and a factor of 0 that has a tangent."""
+    random = np.random.default_rng(5)
+    arrays = {name: random.standard_normal((1, 2, 70, 16)) for name in ("q", "k", "v", "dout")}
+    arrays |= {"pos": random.standard_normal((70, 2)), "power": np.array([1.5, 0.75]), "gamma": np.array([0.5, 0.0])}
+    case = Scored(cuflash.FlashAttention(score=score), arrays, {}, "")
+    check_functions(case, movable_of(case))
 
 
 def test_sinks_with_functions():
