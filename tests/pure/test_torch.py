@@ -160,7 +160,7 @@ def problem(options):
         given["kv_lengths"] = torch.tensor([6, 3])
     if given.pop("block_mask", False):
         given["block_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    if given.pop("score", False):
+    if given.get("score") is True:
         given["score"] = lambda s, i, j, *, head, gamma, shift: s + gamma[head] * cuflash.tanh(s * shift[i] + j)
         leaves |= {"gamma": normal(heads[0]), "shift": normal(5)}
     return {name: x.requires_grad_() for name, x in leaves.items()}, given
@@ -237,11 +237,21 @@ def test_linear_parts_of_second_derivatives():
     torch.testing.assert_close(torch.func.grad(of_cotangents, (0, 1))(*tdout), right)
 
 
+def product(dout, x):
+    """The Hessian of <dout, attention>, times ones, by reverse mode twice."""
+
+    def gradient(x):
+        return torch.func.vjp(lambda x: attention(x, x, x), x)[1](dout)[0]
+
+    return torch.func.vjp(gradient, x)[1](torch.ones_like(x))[0]
+
+
 @pytest.mark.parametrize(
     ("derivative", "words"),
     [
         (lambda f, x: torch.func.grad(lambda x: torch.func.hessian(f)(x).sum())(x), "third derivative.* h, in float64"),
         (lambda f, x: torch.func.jacrev(torch.func.jacrev(torch.func.jacrev(f)))(x), "third derivative"),
+        (lambda f, x: torch.func.jvp(lambda d: product(d, x), (x,), (x,)), "third derivative"),
         (lambda f, x: torch.func.jacfwd(torch.func.jacfwd(f))(x), r"forward mode over forward.* jacfwd\(jacrev\(f\)\)"),
         (
             lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
@@ -258,19 +268,31 @@ def test_what_no_pass_gives_is_refused(derivative, words):
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mask, bias, sinks, GQA, dropout", "varlen", "score"])
-def test_vmap_is_a_loop(name):
-    leaves, given = problem(OPTIONS[name])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(OPTIONS[name] for name in ("mask, bias, sinks, GQA, dropout", "varlen", "score", "window, slopes, layout")),
+        {"sinks": True},
+        {"score": lambda s, i, j, *, batch: s * (1 + batch)},
+        {"dropout": 0.5, "seed": 1, "offset": 2},
+    ],
+)
+def test_vmap_is_a_loop(options):
+    leaves, given = problem(options)
     f, xs = function_of(leaves, given)
     many = tuple(torch.randn(3, *x.shape, dtype=x.dtype) for x in xs)
     moved = tuple(x.movedim(0, -1) if n == 0 else x for n, x in enumerate(many))
     found = torch.func.vmap(f, in_dims=(-1, *(0,) * (len(xs) - 1)))(*moved)
     for entry in range(3):
         right = f(*(x[entry] for x in many))
-        torch.testing.assert_close(tuple(x[entry] for x in found), right, rtol=0, atol=0)
-    of_each = torch.func.vmap(torch.func.grad(lambda q: f(q, *(x[0] for x in many[1:]))[0].sum()))(many[0])
-    right = torch.func.grad(lambda q: f(q, *(x[0] for x in many[1:]))[0].sum())(many[0][1])
-    torch.testing.assert_close(of_each[1], right)
+        torch.testing.assert_close(tuple(x[entry] for x in found), right, rtol=1e-13, atol=1e-13)
+    every = tuple(range(len(xs)))
+
+    def gradients(q):
+        return torch.func.grad(lambda *xs: f(*xs)[0].square().sum(), every)(q, *(x[0] for x in many[1:]))
+
+    of_each = torch.func.vmap(gradients)(many[0])
+    torch.testing.assert_close(tuple(x[1] for x in of_each), gradients(many[0][1]))
 
 
 @settings(max_examples=examples(60))
@@ -303,6 +325,20 @@ def test_vmap_of_any_option_and_derivative_is_a_loop(case, data):
 
 def flat(xs):
     return [y for x in xs for y in (x if isinstance(x, tuple) else (x,))]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_vmap_of_matrices(layout):
+    """Of arrays without an axis of heads, in one pass."""
+    q, k, bias = torch.randn(3, 5, 4), torch.randn(6, 4), torch.randn(5, 6)
+
+    def several(q):
+        out, back = torch.func.vjp(lambda q: attention(q, k, k, bias=bias, layout=layout, return_lse=True), q)
+        return *out, *back(out)
+
+    found = torch.func.vmap(several)(q)
+    for entry in range(3):
+        torch.testing.assert_close(tuple(x[entry] for x in found), several(q[entry]))
 
 
 def test_vmap_is_one_pass(monkeypatch):
