@@ -29,7 +29,7 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, JVP, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, JVP, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
