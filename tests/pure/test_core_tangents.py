@@ -141,6 +141,27 @@ def test_infinite_tangents_of_hidden_keys_change_nothing():
         np.testing.assert_array_equal(one, nan)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 7, 40), (2, 1, 7, 40), (1, 3, 7, 40), (1, 3, 1, 40), (2, 3, 7, 1)])
+def test_results_of_keys_past_the_lengths_are_zeros(shape):
+    """Whatever was in the memory of these: no job computes these keys."""
+    random = np.random.default_rng(5)
+    q, dout = random.standard_normal((2, 2, 3, 7, 8))
+    k, v = random.standard_normal((2, 2, 3, 40, 8))
+    given: dict[str, Any] = {"bias": random.standard_normal(shape), "kv_lengths": np.array([0, 9])}
+    attention = cuflash.FlashAttention()
+    of_forward = attention.jvp(q, k, v, tq=q, **given)
+    names = {"tdk": k.shape, "tdv": v.shape, "tdbias": shape}
+    results = {name: np.full(of, np.nan) for name, of in names.items()}
+    attention.backward_jvp(dout, q, k, v, *of_forward, tq=q, need=(), **given, **results)
+    for entry, length in enumerate(given["kv_lengths"]):
+        for name in ("tdk", "tdv"):
+            assert not results[name][entry, :, length:].any()
+            assert not np.isnan(results[name][entry]).any()
+        if shape[0] == 2 and shape[3] == 40:
+            assert not results["tdbias"][entry, ..., length:].any()
+    assert not np.isnan(results["tdbias"]).any()
+
+
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
