@@ -151,8 +151,9 @@ def test_results_of_keys_past_the_lengths_are_zeros(shape):
     attention = cuflash.FlashAttention()
     of_forward = attention.jvp(q, k, v, tq=q, **given)
     names = {"tdk": k.shape, "tdv": v.shape, "tdbias": shape}
-    results = {name: np.full(of, np.nan) for name, of in names.items()}
-    attention.backward_jvp(dout, q, k, v, *of_forward, tq=q, need=(), **given, **results)
+    results: dict[str, Any] = {name: np.full(of, np.nan) for name, of in names.items()}
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, **of_forward._asdict()}
+    attention.backward_jvp(dout, **inputs, tq=q, need=(), **given, **results)
     for entry, length in enumerate(given["kv_lengths"]):
         for name in ("tdk", "tdv"):
             assert not results[name][entry, :, length:].any()
