@@ -50,7 +50,10 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines |= {"CUFLASH_DQ_BY_REDUCTION": int(makes_tdq)} | ({} if family is None else family.defines)
     first = draft.tiles[0]
     helper = first if family is None else family.accumulator_layout(first)
-    add_preprocess(draft, first, helper.changed(block_m=max(tile.block_m for tile in draft.tiles)), draft.gradients)
+    # Where there is a dq accumulator, the tiles that are cleared are its own. Kernels that own keys, or queries alone,
+    # read what a row needs up to the end of a tile.
+    delta = helper if makes_tdq else max(draft.tiles, key=lambda tile: tile.block_m)
+    add_preprocess(draft, first, delta, draft.gradients)
     draft.scratch["row_tangents"] = draft.scratch["row_stats"]
     if family is not None and of_keys is not None and (makes_tdq or set(need) & {"tdk", "tdv"}):
         draft.set(head_section=family.head_section(draft, of_keys))
