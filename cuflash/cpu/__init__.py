@@ -33,11 +33,10 @@ def describe(
     problem: Problem | None = None, need: Collection[str] = (), passes: Collection[Pass] = PASSES_WITHOUT_TANGENTS
 ) -> str:
     """Which path computes these passes of a problem, with the gradients `need`, or any problem, and why."""
-    with_tangents = [pass_.name for pass_ in passes if pass_.has_tangents]
-    if with_tangents:
-        others = [pass_ for pass_ in passes if not pass_.has_tangents]
-        by_numpy = f"{' and '.join(with_tangents)} by NumPy"
-        return f"{describe(problem, need, others)}; {by_numpy}" if others else by_numpy
+    others = [pass_ for pass_ in passes if not pass_.has_tangents]
+    if len(others) < len(passes):
+        with_tangents = [_describe_tangents(problem, need, pass_) for pass_ in passes if pass_.has_tangents]
+        return "; ".join([describe(problem, need, others)] * bool(others) + with_tangents)
     if problem is None or not problem.has_functions:
         reason = core.why_not(problem)
         return f"compiled core, {core.processor()}" if reason is None else _by_numpy(reason)
@@ -46,6 +45,12 @@ def describe(
         return _by_numpy(reason)
     way = f"compiled core, {core.processor()}, and NumPy for functions"
     return way if of_gradients is None else f"{way}; backward by {_by_numpy(of_gradients)}"
+
+
+def _describe_tangents(problem: Problem | None, need: Collection[str], pass_: Pass) -> str:
+    wanted = [f"t{name}" for name in need] if pass_ is BACKWARD_JVP else JVP.default
+    reason = core.why_not() if problem is None else _way_of(problem, wanted, pass_)[2]
+    return f"{pass_.name} by {'the compiled core' if reason is None else _by_numpy(reason)}"
 
 
 def _by_numpy(reason: str) -> str:

@@ -244,6 +244,8 @@ def run(
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     if pass_.has_tangents:
+        if "block_table" in given:
+            given["tblock_table"] = given["block_table"]  # tk and tv are pools of the same pages
         given = dict(sorted(given.items(), key=lambda item: item[0] not in AXES))  # as the core takes them
     kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})  # with the problem
     key = (pass_, *given, *[x.strides for x in given.values()])

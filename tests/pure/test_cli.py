@@ -311,13 +311,15 @@ def test_plan_of_passes_with_tangents(capsys, monkeypatch):
     assert passes_of_plans == ["jvp", "backward_jvp"] * 2
     assert output.count("  memory model: ") == 4 and " ".join(output.split()).count("; tangents of q, k, v ") == 4
     with_q_alone = run(capsys, f"{command} --tangents q")[1]
-    assert with_q_alone.count("kernel sm80_jvp") == 2 and with_q_alone != output
+    assert [with_q_alone.count(f"kernel {arch}_jvp") for arch in ("sm80", "sm90")] == [1, 1] and with_q_alone != output
 
 
 def test_plan_of_tangents_without_a_gpu(capsys, without_gpu):
     _, output, _ = run(capsys, "plan --pass forward jvp --seqlen 1024 --num-heads 4 --head-dim 64 --tangents q")
     text = " ".join(output.split())
-    assert "jvp by NumPy; 1.07 GFLOP forward, 2.15 GFLOP jvp; extra memory" in text and "tangents of q" in text
+    assert (
+        "; jvp by " in text and "; 1.07 GFLOP forward, 2.15 GFLOP jvp; extra memory" in text and "tangents of q" in text
+    )
 
 
 def test_plan_without_a_gpu_is_that_of_the_cpu(capsys, without_gpu):
