@@ -23,8 +23,8 @@ def sample(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
 
 
 def examples(count: int) -> int:
-    """How many examples of hypothesis run of so many: a fifth."""
-    return count if exhaustive else -(-count // 5)
+    """How many examples of hypothesis run of so many: an eighth."""
+    return count if exhaustive else -(-count // 8)
 
 
 def is_chosen(name: str, one_in: int) -> bool:
