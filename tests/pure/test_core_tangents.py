@@ -3,6 +3,7 @@
 `tests/pure/test_second_derivatives.py` holds every instruction set to the oracle rule.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback_tangents, score_mod_as_bias, score_tiles
-from cuflash.testing.tangents import Moved, movable
+from cuflash.testing.tangents import everything
 from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
@@ -59,14 +60,10 @@ def long_cases(draw):
     )  # fmt: skip
 
 
-def everything(case):
-    return Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",), common=10.0)
-
-
 @settings(max_examples=examples(30))
 @given(long_cases())
 def test_the_same_bits_on_any_number_of_threads(case):
-    moved = everything(case)
+    moved = replace(everything(case), common=10.0)
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
         with cuflash.cpu_threads(3):
@@ -80,7 +77,7 @@ def test_the_same_bits_on_any_number_of_threads(case):
 @pytest.mark.parametrize("head_dim", [257, 1025])
 def test_large_head_dims(head_dim, dtype):
     case = ct.Case(seqlen_q=50, seqlen_k=140, head_dim=head_dim, head_dim_v=1300 - head_dim, dtype=dtype, causal=True)
-    judge(case, everything(case), compute(case, everything(case)))
+    judge(case, replace(everything(case), common=10.0), compute(case, replace(everything(case), common=10.0)))
 
 
 @pytest.mark.parametrize(("seqlen_k", "heads", "softcap"), [(16, 1, None), (48, 2, 5.0)])
