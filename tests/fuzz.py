@@ -208,7 +208,7 @@ def _moved(rng: random.Random, case: ct.Case, moves: tuple[str, ...]) -> Moved:
     return Moved(
         names=moves,
         cotangents=tuple(cotangents),
-        common=rng.choice((0.0, 0.0, 0.0, 10.0)),
+        common=rng.choice((0.0, 0.0, 10.0, 100.0)),
         seed=rng.randrange(2**16),
     )
 

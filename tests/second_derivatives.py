@@ -44,7 +44,7 @@ def moved_by(draw, case):
     return Moved(
         names=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if draw(st.booleans()) else tuple(names),
         cotangents=tuple(draw(st.lists(st.sampled_from(cotangents), unique=True))),
-        common=draw(st.sampled_from((0.0, 0.0, 10.0))),
+        common=draw(st.sampled_from((0.0, 0.0, 10.0, 100.0))),
         seed=draw(st.integers(0, 9)),
     )
 

@@ -16,10 +16,10 @@ from cuflash.emulator import passes
 from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
-from cuflash.testing import cases
+from cuflash.testing import Case, cases
 from cuflash.testing.tangents import Moved, everything
 from tests.cuda_scores import CUDA_SCORES
-from tests.emulate.tangents import check, check_functions, check_partials, movable_of
+from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
 from tests.emulate.test_scored import STEEP
 from tests.sampling import examples, sample
 from tests.scored import CONDITIONED, SCORES, Scored, few_tiles, scored, steep
@@ -45,6 +45,20 @@ def test_every_option(case, arch):
 def test_options_together(case, data):
     archs = ("8.0", "9.0", "7.5")[: 2 if case.dtype == "float64" else 3]
     check(case, data.draw(moved_by(case)), data.draw(st.sampled_from(archs)))
+
+
+@pytest.mark.parametrize(
+    ("own", "names", "common"),
+    [
+        ({"seqlen_q": 9, "head_dim": 8, "causal": True, "score_spread": 8.0, "seed": 41}, ("sinks", "v"), 0.0),
+        ({"seqlen_q": 9, "head_dim": 1, "seed": 361}, ("k",), 100.0),
+    ],
+    ids=["with tsinks", "keys in common"],
+)
+def test_sinks_that_outweigh_the_first_keys(own, names, common):
+    """Next to the first keys alone a sink weighs more than next to all of them: a shift to its tangent is far off."""
+    case = Case(**own, seqlen_k=70, num_heads=4, batch=1, dtype="bfloat16", sinks=True)
+    check_jvp(case, Moved(names=names, common=common, seed=case.seed), arch="8.0")
 
 
 @pytest.mark.parametrize(

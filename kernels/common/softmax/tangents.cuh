@@ -3,8 +3,9 @@
 //   r = sum P (tS - c)        A = sum P (tS - c) V + P tV
 //
 // which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out before
-// P (tS - c) is rounded: it moves to the mean of tS so far, with that of the sink, wherever m rises. At the end tlse = c + r / l and
-// tout = (A - (r / l) O) / l.
+// P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. The sink is left out of that
+// mean: next to the first keys alone it weighs more than next to all, and c would stay far from the tS of later keys. At
+// the end tlse = c + r / l and tout = (A - (r / l) O) / l.
 #pragma once
 #include "common/io/params.cuh"
 #include "common/schedule/sequences.cuh"
@@ -155,14 +156,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   template <int out_tiles>
   CUFLASH_DEVICE void move_shift(const Real (&o)[out_tiles][4], Real (&a)[out_tiles][4], int m, int half, Real weighed,
                                  Real before) {
-    Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
+    const Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
     const Real old = shift[m][half];
-    if constexpr (kHasSinks) {
-      const Real row_max = this->row_max[m][half], larger = max_of(row_max, sink);
-      const Real factor = relative<kNaturalRowMax>(row_max, larger), weight = relative<kNaturalRowMax>(sink, larger);
-      total = total * factor + weight;
-      weighed_total = weighed_total * factor + weight * (sink_tangent - old);
-    }
     shift[m][half] += total > 0 ? weighed_total / total : 0;
     const Real gain = shift[m][half] - old;
     mean_sum[m][half] -= gain * before;
