@@ -13,10 +13,17 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuflash.jax import attention  # noqa: E402
 
 jnp = jax.numpy
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="JAX sees no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_of_jax():
+    """JAX's first use of its devices leaves the last one current: the device of the other tests is set again."""
+    current = cupy.cuda.Device()
+    backend = jax.default_backend()
+    current.use()
+    if backend != "gpu":
+        pytest.skip("JAX sees no CUDA device")
 
 
 @pytest.fixture(autouse=True)
