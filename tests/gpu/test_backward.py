@@ -45,6 +45,7 @@ def check_gradients(case, attn, arguments):
             assert same_bits(gradients, attn.backward(*arguments))
 
 
+@pytest.mark.one_in(1)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
@@ -55,6 +56,7 @@ def test_oracle(cupy, specialisation, data):
     ct.assert_backward(case, *gradients)
 
 
+@pytest.mark.one_in(1)
 @settings(max_examples=6)
 @given(data=st.data())
 def test_deterministic(cupy, deterministic_specialisation, data):
@@ -196,6 +198,7 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, caus
     assert all(measurement.strict_ratio <= 1 for measurement in report), report
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     "options",
     [

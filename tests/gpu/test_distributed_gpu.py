@@ -151,6 +151,7 @@ def test_nccl(case, ranks):
         judge(case, results_of(case, comms, devices, need, calls=3))
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("columns", [64, 20, 5])
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -65,6 +65,7 @@ def test_the_weights_that_are_dropped(cupy, dtype, head_dim, strides):
     np.testing.assert_array_equal(ct.to_numpy(gradients.dv) != 0, mask.swapaxes(2, 3))
 
 
+@pytest.mark.one_in(1)
 @either_kernel
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)

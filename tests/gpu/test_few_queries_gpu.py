@@ -81,6 +81,7 @@ def run(cupy, case, *, times=1):
     return results, [kernel.source for kernel in plan.kernels]
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", OPTIONS)

@@ -35,6 +35,7 @@ def full_of_nan(cupy, x):
     return cupy.asarray(np.full(x.shape, np.nan, x.dtype))
 
 
+@pytest.mark.one_in(1)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
@@ -139,6 +140,7 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
         ct.assert_forward(case, *attn.forward(*arrays))
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,6 +19,7 @@ def computed(case, moved):
     return tangents_by(cuflash.FlashAttention(**case.keywords), case, moved, convert=cupy.asarray)
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("case", "moved"),
     [
@@ -41,6 +42,7 @@ OF_SM90 = [
 ]
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("common", [0.0, 10.0, 100.0])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("own", OF_SM90, ids=str)
@@ -129,6 +131,7 @@ def test_the_double_backward_pass_is_that_of_differences(options):
     assert set(found) == {"tout", "tlse", "tdq", "tdk", "tdv", "tdsinks"}
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("score", ["distance", "capped", "gated", "with_pairs", "gathered", "of_rows", *CUDA_SCORES])
 def test_functions(score, dtype):

@@ -39,6 +39,7 @@ def backend(options, arrays, need):
     return cupy.asnumpy(out), cupy.asnumpy(lse), dict(zip(need, map(cupy.asnumpy, gradients), strict=True))
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize("of", ["queries", "keys"])
