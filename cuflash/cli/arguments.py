@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
+from cuflash.cli.here import Failure
 from cuflash.flash_attention import Causal
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import INPUTS, NUMBERS, OPTIONAL_INPUTS
@@ -25,7 +26,8 @@ NAMED = tuple(row for row in OPTIONAL_INPUTS if row.shapes or row.has_keys)
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+        several = f"; several are written with spaces: {text.replace(',', ' ')}" if "," in text else ""
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer{several}")
     return int(text)
 
 
@@ -119,7 +121,11 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contiguous]]]:
-    """The options of these problems, and the shapes of the arrays by name."""
+    """The options of these problems, and the shapes of the arrays by name. Raises Failure for unused arguments."""
+    if "tangents" in args.given and not any(pass_.has_tangents for pass_ in passes(args)):
+        raise Failure("--tangents goes with --pass jvp or backward_jvp")
+    if "block_size" in args.given and not args.block_mask:
+        raise Failure("--block-size goes with --block-mask")
     seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
     for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
         given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}

@@ -149,7 +149,7 @@ def exact_results(pass_: Pass, case: testing.Case, problem: Problem, arrays: dic
 
 def check_emulated(args: argparse.Namespace) -> int:
     if building.find_compiler() is None:
-        raise Failure("the emulator compiles the kernels with g++, which is not on the path")
+        raise Failure("the emulator compiles the kernels with g++, which is not on the path: apt-get install g++")
     schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]
     failed = 0
     for named, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):

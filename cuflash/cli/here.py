@@ -12,6 +12,7 @@ from cuflash.plan import DeviceSpec
 
 NO_GPU = "there is no GPU here"
 NAME_ONE = "for one that is elsewhere give its compute capability, such as --arch 9.0"
+INSTALL_CUPY = 'pip install "cupy-cuda13x[ctk]", or cupy-cuda12x for a driver of CUDA 12'
 
 
 class Failure(Exception):
@@ -23,7 +24,7 @@ def find_gpu() -> tuple[ModuleType | None, str]:
     try:
         import cupy
     except ImportError as error:
-        return None, f"CuPy is not importable ({error})"
+        return None, f"CuPy is not importable ({error}): {INSTALL_CUPY}"
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -1,14 +1,10 @@
-"""The commands of ``python -m cuflash``, and how one is run."""
+"""The commands of ``cuflash``, which is ``python -m cuflash``, and how one is run."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
 from cuflash import __version__
 from cuflash.cli.arguments import add_problem_arguments
@@ -17,11 +13,28 @@ from cuflash.cli.check import add_check_arguments, check
 from cuflash.cli.demo import add_demo_arguments, demo
 from cuflash.cli.here import Failure
 from cuflash.cli.info import info
+from cuflash.cli.parser import Parser, by_name, exit_code, program
 from cuflash.cli.plans import add_plan_arguments, fill_cache, plan
 from cuflash.cli.tune import add_tune_arguments, tune
 from cuflash.gpu.compiler import CompileError
+from cuflash.spec import keywords
 
-INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # exit codes, as shells give them to what these signals end
+# What others call sizes, devices and passes on their command lines. `keywords.meant_by` knows names of options.
+_FOREIGN = by_name(
+    {
+        "seqlen": "seq seq_len seqlen_q seqlens sequence_length n_ctx context_length max_seqlen max_seqlen_q",
+        "seqlen_k": "seqlen_kv seq_len_k seq_len_kv kv_len kv_seqlen max_seqlen_k max_seqlen_kv num_keys",
+        "num_heads": "nheads n_heads heads q_heads num_q_heads num_attention_heads num_qo_heads",
+        "num_heads_kv": "kv_heads n_kv_heads num_kv_heads nheads_k nheads_kv num_heads_k num_key_value_heads",
+        "head_dim": "headdim hdim dim d_head dhead head_size embed_dim",
+        "head_dim_v": "headdim_v hdim_v dv d_v v_head_dim",
+        "batch": "batch_size batchsize bs",
+        "arch": "sm cc compute_capability capability gpu_arch target device gpu",
+        "dtype": "type data_type",
+        "pass": "passes mode direction fwd bwd forward backward",
+        "deterministic": "determinism reproducible",
+    }
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,23 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 failure, 130 an interruption, 141 a reader of the output that has gone. Arguments that cannot be
     parsed exit with 2.
     """
-    try:
-        try:
-            return run_command(make_parser(), argv)
-        finally:
-            if sys.stdout is not None:  # as it is in a process that was started without one
-                sys.stdout.flush()  # a closed pipe shows here, and not when Python ends, which would complain of it
-    except BrokenPipeError:
-        # What is still to be written goes nowhere. (An output that is no file, as in tests, needs nothing.)
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return PIPE_CLOSED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return exit_code(lambda: run_command(make_parser(), argv))
 
 
-def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+def run_command(parser: Parser, argv: Sequence[str] | None) -> int:
     """Run the command that is named, or show which there are; what is known to go wrong is said in one line."""
     args = parser.parse_args(argv)
     if args.command is None:
@@ -58,44 +58,24 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     except BrokenPipeError:
         raise
     except (Failure, NotImplementedError, ImportError, MemoryError, OSError, ValueError) as error:
-        print(f"python -m cuflash {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{parser.prog} {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
     except CompileError as error:
         print(error, file=sys.stderr)
     return 1
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in the last line, and in place of all arguments how they are shown.
+class CuflashParser(Parser):
+    """Knows what other libraries call options and sizes."""
 
-    What it returns has `given`: the names of the arguments that are on the command line, be their values the defaults
-    or not.
-    """
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # here, and not by the parser of all commands, which does not know the arguments of one
-            self.error(f"unknown arguments: {' '.join(unknown)}{self._meant(unknown)}")
-        if not hasattr(found, "given"):  # of the parser of a command, which comes first
-            absent = object()
-            again, _ = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(vars(found), absent)))
-            found.given = {name for name, value in vars(again).items() if value is not absent}
-        return found, unknown
-
-    def _meant(self, unknown: Sequence[str]) -> str:
-        """Which arguments the unknown ones may be misspelt."""
-        names = [name for name in self._option_string_actions if name.startswith("--")]
-        meant = [x for word in unknown for x in difflib.get_close_matches(word.partition("=")[0], names, 1)]
-        return f"; did you mean {' '.join(meant)}?" if meant else ""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog} --help shows all arguments\n{self.prog}: {message}\n")
+    def meant_by(self, name: str) -> tuple[str, str]:
+        """As of `Parser`."""
+        return (_FOREIGN[name], "") if name in _FOREIGN else keywords.meant_by(name)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m cuflash``; ``args.run`` is the command."""
-    parser = Parser(
-        prog="python -m cuflash", description="Exact attention and its gradients for CuPy and NumPy arrays."
-    )
+def make_parser() -> Parser:
+    """The parser of all commands; ``args.run`` is the command."""
+    about = "Exact attention and its gradients for CuPy and NumPy arrays."
+    parser = CuflashParser(prog=program("cuflash"), description=about)
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (run, add_arguments, text) in COMMANDS.items():

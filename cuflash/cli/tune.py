@@ -26,6 +26,8 @@ def add_tune_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def tune(args: argparse.Namespace) -> int:
+    if args.dry_run and args.forget:
+        raise Failure("--forget goes without --dry-run")
     if args.dry_run:
         return list_candidates(args)
     if args.arch:

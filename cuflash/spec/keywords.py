@@ -102,6 +102,14 @@ def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> Typ
     return TypeError(f"{method}() got an unexpected keyword argument {name!r}" + (remedy and f": {remedy}"))
 
 
+def meant_by(name: str) -> tuple[str, str]:
+    """The argument that a name means, here or in another library, and what to mind, or what to do without one.
+
+    Both are empty where nothing is known of the name.
+    """
+    return (name, "") if _takers_of(name) else _MEANT.get(name, ("", ""))
+
+
 def _remedy(method: str, name: str, accepted: Collection[str]) -> str:
     def shown(argument: str) -> str:
         is_here = argument in accepted or any(
