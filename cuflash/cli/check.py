@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 from cuflash import FlashAttention, testing
@@ -20,11 +22,13 @@ from cuflash.cli.arguments import (
     passes,
     problems,
 )
+from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import Failure
 from cuflash.cli.plans import compiled
-from cuflash.emulator import SCHEDULES, EmulationError, building
+from cuflash.emulator import SCHEDULES, EmulationError, Schedule, building
 from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
+from cuflash.gpu.progress import Bar
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUT_TANGENTS, SOFTMAX_GRADIENTS
@@ -33,9 +37,12 @@ from cuflash.spec.problem import Problem
 from cuflash.testing import reference, reference_tangents
 from cuflash.testing.tangents import Moved, assert_tangents, everything, tangents_by
 
+VERDICTS = {"passed": "passed", "failed": "FAILED", "not_served": "not served"}  # and how they are printed
+
 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
+    add_json_argument(command)
     command.add_argument("--seed", type=natural, default=0, help="of the random inputs (default: 0)")
     command.add_argument("--quick", action="store_true", help="a few kinds of problem only: seconds, not minutes")
     command.add_argument(
@@ -55,35 +62,73 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     refuse_stray_arguments(args)
-    if args.emulate:
-        return check_emulated(args)
+    found = check_emulated(args) if args.emulate else check_here(args)
+    counts = Counter(row["verdict"] for row in found.rows)
+    if args.json:
+        print_document("check", {"on": found.where, "checks": found.rows, **{name: counts[name] for name in VERDICTS}})
+    elif not args.emulate:
+        print(", ".join(f"{counts[name]} {text}" for name, text in VERDICTS.items() if counts[name]))
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The checks that were made, and where."""
+
+    where: str
+    rows: list[Document] = field(default_factory=list)
+
+
+def check_here(args: argparse.Namespace) -> Checks:
     xp = here.array_module(args.backend)
-    print(f"on {here.describe_here(xp)}", flush=True)
-    counts = {"passed": 0, "FAILED": 0, "not served": 0}
+    found = Checks(here.describe_here(xp))
+    if not args.json:
+        print(f"on {found.where}", flush=True)
     cases = list(testing.self_test_cases(args.seed, quick=args.quick))
     width = max(len(name) for name, _ in cases) + len(", with tangents") + 2
-    for (name, case), with_tangents in itertools.product(cases, (False, True)):
-        if with_tangents and ("dout" not in case.arrays() or case.axes is not None):
-            continue
-        try:
-            if with_tangents:
-                name, moved = f"{name}, with tangents", everything(case)
-                found = tangents_by(FlashAttention(**case.keywords), case, moved, convert=xp.asarray)
-                report = assert_tangents(case, moved, found)
-            else:
-                forward, gradients = calls_of(case)
-                report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
-        except AssertionError as error:
-            verdict, detail = "FAILED", str(error)
-        except NotImplementedError as error:
-            verdict, detail = "not served", str(error)
+    trials = [
+        (name, case, with_tangents)
+        for name, case in cases
+        for with_tangents in (False, True)
+        if not with_tangents or ("dout" in case.arrays() and case.axes is None)
+    ]
+    with Bar("check", total=len(trials)) as bar:
+        for name, case, with_tangents in trials:
+            row = {"name": name, "dtype": case.dtype, "tangents": with_tangents, **checked(case, with_tangents, xp)}
+            found.rows.append(row)
+            if not args.json:
+                name += ", with tangents" if with_tangents else ""
+                bar.print(f"{VERDICTS[row['verdict']]:<12}{case.dtype:<10}{name:<{width}}{row['detail']}")
+            bar.advance()
+    return found
+
+
+def checked(case: testing.Case, with_tangents: bool, xp: ModuleType) -> Document:
+    """The verdict on a case, and its result that is closest to its bound, or what is wrong."""
+    worst: testing.Measurement | None = None
+    try:
+        if with_tangents:
+            moved = everything(case)
+            report = assert_tangents(
+                case, moved, tangents_by(FlashAttention(**case.keywords), case, moved, convert=xp.asarray)
+            )
         else:
-            worst = max(report, key=lambda m: m.ratio)
-            verdict, detail = "passed", f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
-        counts[verdict] += 1
-        print(f"{verdict:<12}{case.dtype:<10}{name:<{width}}{detail}", flush=True)
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-    return 1 if counts["FAILED"] or not counts["passed"] else 0
+            forward, gradients = calls_of(case)
+            report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
+    except AssertionError as error:
+        verdict, detail = "failed", str(error)
+    except NotImplementedError as error:
+        verdict, detail = "not_served", str(error)
+    else:
+        verdict, worst = "passed", max(report, key=lambda m: m.ratio)
+        detail = f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
+    return {
+        "verdict": verdict,
+        "result": worst and worst.name,
+        "error": worst and worst.error,
+        "tolerance": worst and worst.tolerance,
+        "detail": detail,
+    }
 
 
 def calls_of(case: testing.Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -104,7 +149,7 @@ def calls_of(case: testing.Case) -> tuple[Callable[..., Any], Callable[..., Any]
 def refuse_stray_arguments(args: argparse.Namespace) -> None:
     """Arguments that the kind of check does not look at are mistakes."""
     others = {"backend", "quick"}
-    stray = args.given & others if args.emulate else args.given - others - {"seed", "emulate"}
+    stray = args.given & others if args.emulate else args.given - others - {"seed", "emulate", "json"}
     for name in sorted(stray):
         option = "--" + {"passes": "pass"}.get(name, name.replace("_", "-"))
         raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
@@ -147,26 +192,48 @@ def exact_results(pass_: Pass, case: testing.Case, problem: Problem, arrays: dic
     return {name: x.astype(dtype) for name, x, dtype in zip(pass_.default, exact, dtypes, strict=False)}
 
 
-def check_emulated(args: argparse.Namespace) -> int:
+def check_emulated(args: argparse.Namespace) -> Checks:
     if building.find_compiler() is None:
         raise Failure("the emulator compiles the kernels with g++, which is not on the path: apt-get install g++")
     schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]
-    failed = 0
-    for named, arch, pass_ in itertools.product(problems(args), args.arch or ["9.0"], passes(args)):
-        device, problem = DeviceSpec.for_arch(arch), of_pass(args, named, pass_)
-        print(compiled(choose_plan(problem, device, pass_)).describe(), flush=True)
-        case = testing.Case.from_problem(named, seed=args.seed)
-        arrays = case.arrays()
-        for schedule in schedules:
-            options = {"arch": device, "schedule": schedule, **case.random}
-            start = time.perf_counter()
-            try:
-                CHECKS[pass_](case, problem, arrays, options)
-            except (AssertionError, EmulationError) as error:
-                verdict, detail = "FAILED", str(error)
-            else:
-                verdict, detail = "passed", in_seconds(time.perf_counter() - start)
-            failed += verdict == "FAILED"
-            print(f"{verdict:<12}{schedule.order + ', ' + schedule.asynchrony:<20}{detail}", flush=True)
-        print()
-    return 1 if failed else 0
+    trials = list(itertools.product(problems(args), args.arch or ["9.0"], passes(args)))
+    found = Checks("the emulator")
+    with Bar("check", total=len(trials) * len(schedules)) as bar:
+        for named, arch, pass_ in trials:
+            device, problem = DeviceSpec.for_arch(arch), of_pass(args, named, pass_)
+            plan = choose_plan(problem, device, pass_)
+            if not args.json:
+                bar.print(compiled(plan).describe())
+            case = testing.Case.from_problem(named, seed=args.seed)
+            arrays = case.arrays()
+            for schedule in schedules:
+                row = emulated_by(schedule, pass_, case, problem, arrays, device)
+                found.rows.append({"kernels": [kernel.name for kernel in plan.kernels], **row})
+                if not args.json:
+                    bar.print(f"{VERDICTS[row['verdict']]:<12}{row['name']:<20}{row['detail']}")
+                bar.advance()
+            if not args.json:
+                bar.print("")
+    return found
+
+
+def emulated_by(
+    schedule: Schedule, pass_: Pass, case: testing.Case, problem: Problem, arrays: dict[str, Any], device: DeviceSpec
+) -> Document:
+    """The verdict on the kernels of a pass, run in one order by the emulator."""
+    start = time.perf_counter()
+    try:
+        CHECKS[pass_](case, problem, arrays, {"arch": device, "schedule": schedule, **case.random})
+    except (AssertionError, EmulationError) as error:
+        verdict, detail = "failed", str(error)
+    else:
+        verdict, detail = "passed", in_seconds(time.perf_counter() - start)
+    return {
+        "name": f"{schedule.order}, {schedule.asynchrony}",
+        "dtype": problem.dtype,
+        "pass": pass_.name,
+        "capability": f"{device.arch / 10:.1f}",
+        "verdict": verdict,
+        "seconds": time.perf_counter() - start,
+        "detail": detail,
+    }

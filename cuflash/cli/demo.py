@@ -65,10 +65,14 @@ def demo(args: argparse.Namespace) -> int:
 
     measure = measure_on_gpu if on_gpu else measure_on_cpu
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    with Bar(total=1 + 2 * len(head_slices) + 2 * NUM_SAMPLES) as bar:
+    with Bar("compiling", total=1 + 2 * len(head_slices) + 2 * NUM_SAMPLES) as bar:
         attn.compile(q, k, v)
         bar.advance()
-        costs = {run.__name__: measure(run, head_slices, bar) for run in (forward, backward)}
+        costs = {}
+        for run in (forward, backward):
+            bar.label = run.__name__
+            costs[bar.label] = measure(run, head_slices, bar)
+        bar.label = "float64 reference"
         sampled = sample_errors(options, arrays, bar)
     print_costs(problem, costs)
     print_errors(dtype.name, sampled)

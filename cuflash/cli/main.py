@@ -11,6 +11,7 @@ from cuflash.cli.arguments import add_problem_arguments
 from cuflash.cli.cache import add_cache_arguments, cache
 from cuflash.cli.check import add_check_arguments, check
 from cuflash.cli.demo import add_demo_arguments, demo
+from cuflash.cli.documents import add_json_argument
 from cuflash.cli.here import Failure
 from cuflash.cli.info import info
 from cuflash.cli.parser import Parser, by_name, exit_code, program
@@ -87,7 +88,7 @@ def make_parser() -> Parser:
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "demo": (demo, add_demo_arguments, "a long causal problem forward and backward, timed and checked"),
-    "info": (info, lambda command: None, "devices and their limits, versions, the compiler and its cache"),
+    "info": (info, add_json_argument, "devices and their limits, versions, the compiler and its cache"),
     "plan": (plan, add_plan_arguments, "what would run for a problem and why, also on a GPU that is not here"),
     "compile": (fill_cache, add_problem_arguments, "compile kernels into the cache, for GPUs that need not be here"),
     "tune": (

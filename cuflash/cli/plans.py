@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from cuflash import cpu
 from cuflash.cli import here
 from cuflash.cli.arguments import add_problem_arguments, moved, of_pass, passes, problems
+from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.cpu.backend import CpuPlan
 from cuflash.gpu import compiler, kernel_cache
 from cuflash.gpu.nvrtc import NvrtcNotFoundError
+from cuflash.gpu.progress import Bar
 from cuflash.gpu.tuning import tuned_plan
-from cuflash.plan import KernelSpec, LaunchPlan
+from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.plan.launch_plan import option_names
+from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import FORWARD
+from cuflash.spec.problem import Problem
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add_problem_arguments(command)
+    add_json_argument(command)
     command.add_argument(
         "--verbose", action="store_true", help="also the tiles and kernels that were not taken, and why"
     )
@@ -25,6 +34,9 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     chosen = here.devices(args)
+    if args.json:
+        print_document("plan", {"plans": list(plan_documents(args, chosen)), "why_no_gpu": why_no_gpu(chosen)})
+        return 0
     for problem in problems(args):
         if not chosen:
             with_tangents = replace(problem, moved=moved(args, problem))
@@ -34,8 +46,77 @@ def plan(args: argparse.Namespace) -> int:
                 found = tuned_plan(of_pass(args, problem, pass_), device, pass_)
                 print(compiled(found).describe(args.verbose), end="\n\n")
     if not chosen:
-        print(f"{NO_GPU}: {here.find_gpu()[1]}; {NAME_ONE}")
+        print(f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}")
     return 0
+
+
+def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
+    """Why plans are those of the CPU; None if they are those of devices."""
+    return None if chosen else here.find_gpu()[1]
+
+
+def plan_documents(args: argparse.Namespace, chosen: Sequence[DeviceSpec]) -> Iterator[Document]:
+    """A plan of every pass of every problem, on every device or on the CPU."""
+    for problem, device, pass_ in itertools.product(problems(args), chosen or (None,), passes(args)):
+        own = of_pass(args, problem, pass_)
+        common = {"pass": pass_.name, "problem": problem_document(own), "flops": pass_.flops(own)}
+        if device is None:
+            why_not = None if pass_ is FORWARD else own.why_no_gradients
+            core = cpu.describe(own, DEFAULT_NEED, (pass_,))
+            yield {"backend": "cpu", **common, "core": core, "why_not": why_not and f"no {pass_} pass with {why_not}"}
+        else:
+            yield {"backend": "gpu", **common, **launch_document(tuned_plan(own, device, pass_))}
+
+
+def problem_document(p: Problem) -> Document:
+    sizes = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+    found: Document = {"dtype": p.dtype, **{name: getattr(p, name) for name in sizes}}
+    options = [name for name in option_names(p) if not name.endswith("_bound")]
+    return found | {"window": [p.window_left, p.window_right], "options": options, "tangents": list(p.moved or ())}
+
+
+def launch_document(found: LaunchPlan) -> Document:
+    traffic = found.traffic
+    return {
+        "device": found.device.name,
+        "capability": f"{found.device.arch / 10:.1f}",
+        "least_seconds": found.least_seconds,
+        "extra_bytes": found.extra_bytes,
+        "memory_model": traffic
+        and {
+            "read_bytes": traffic.read,
+            "written_bytes": traffic.written,
+            "least_bytes": traffic.least,
+            "tile_bytes": traffic.tiles,
+            "dq_atomics_bytes": traffic.added,
+        },
+        "kernels": [kernel_document(kernel) for kernel in found.kernels],
+        "scratch": found.scratch_sizes,
+        "notes": found.reason.splitlines(),
+    }
+
+
+def resources_of(kernel: KernelSpec) -> compiler.Resources | None:
+    """What the compiler reports, where it is here and knows the architecture."""
+    try:
+        return compiler.compile_spec(kernel).resources
+    except (NvrtcNotFoundError, NotImplementedError):
+        return None
+
+
+def kernel_document(kernel: KernelSpec) -> Document:
+    """A kernel; what only the compiler knows is null without one."""
+    resources = resources_of(kernel)
+    return {
+        "name": kernel.name,
+        "source": kernel.source,
+        "target": kernel.target,
+        "grid": kernel.grid,
+        "threads": kernel.threads,
+        "shared_bytes": kernel.shared_bytes,
+        "registers": resources and resources.registers,
+        "spill_bytes": resources and resources.spill_stores_bytes + resources.spill_loads_bytes,
+    }
 
 
 def compiled(plan: LaunchPlan) -> LaunchPlan:
@@ -54,13 +135,14 @@ def fill_cache(args: argparse.Namespace) -> int:
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
         specs |= dict.fromkeys(tuned_plan(of_pass(args, problem, pass_), device, pass_).kernels)
-    print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel")
-    for spec in specs:
-        kernel = compiler.compile_spec(spec)
-        r = kernel.resources
-        spilled = r.spill_stores_bytes + r.spill_loads_bytes
-        numbers = f"{r.seconds:>8.2f}{r.registers:>11}{spilled:>9}{r.stack_bytes:>7}"
-        print(f"{spec.target:<8}{numbers}{spec.shared_bytes + r.static_shared_bytes:>8}  {spec.name}", flush=True)
+    print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel", flush=True)
+    with Bar("compiling", total=len(specs)) as bar:
+        for spec in specs:
+            r = compiler.compile_spec(spec).resources
+            spilled = r.spill_stores_bytes + r.spill_loads_bytes
+            numbers = f"{r.seconds:>8.2f}{r.registers:>11}{spilled:>9}{r.stack_bytes:>7}"
+            bar.print(f"{spec.target:<8}{numbers}{spec.shared_bytes + r.static_shared_bytes:>8}  {spec.name}")
+            bar.advance()
     print(
         "Registers, and bytes of spills and stack, are per thread, bytes of shared memory per block. Seconds are those "
         f"of the compilation, which may have been an earlier one. Cache: {kernel_cache.cache_directory()}"

@@ -261,8 +261,9 @@ def tune(
             if forget:
                 tuning.forget(plans[0])
             else:
-                advance = progress.bar(2 * len(plans))
-                found[pass_.name] = tuning.tune(plans, Stopwatch(call_by), advance=advance, remember=remember)
+                with progress.Bar(f"tuning {pass_}", total=2 * len(plans)) as bar:
+                    stopwatch = Stopwatch(call_by)
+                    found[pass_.name] = tuning.tune(plans, stopwatch, advance=bar.advance, remember=remember)
     forget_launches()
     return None if forget else Tuning(**found)
 

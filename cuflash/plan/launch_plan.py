@@ -143,6 +143,11 @@ class LaunchPlan:
         """Bytes that the pass moves, by the model of `cuflash.plan.traffic`; None where it has none."""
         return predict(self)
 
+    @property
+    def least_seconds(self) -> float | None:
+        """The least time that memory and matrix products take, by the model of `traffic`; None where it has none."""
+        return self.traffic.seconds(self.device.bytes_per_s, self._flops_per_s) if self.traffic else None
+
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
         """The plan in words: a line that says what runs, the least time and the extra memory, then a line a fact.
 
@@ -190,7 +195,7 @@ class LaunchPlan:
         """What runs, the least time, and the memory in addition to arguments and results."""
         count = sum(kernel.grid > 0 for kernel in self.kernels)
         found = [f"{count or 'no'} kernel{'' if count == 1 else 's'}"]
-        seconds = self.traffic.seconds(self.device.bytes_per_s, self._flops_per_s) if self.traffic else 0
+        seconds = self.least_seconds or 0
         if seconds >= 1e-6:  # launches take longer than that
             found.append(f"at least {in_seconds(seconds)}")
         found.append(f"{in_bytes(self.extra_bytes) if self.extra_bytes else 'no'} extra memory")

@@ -151,7 +151,7 @@ def test_demo_notices_wrong_results(capsys, monkeypatch, name):
 
 def test_demo_measures_the_extra_memory():
     arrays = []
-    bar = Bar(total=2)
+    bar = Bar("forward", total=2)
     cost = demo.measure_on_cpu(lambda part: arrays.append(np.empty(10**6)), [slice(0, 1), slice(1, 2)], bar)
     assert cost.extra_bytes == pytest.approx(16e6, rel=0.01)
     assert bar.done == 2
@@ -179,7 +179,9 @@ def test_info(capsys):
 )
 def test_kernels_that_serve_a_device(arch, text):
     device = replace(DeviceSpec.for_arch("7.0"), arch=61) if arch == "6.1" else DeviceSpec.for_arch(arch)
-    assert info.served(device).startswith(text)
+    p = dict.fromkeys(("memory_bytes", "sms", "shared_bytes_per_block", "shared_bytes_per_sm", "l2_bytes"), 1)
+    words = info.device_in_words({"name": "GPU", "capability": arch, "dtypes": info.served(device), **p})
+    assert words.startswith(f"GPU, compute capability {arch} ({text}")
 
 
 def test_info_of_a_device(capsys, monkeypatch):

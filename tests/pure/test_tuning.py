@@ -2,12 +2,9 @@
 
 import functools
 import importlib
-import io
 import json
 import os
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import main
-from cuflash.gpu import progress, tuning
+from cuflash.gpu import tuning
 from cuflash.gpu.compiler import CompileError
 from cuflash.gpu.tuning import MARGIN, candidates, size_class, tune, tuned_plan
 from cuflash.plan import DeviceSpec, choose_plan
@@ -600,39 +597,3 @@ def test_errors_of_the_command_line(capsys, monkeypatch, command, words):
     monkeypatch.setattr("cuflash.cli.here.find_gpu", lambda: (None, "none in this test"))
     assert main(command.split()) == 1
     assert words in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_the_bar_is_shown_on_a_terminal_and_goes_away(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    advance = progress.bar(4)
-    later = time.perf_counter() + 5
-    monkeypatch.setattr(time, "perf_counter", lambda: later)
-    for _ in range(4):
-        advance()
-    shown = terminal.getvalue()
-    assert f"\r[{'#' * 20}{'.' * 20}]  50 %" in shown
-    assert shown.endswith(f"\r{' ' * 48}\r")
-
-
-def test_an_interrupted_bar_goes_away(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with pytest.raises(KeyboardInterrupt), progress.Bar(total=4, start=time.perf_counter() - 5) as bar:
-        bar.advance()
-        raise KeyboardInterrupt
-    assert "\r[####" in terminal.getvalue()
-    assert terminal.getvalue().endswith(f"\r{' ' * 48}\r")
-
-
-def test_no_bar_in_a_file(monkeypatch):
-    file = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", file)
-    advance = progress.bar(2)
-    advance(), advance()
-    assert file.getvalue() == ""
