@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
+import textwrap
 from types import ModuleType
 
 import numpy as np
 
+from cuflash.arrays.units import WIDTH
 from cuflash.plan import DeviceSpec
 
 NO_GPU = "there is no GPU here"
@@ -68,8 +72,17 @@ def describe_here(xp: ModuleType) -> str:
     return f"{properties['name'].decode()}, CuPy {xp.__version__}"
 
 
+def columns() -> int:
+    """Columns of the lines of plans: those of the terminal, if it has fewer than other outputs get."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if is_terminal else WIDTH
+
+
 def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Names and what there is to say about them, in two columns."""
+    """Names and what there is to say about them, in two columns; wrapped on a terminal, and elsewhere a line a row."""
     width = max(len(name) for name, _ in rows) + 2
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    room = max(20, shutil.get_terminal_size().columns - width) if on_terminal else sys.maxsize
     for name, text in rows:
-        print(f"{name:<{width}}{text}")
+        first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        print("\n".join([f"{name:<{width}}{first}", *(f"{'':<{width}}{line}" for line in others)]))

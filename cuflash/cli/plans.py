@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cuflash import cpu
+from cuflash.arrays.units import wrapped
 from cuflash.cli import here
 from cuflash.cli.arguments import add_problem_arguments, moved, of_pass, passes, problems
 from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
+from cuflash.cli.rates import about_seconds
 from cuflash.cpu.backend import CpuPlan
 from cuflash.gpu import compiler, kernel_cache
 from cuflash.gpu.nvrtc import NvrtcNotFoundError
@@ -37,16 +39,20 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print_document("plan", {"plans": list(plan_documents(args, chosen)), "why_no_gpu": why_no_gpu(chosen)})
         return 0
+    width = here.columns()
     for problem in problems(args):
         if not chosen:
-            with_tangents = replace(problem, moved=moved(args, problem))
-            print(CpuPlan(problem=with_tangents, passes=passes(args)).describe(args.verbose), end="\n\n")
+            own = passes(args)
+            if any(pass_.has_tangents for pass_ in own):
+                problem = replace(problem, moved=moved(args, problem))
+            seconds = tuple(about_seconds(problem, pass_) for pass_ in own)
+            print(CpuPlan(problem=problem, passes=own, seconds=seconds).describe(args.verbose, width), end="\n\n")
         for device in chosen:
             for pass_ in passes(args):
                 found = tuned_plan(of_pass(args, problem, pass_), device, pass_)
-                print(compiled(found).describe(args.verbose), end="\n\n")
+                print(compiled(found).describe(args.verbose, width), end="\n\n")
     if not chosen:
-        print(f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}")
+        print(wrapped([f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}"], width))
     return 0
 
 
@@ -63,7 +69,9 @@ def plan_documents(args: argparse.Namespace, chosen: Sequence[DeviceSpec]) -> It
         if device is None:
             why_not = None if pass_ is FORWARD else own.why_no_gradients
             core = cpu.describe(own, DEFAULT_NEED, (pass_,))
-            yield {"backend": "cpu", **common, "core": core, "why_not": why_not and f"no {pass_} pass with {why_not}"}
+            about = None if why_not else about_seconds(own, pass_)
+            why_not = why_not and f"no {pass_} pass with {why_not}"
+            yield {"backend": "cpu", **common, "about_seconds": about, "core": core, "why_not": why_not}
         else:
             yield {"backend": "gpu", **common, **launch_document(tuned_plan(own, device, pass_))}
 

@@ -12,7 +12,7 @@ import numpy as np
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import check_no_overlap
-from cuflash.arrays.units import WIDTH, in_bytes, wrapped
+from cuflash.arrays.units import WIDTH, in_bytes, in_seconds, wrapped
 from cuflash.cpu import core, score_mod_as_bias
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
@@ -161,13 +161,14 @@ class CpuPlan:
     passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS
     axes: str = ""  # how the call goes through batch axes; empty if there are none
     note: str = ""  # further remarks on the call
+    seconds: tuple[float, ...] = ()  # about how long each pass takes; empty where nobody has measured
 
     def noted(self, note: str) -> CpuPlan:
         """The plan with a note."""
         return replace(self, note=note)
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
-        """The plan in words, wrapped at `width` columns (0: not at all): first what computes, and how much work it is.
+        """The plan in words, wrapped at `width` columns (0: not at all): first the work, or how long it takes.
 
         `verbose` is for plans of kernels; on the CPU there is nothing to choose from.
         """
@@ -181,14 +182,19 @@ class CpuPlan:
             else f"no {pass_} pass with {p.why_no_gradients}"
             for pass_ in self.passes
         ]
+        about = [
+            f"{pass_} about {in_seconds(float(f'{x:.2g}'))}"
+            for pass_, x in zip(self.passes, self.seconds, strict=False)
+        ]
         sizes += f", tangents of {', '.join(p.moved)}" if p.moved else ""
         dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
         if p.multiplies_float8:
             dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
         return wrapped(
             (
-                f"CPU, because the arrays are in host memory: {cpu.describe(p, self.need, self.passes)}; "
-                f"{', '.join(work)}; extra memory linear in seqlen",
+                f"CPU: {', '.join(about or work)}, extra memory linear in seqlen",
+                f"  path      {cpu.describe(p, self.need, self.passes)}; the arrays are in host memory",
+                *((f"  work      {', '.join(work)}",) if about else ()),
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {dtypes}, {p.softmax_dtype} inside",

@@ -1,0 +1,56 @@
+"""About how long a pass takes on this CPU: by the rate of a small problem, which is measured."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import numpy as np
+
+from cuflash import FlashAttention
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.cpu.jobs import count_cores
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cuflash.spec.problem import Problem
+
+LONGEST = 512  # queries and keys of the small problem
+ENOUGH_S = 0.1  # a mean of so long shares the cores with what else runs, as the pass would
+
+
+def about_seconds(problem: Problem, pass_: Pass) -> float:
+    """By matrix products alone: masks, biases and functions take their time in addition."""
+    small = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.seqlen_q, problem.seqlen_k)
+    return pass_.flops(problem) / flops_per_s(pass_, *small, problem.moved or ())
+
+
+@functools.lru_cache(maxsize=64)
+def flops_per_s(
+    pass_: Pass, dtype: str, head_dim: int, head_dim_v: int, seqlen_q: int, seqlen_k: int, moved: tuple[str, ...]
+) -> float:
+    """The rate of a pass without options, the heads of which keep all threads busy."""
+    rng, heads = np.random.default_rng(0), count_cores()
+    lengths = {"q": min(seqlen_q, LONGEST), "k": min(seqlen_k, LONGEST)}
+
+    def drawn(length: int, dim: int) -> Any:
+        return rng.standard_normal((heads, length, dim), np.float32).astype(numpy_dtype(dtype))
+
+    q, k, v = (drawn(lengths["q"], head_dim), drawn(lengths["k"], head_dim), drawn(lengths["k"], head_dim_v))
+    attn = FlashAttention()
+    out, lse = attn.forward(q, k, v)
+    tangents: dict[str, Any] = {f"t{name}": x for name, x in zip(INPUTS, (q, k, v), strict=True) if name in moved}
+    tangents = tangents or {"tq": q}
+    calls = {
+        FORWARD: lambda: attn.forward(q, k, v),
+        BACKWARD: lambda: attn.backward(out, q, k, v, out, lse),
+        JVP: lambda: attn.jvp(q, k, v, **tangents),
+        BACKWARD_JVP: lambda: attn.backward_jvp(out, q, k, v, out, lse, out, lse, **tangents),
+    }
+    plan: Any = attn.plan(q, k, v, **(tangents if pass_.has_tangents else {}), passes=[pass_.name])
+    calls[pass_]()  # which prepares what later ones reuse
+    runs, start = 0, time.perf_counter()
+    while runs == 0 or time.perf_counter() - start < ENOUGH_S:
+        calls[pass_]()
+        runs += 1
+    return runs * pass_.flops(plan.problem) / (time.perf_counter() - start)
