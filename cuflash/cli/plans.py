@@ -36,24 +36,34 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     chosen = here.devices(args)
+    all_problems, own = list(problems(args)), passes(args)
+    with Bar("plan", total=len(all_problems) * max(1, len(chosen)) * len(own)) as bar:
+        if args.json:
+            found = list(plan_documents(args, all_problems, chosen, bar))
+        else:
+            print_plans(args, all_problems, chosen, bar)
     if args.json:
-        print_document("plan", {"plans": list(plan_documents(args, chosen)), "why_no_gpu": why_no_gpu(chosen)})
-        return 0
-    width = here.columns()
-    for problem in problems(args):
+        print_document("plan", {"plans": found, "why_no_gpu": why_no_gpu(chosen)})
+    elif not chosen:
+        print(wrapped([f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}"], here.columns()))
+    return 0
+
+
+def print_plans(args: argparse.Namespace, found: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar) -> None:
+    """A plan of every pass on every device in words, or one of all passes on the CPU."""
+    width, own = here.columns(), passes(args)
+    for problem in found:
         if not chosen:
-            own = passes(args)
             if any(pass_.has_tangents for pass_ in own):
                 problem = replace(problem, moved=moved(args, problem))
             seconds = tuple(about_seconds(problem, pass_) for pass_ in own)
-            print(CpuPlan(problem=problem, passes=own, seconds=seconds).describe(args.verbose, width), end="\n\n")
-        for device in chosen:
-            for pass_ in passes(args):
-                found = tuned_plan(of_pass(args, problem, pass_), device, pass_)
-                print(compiled(found).describe(args.verbose, width), end="\n\n")
-    if not chosen:
-        print(wrapped([f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}"], width))
-    return 0
+            bar.print(CpuPlan(problem=problem, passes=own, seconds=seconds).describe(args.verbose, width) + "\n")
+            for _ in own:
+                bar.advance()
+        for device, pass_ in itertools.product(chosen, own):
+            launches = compiled(tuned_plan(of_pass(args, problem, pass_), device, pass_))
+            bar.print(launches.describe(args.verbose, width) + "\n")
+            bar.advance()
 
 
 def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
@@ -61,9 +71,11 @@ def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
     return None if chosen else here.find_gpu()[1]
 
 
-def plan_documents(args: argparse.Namespace, chosen: Sequence[DeviceSpec]) -> Iterator[Document]:
+def plan_documents(
+    args: argparse.Namespace, found: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar
+) -> Iterator[Document]:
     """A plan of every pass of every problem, on every device or on the CPU."""
-    for problem, device, pass_ in itertools.product(problems(args), chosen or (None,), passes(args)):
+    for problem, device, pass_ in itertools.product(found, chosen or (None,), passes(args)):
         own = of_pass(args, problem, pass_)
         common = {"pass": pass_.name, "problem": problem_document(own), "flops": pass_.flops(own)}
         if device is None:
@@ -74,6 +86,7 @@ def plan_documents(args: argparse.Namespace, chosen: Sequence[DeviceSpec]) -> It
             yield {"backend": "cpu", **common, "about_seconds": about, "core": core, "why_not": why_not}
         else:
             yield {"backend": "gpu", **common, **launch_document(tuned_plan(own, device, pass_))}
+        bar.advance()
 
 
 def problem_document(p: Problem) -> Document:
