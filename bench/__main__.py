@@ -8,10 +8,16 @@ import os
 import sys
 from pathlib import Path
 
+from cuflash.cli.parser import Parser, exit_code
+
 from .cases import ALL_PASSES, ITEMSIZE
 from .suites import SUITES
 
 EVIDENCE = ("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
+
+# Arguments of `run` by where they are kept, of suites of times and of those of other evidence.
+OF_SUITES = {"peers": "peers", "passes": "pass", "case": "case", "seconds": "seconds", "devices": "devices"}
+OF_EVIDENCE = {"backend": "backend", "scale": "scale"}
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -24,9 +30,9 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(filter(None, text.split(",")))
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m bench", description="Measure cuflash beside its peers.")
-    commands = top.add_subparsers(dest="command", required=True)
+def parser() -> Parser:
+    top = Parser(prog="python -m bench", description="Measure cuflash next to its peers.")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser("run", help="check and time a suite, append JSON lines, print the table")
     run.add_argument("--suite", choices=(*SUITES, *EVIDENCE), default="quick")
     run.add_argument("--backend", choices=("cpu", "gpu"), default="gpu", help=f"of {', '.join(EVIDENCE)}")
@@ -82,6 +88,17 @@ def _limit_cores(count: int | None) -> None:
         os.execv(sys.executable, sys.orig_argv)
 
 
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Arguments of `run` that the suite does not look at are mistakes."""
+    is_evidence = args.suite in EVIDENCE
+    unused = OF_SUITES if is_evidence else OF_EVIDENCE
+    for name in sorted(args.given & unused.keys()):
+        takers = "a suite of times, which python -m bench list shows with cases" if is_evidence else ", ".join(EVIDENCE)
+        sys.exit(f"--{unused[name]}: got --suite {args.suite}, expected {takers}")
+    if "scale" in args.given and args.suite != "pathfinder":
+        sys.exit(f"--scale: got --suite {args.suite}, expected pathfinder")
+
+
 def _run_evidence(args: argparse.Namespace) -> int:
     from .evidence import run, shown
 
@@ -94,6 +111,7 @@ def _run_evidence(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _refuse_unused(args)
     _limit_cores(args.cores)
     if args.suite in EVIDENCE:
         return _run_evidence(args)
@@ -190,7 +208,14 @@ def _list() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    return exit_code(lambda: _run_command(parser(), argv))
+
+
+def _run_command(top: Parser, argv: list[str] | None) -> int:
+    args = top.parse_args(argv)
+    if args.command is None:
+        top.print_help()
+        return 0
     if args.command == "run":
         return _run(args)
     if args.command == "accuracy":

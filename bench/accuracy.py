@@ -20,6 +20,7 @@ import numpy as np
 
 import cuflash.testing as ct
 from cuflash import FlashAttention
+from cuflash.gpu.progress import Bar
 
 from . import environment
 from .report import ACCURACY, Record
@@ -53,11 +54,18 @@ def random_cases(dtype: str, count: int, seed: int = 0) -> Iterator[ct.Case]:
 
 def measure(xp: Any, cases: Sequence[ct.Case], precision: Any = "highest") -> Measurements:
     """Measurements of every result on every case, by the name of the result; `xp` is NumPy or CuPy."""
-    with ThreadPoolExecutor(environment.cores()) as pool:
-        list(pool.map(lambda case: _prepare(xp, case, precision), cases))
-    with _oracles() as pool:
-        judged = [pool.submit(_judge, case, _run(xp, case, precision)) for case in cases]
-        found = [future.result() for future in judged]
+    with Bar("accuracy", total=3 * len(cases)) as bar:
+        with ThreadPoolExecutor(environment.cores()) as pool:
+            for _ in pool.map(lambda case: _prepare(xp, case, precision), cases):
+                bar.advance()
+        with _oracles() as pool:
+            judged, found = [], []
+            for case in cases:
+                judged.append(pool.submit(_judge, case, _run(xp, case, precision)))
+                bar.advance()
+            for future in judged:
+                found.append(future.result())
+                bar.advance()
     return {name: [measurements[name] for measurements in found] for name in RESULTS}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.gpu.progress import Bar
+
 from . import environment
 from .report import RC
 
@@ -184,10 +186,12 @@ def draw(pages: Collection[str]) -> None:
     unknown = set(pages) - PICTURES.keys()
     if unknown:
         raise ValueError(f"page: got {sorted(unknown)}, expected names out of {sorted(PICTURES)}")
-    for name in pages or PICTURES:
-        with plt.rc_context(RC):
-            figure = PICTURES[name](plt, run_page(name, kinds=KINDS))
-            figure.set_layout_engine("constrained")
-            figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
-            plt.close(figure)
-        print(f"drew {FOLDER / name}.svg")
+    with Bar("draw", total=len(pages or PICTURES)) as bar:
+        for name in pages or PICTURES:
+            with plt.rc_context(RC):
+                figure = PICTURES[name](plt, run_page(name, kinds=KINDS))
+                figure.set_layout_engine("constrained")
+                figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+                plt.close(figure)
+            bar.print(f"drew {FOLDER / name}.svg")
+            bar.advance()

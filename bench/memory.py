@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from cuflash.gpu.progress import Bar
+
 from .cases import ITEMSIZE, PASSES, Case
 from .contender import Absent
 from .inputs import Inputs, make_inputs
@@ -102,17 +104,20 @@ def measure(
 ) -> None:
     """Write a record for each case, pass and contender; one that failed is not tried at greater lengths."""
     lost: dict[tuple[str, str], Record] = {}
-    for case in cases:
-        inputs = make_inputs(xp, case, passes=passes)
-        for pass_ in passes:
-            for name in contenders:
-                found = lost.get((name, pass_)) or _try(name, case, inputs, pass_, meter)
-                if found["status"] != "ok":
-                    lost[name, pass_] = found
-                fields = {"case": case.name, "seqlen": case.seqlen_q, "pass": pass_, "contender": name}
-                write("memory", **fields, least_bytes=case.ideal_bytes(pass_), **found)
-        del inputs
-        print(case.name, flush=True)
+    cases = list(cases)
+    with Bar("memory", total=len(cases)) as bar:
+        for case in cases:
+            inputs = make_inputs(xp, case, passes=passes)
+            for pass_ in passes:
+                for name in contenders:
+                    found = lost.get((name, pass_)) or _try(name, case, inputs, pass_, meter)
+                    if found["status"] != "ok":
+                        lost[name, pass_] = found
+                    fields = {"case": case.name, "seqlen": case.seqlen_q, "pass": pass_, "contender": name}
+                    write("memory", **fields, least_bytes=case.ideal_bytes(pass_), **found)
+            del inputs
+            bar.print(case.name)
+            bar.advance()
 
 
 def _try(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> Record:

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash.block_masks import BlockMask, global_blocks
+from cuflash.gpu.progress import Bar
 
 from .curves import Drawing, Images, make_images
 from .environment import cores
@@ -348,24 +349,33 @@ def measure(backend: str, write: Callable[..., None], scale: float = 1.0, study:
             replace(x, seconds=scale * x.seconds, trials=max(x.batch, round(scale * x.trials))) for x in study.tasks
         ]
         fresh = [supply.fresh(task.drawing, task.trials) for task in tasks]
-        for task, images in zip(tasks, fresh, strict=True):
-            attention = Near(names, task.side, study.head_dim, study.dtype, task.masked)
-            is_first = task is tasks[0]
-            before = None if is_first else accuracy(names, p, task, attention, images())
-            log, seen = learn(names, p, task, attention, supply, study.rate * math.sqrt(task.batch / BATCH), is_first)
-            right = accuracy(names, p, task, attention, images())
-            drawing = task.drawing
-            of_curves = {"length": drawing.length(drawing.dashes), "dash": drawing.dash, "gap": drawing.gap}
-            of_model = {"width": study.width, "blocks": study.blocks, "heads": len(RANGES), "head_dim": study.head_dim}
-            of_task = {"side": task.side, "tokens": task.side**2, "batch": task.batch}
-            found = {"trials": task.trials, "right": right, "right_before": before, "images": seen, "log": log}
-            sizes = of_model | {"dtype": np.dtype(study.dtype or np.float32).name}
-            write("accuracy", **of_task, masked=task.masked, **found, sizes=sizes, curves=of_curves)
-            print(f"{task.side} x {task.side}: {seen} images, {right} of {task.trials} right", flush=True)
-            for masked in (True, False) if study.timed else ():
-                times = _times(names, p, task, study, supply, masked)
-                write("step", **of_task, masked=masked, sizes=sizes, **times)
-                print(f"{task.side} x {task.side}: {times}", flush=True)
+        with Bar("pathfinder", total=len(tasks)) as bar:
+            for task, images in zip(tasks, fresh, strict=True):
+                attention = Near(names, task.side, study.head_dim, study.dtype, task.masked)
+                is_first = task is tasks[0]
+                before = None if is_first else accuracy(names, p, task, attention, images())
+                log, seen = learn(
+                    names, p, task, attention, supply, study.rate * math.sqrt(task.batch / BATCH), is_first
+                )
+                right = accuracy(names, p, task, attention, images())
+                drawing = task.drawing
+                of_curves = {"length": drawing.length(drawing.dashes), "dash": drawing.dash, "gap": drawing.gap}
+                of_model = {
+                    "width": study.width,
+                    "blocks": study.blocks,
+                    "heads": len(RANGES),
+                    "head_dim": study.head_dim,
+                }
+                of_task = {"side": task.side, "tokens": task.side**2, "batch": task.batch}
+                found = {"trials": task.trials, "right": right, "right_before": before, "images": seen, "log": log}
+                sizes = of_model | {"dtype": np.dtype(study.dtype or np.float32).name}
+                write("accuracy", **of_task, masked=task.masked, **found, sizes=sizes, curves=of_curves)
+                bar.print(f"{task.side} x {task.side}: {seen} images, {right} of {task.trials} right")
+                for masked in (True, False) if study.timed else ():
+                    times = _times(names, p, task, study, supply, masked)
+                    write("step", **of_task, masked=masked, sizes=sizes, **times)
+                    bar.print(f"{task.side} x {task.side}: {times}")
+                bar.advance()
 
 
 def _times(names: Names, p: Names, task: Task, study: Study, supply: Supply, masked: bool) -> Record:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.gpu.progress import Bar
+
 from .rank import Devices, Problem, Processes, Ranks, Threads, of_nccl
 from .report import RC, Record
 from .timing import summarize
@@ -92,15 +94,18 @@ def measure(
     write: Callable[..., None], machine: Machine, problems: Iterable[Problem] = PROBLEMS, rounds: int = 5
 ) -> None:
     """Write a record for each pass of each problem."""
-    for problem in problems:
-        for ranks in machine.all:
-            ranks.call("begin", problem)
-        for pass_ in problem.passes:
-            measured = _measured(problem, pass_, machine, rounds)
-            write("ranks", case=problem.name, **{"pass": pass_}, ranks=machine.ranks, **measured)
-        for ranks in machine.all:
-            ranks.call("end")
-        print(problem.name, flush=True)
+    problems = list(problems)
+    with Bar(f"{machine.ranks} ranks", total=len(problems)) as bar:
+        for problem in problems:
+            for ranks in machine.all:
+                ranks.call("begin", problem)
+            for pass_ in problem.passes:
+                measured = _measured(problem, pass_, machine, rounds)
+                write("ranks", case=problem.name, **{"pass": pass_}, ranks=machine.ranks, **measured)
+            for ranks in machine.all:
+                ranks.call("end")
+            bar.print(problem.name)
+            bar.advance()
 
 
 def _measured(problem: Problem, pass_: str, machine: Machine, rounds: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cuflash import attention, dequantize, quantize, rotate
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.arrays.dlpack import on_host
+from cuflash.gpu.progress import Bar
 from cuflash.quantization import PER
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
@@ -145,14 +146,17 @@ def measure(
 ) -> None:
     """Write a record for each kind of numbers, length and way."""
     xp = importlib.import_module("cupy" if backend == "gpu" else "numpy")
-    for data in DATA:
-        for seqlen in lengths:
-            operands = draw_operands(data, seqlen)
-            for way in ways:
-                original, own = errors(xp, way, operands)
-                fields = {"data": data, "seqlen": seqlen, "way": way.title, "of_bytes": "q" in way.names}
-                write("rounding", **fields, original=original, own=own)
-            print(data, seqlen, flush=True)
+    lengths = list(lengths)
+    with Bar("rounding", total=len(DATA) * len(lengths)) as bar:
+        for data in DATA:
+            for seqlen in lengths:
+                operands = draw_operands(data, seqlen)
+                for way in ways:
+                    original, own = errors(xp, way, operands)
+                    fields = {"data": data, "seqlen": seqlen, "way": way.title, "of_bytes": "q" in way.names}
+                    write("rounding", **fields, original=original, own=own)
+                bar.print(f"{data} {seqlen}")
+                bar.advance()
 
 
 # ---- What is shown ---------------------------------------------------------------------------------------------------

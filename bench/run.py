@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cuflash.gpu.progress import Bar
+
 from . import ceiling, environment
 from .cases import ALL_PASSES, Case
 from .check import Check, Errors
@@ -223,10 +225,12 @@ def run_suite(
     measured = (
         distribute(tasks, suite.kind, seconds, devices) if devices > 1 else (_measure(bench, *task) for task in tasks)
     )
-    for number, (case, results) in enumerate(zip(cases, measured, strict=True), 1):
-        print(f"[{number}/{len(cases)}] {case.name}", flush=True)
-        for fields in results:
-            journal.write("result", **fields)
+    with Bar(name, total=len(cases)) as bar:
+        for number, (case, results) in enumerate(zip(cases, measured, strict=True), 1):
+            bar.print(f"[{number}/{len(cases)}] {case.name}")
+            for fields in results:
+                journal.write("result", **fields)
+            bar.advance()
     journal.write("end", **bench.ceiling())
     return journal.records
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cuflash import FlashAttention, streamed
 from cuflash.arrays.array_info import numpy_dtype
+from cuflash.gpu.progress import Bar
 
 from .cases import SHORT
 from .memory import DeviceMeter, Meter
@@ -77,31 +78,34 @@ class Machine:
 
 def measure(write: Callable[..., None], machine: Machine, cases: Iterable[Case] = CASES, seconds: float = 2.0) -> None:
     """Write a record for each pass of each case."""
-    for case in cases:
-        calls = _Calls(case, machine)
-        for pass_ in case.passes:
-            machine.meter.begin()
-            calls.streamed(pass_)
-            peak = machine.meter.taken()
-            timed: dict[str, Callable[[], object]] = {
-                "streamed": functools.partial(calls.streamed, pass_),
-                "in memory": functools.partial(calls.in_memory, pass_),
-                "link": calls.link,
-            }
-            times = time_interleaved(timed, machine.clock, budget_s=0.3, limit_s=seconds)
-            write(
-                "streamed",
-                case=case.name,
-                what=case.what,
-                way=case.way,
-                **{"pass": pass_},
-                bytes=calls.k.nbytes + calls.v.nbytes,
-                error=calls.error(),
-                peak_bytes=peak,
-                stated_bytes=calls.plan.device_bytes(pass_),
-                us={name: timing.median_us for name, timing in times.items()},
-            )
-        print(case.name, flush=True)
+    cases = list(cases)
+    with Bar("streamed", total=len(cases)) as bar:
+        for case in cases:
+            calls = _Calls(case, machine)
+            for pass_ in case.passes:
+                machine.meter.begin()
+                calls.streamed(pass_)
+                peak = machine.meter.taken()
+                timed: dict[str, Callable[[], object]] = {
+                    "streamed": functools.partial(calls.streamed, pass_),
+                    "in memory": functools.partial(calls.in_memory, pass_),
+                    "link": calls.link,
+                }
+                times = time_interleaved(timed, machine.clock, budget_s=0.3, limit_s=seconds)
+                write(
+                    "streamed",
+                    case=case.name,
+                    what=case.what,
+                    way=case.way,
+                    **{"pass": pass_},
+                    bytes=calls.k.nbytes + calls.v.nbytes,
+                    error=calls.error(),
+                    peak_bytes=peak,
+                    stated_bytes=calls.plan.device_bytes(pass_),
+                    us={name: timing.median_us for name, timing in times.items()},
+                )
+            bar.print(case.name)
+            bar.advance()
 
 
 class _Calls:

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cuflash.gpu.progress import Bar
+
 from .cases import PASSES, Case
 from .inputs import make_inputs
 from .report import COLOURS, RC, Record
@@ -129,26 +131,28 @@ def plans_of(case: Case, pass_: str) -> tuple[list[Any], Callable[[Any], Callabl
 
 def measure(write: Callable[..., None], clock: Any, cases: Sequence[Case] = CASES) -> None:
     """Write a record for each plan: the model, the counters and the time; and one for the plain formula."""
-    for case in cases:
-        for pass_ in PASSES:
-            plans, call_by, inputs = plans_of(case, pass_)
-            formula = formula_call(case, inputs, pass_)
-            calls = {plan.tiles[0].label: call_by(plan) for plan in plans} | ({FORMULA: formula} if formula else {})
-            times = {what: _times(clock, call) for what, call in calls.items()}
-            del inputs, formula, calls, call_by
-            _free()
-            counts = counted(case, pass_, len(plans))
-            models: list[Record | None] = []
-            for traffic in (plan.traffic for plan in plans):
-                model = traffic and {"tiles": traffic.tiles, "read": traffic.read, "written": traffic.written}
-                models.append(model)
-            whats = [*(plan.tiles[0].label for plan in plans), FORMULA]
-            for what, model, found in zip(whats, [*models, None], counts, strict=True):
-                if what == FORMULA and what not in times:
-                    found = {"status": "absent", "reason": "out of memory"}
-                fields = {"case": case.name, "pass": pass_, "what": what, "model": model}
-                write("traffic", **fields, median_us=times.get(what), least=case.ideal_bytes(pass_), **found)
-            print(f"{case.name} {pass_}: {counts[0]['status']} {counts[0].get('reason', '')}", flush=True)
+    with Bar("traffic", total=len(cases) * len(PASSES)) as bar:
+        for case in cases:
+            for pass_ in PASSES:
+                plans, call_by, inputs = plans_of(case, pass_)
+                formula = formula_call(case, inputs, pass_)
+                calls = {plan.tiles[0].label: call_by(plan) for plan in plans} | ({FORMULA: formula} if formula else {})
+                times = {what: _times(clock, call) for what, call in calls.items()}
+                del inputs, formula, calls, call_by
+                _free()
+                counts = counted(case, pass_, len(plans))
+                models: list[Record | None] = []
+                for traffic in (plan.traffic for plan in plans):
+                    model = traffic and {"tiles": traffic.tiles, "read": traffic.read, "written": traffic.written}
+                    models.append(model)
+                whats = [*(plan.tiles[0].label for plan in plans), FORMULA]
+                for what, model, found in zip(whats, [*models, None], counts, strict=True):
+                    if what == FORMULA and what not in times:
+                        found = {"status": "absent", "reason": "out of memory"}
+                    fields = {"case": case.name, "pass": pass_, "what": what, "model": model}
+                    write("traffic", **fields, median_us=times.get(what), least=case.ideal_bytes(pass_), **found)
+                bar.print(f"{case.name} {pass_}: {counts[0]['status']} {counts[0].get('reason', '')}")
+                bar.advance()
 
 
 def _free() -> None:

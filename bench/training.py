@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cuflash.gpu.progress import Bar
+
 from .examples import Names, run_page
 from .report import COLOURS, RC, Record, where_of
 
@@ -61,18 +63,23 @@ def measure(backend: str, write: Callable[..., None], study: Study | None = None
     study = study or STUDIES[backend]
     names = run_page(PAGE, "cupy" if backend == "gpu" else "numpy")
     compared = attentions(names, study.dtypes)
-    for title, attention in compared.items():
-        for seed in (0, 1) if title == "formula" else (0,):
-            losses, p = names["train"](attention, seed=seed, **study.curve)
-            held_out = _held_out(names, p, attention, study)
+    curves = [(title, seed) for title in compared for seed in ((0, 1) if title == "formula" else (0,))]
+    with Bar("training", total=len(curves) + len(study.lengths) * len(compared)) as bar:
+        for title, seed in curves:
+            losses, p = names["train"](compared[title], seed=seed, **study.curve)
+            held_out = _held_out(names, p, compared[title], study)
             write("curve", attention=title, seed=seed, losses=losses, held_out=held_out, sizes=study.curve)
-            print(f"{title}, seed {seed}: loss {losses[0]:.3f}, then {losses[-1]:.3f}, {held_out:.3f}", flush=True)
-    for length in study.lengths:
-        batch = max(1, study.tokens // length)
-        for title, attention in compared.items():
-            found = _of_length(names, attention, study, batch, length)
-            write("step", attention=title, length=length, batch=batch, heads=study.heads, sizes=study.model, **found)
-            print(f"{length} tokens, {title}: {found}", flush=True)
+            bar.print(f"{title}, seed {seed}: loss {losses[0]:.3f}, then {losses[-1]:.3f}, {held_out:.3f}")
+            bar.advance()
+        for length in study.lengths:
+            batch = max(1, study.tokens // length)
+            for title, attention in compared.items():
+                found = _of_length(names, attention, study, batch, length)
+                write(
+                    "step", attention=title, length=length, batch=batch, heads=study.heads, sizes=study.model, **found
+                )
+                bar.print(f"{length} tokens, {title}: {found}")
+                bar.advance()
 
 
 def _held_out(names: Names, p: Any, attention: Any, study: Study) -> float:

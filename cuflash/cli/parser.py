@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # exit codes, as shells give them to what these signals end
+MOST_SHOWN = 16  # choices that an error lists
 
 # What choices are called elsewhere.
 _VALUES = {
@@ -141,9 +142,10 @@ class Parser(argparse.ArgumentParser):
         near = _MEANT_VALUES.get(str(value).lower().replace("-", "_"), "")
         near = near if near in named else next(iter(difflib.get_close_matches(str(value), named, 1)), "")
         meant = f"; did you mean {near}?" if near else ""
+        expected = ", ".join(named) if len(named) <= MOST_SHOWN else f"one of the {len(named)} that --help shows"
         if action.choices is self.commands:
-            self.error(f"unknown command: {value}, expected {', '.join(named)}{meant}")
-        raise argparse.ArgumentError(action, f"invalid choice: {value!r}, expected {', '.join(named)}{meant}")
+            self.error(f"unknown command: {value}, expected {expected}{meant}")
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}, expected {expected}{meant}")
 
     def error(self, message: str) -> NoReturn:
         """End with the message, after a line that says how all arguments are shown."""
