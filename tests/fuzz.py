@@ -32,6 +32,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.array_info import FLOAT8
+from cuflash.gpu.progress import Bar
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import LAYOUTS
@@ -561,18 +562,21 @@ def main(number: int, first: int) -> None:
     """Run the problems of a group on the current device, from the `first` on, until CUDA is no longer usable."""
     import cupy
 
-    for trial in trials_of_group(number)[first:]:
-        failure, is_fatal = None, False
-        try:
-            failure = failure_of(trial, cupy.asarray)
-            cupy.cuda.Device().synchronize()
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-            is_fatal = type(error).__module__.startswith(("cupy", "cuda"))
-        said = failure and f"{failure}\n{trial}"
-        print(json.dumps({"trial": trial.name, "failure": said, "is_fatal": is_fatal}), flush=True)
-        if is_fatal:
-            return
+    trials = trials_of_group(number)[first:]
+    with Bar(f"fuzz, group {number}", total=len(trials)) as bar:
+        for trial in trials:
+            failure, is_fatal = None, False
+            try:
+                failure = failure_of(trial, cupy.asarray)
+                cupy.cuda.Device().synchronize()
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                is_fatal = type(error).__module__.startswith(("cupy", "cuda"))
+            said = failure and f"{failure}\n{trial}"
+            bar.print(json.dumps({"trial": trial.name, "failure": said, "is_fatal": is_fatal}))
+            bar.advance()
+            if is_fatal:
+                return
 
 
 if __name__ == "__main__":

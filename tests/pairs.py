@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.gpu.progress import Bar
 from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.tangents import Moved, movable
 from cuflash.testing.tangents import yardsticks_of as tangents_of
@@ -374,12 +375,10 @@ def main() -> int:
     every = settings()
     for (backend, run), pass_ in itertools.product(runs.items(), (*PASSES, *WITH_TANGENTS)):
         found = set()
-        for number, setting in enumerate(every, 1):
-            found |= {tuple(sorted(pair)) for pair in unserved_pairs(setting, pass_, run)}
-            print(
-                f"\r{BACKENDS[backend]}, {pass_}: {number} of {len(every)} cases", end="", file=sys.stderr, flush=True
-            )
-        print(file=sys.stderr)
+        with Bar(f"{BACKENDS[backend]}, {pass_}", total=len(every)) as bar:
+            for setting in every:
+                found |= {tuple(sorted(pair)) for pair in unserved_pairs(setting, pass_, run)}
+                bar.advance()
         unserved[backend][pass_] = [list(pair) for pair in sorted(found)]
     options = {option.name: list(option.passes) for option in OPTIONS}
     SUPPORT.write_text(json.dumps({"options": options, "unserved": unserved}, indent=1) + "\n")

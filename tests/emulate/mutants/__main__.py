@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from cuflash.gpu.progress import Bar
 from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS, Mutant
 
 
@@ -20,16 +21,18 @@ def main() -> int:
         print(f"no mutant's description holds {words!r}")
         return 1
     caught = 0
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        # What notices a mistake passes without it.
-        trials = sorted({trial for mutant in chosen for trial in mutant.trials})
+    # What notices a mistake passes without it.
+    trials = sorted({trial for mutant in chosen for trial in mutant.trials})
+    total = len(trials) + len(chosen)
+    with ProcessPoolExecutor(os.cpu_count()) as pool, Bar("mutants", total=total) as bar:
         for _ in pool.map(_run, trials):
-            pass
+            bar.advance()
         for mutant, report in zip(chosen, pool.map(Mutant.caught, chosen), strict=True):
             caught += report is not None
             verdict = "escaped" if report is None else " ".join(report.split())[:120]
             reason = f" ({mutant.escapes})" if mutant.escapes else ""
-            print(f"{mutant.file:20} {mutant.what}: {verdict}{reason}", flush=True)
+            bar.print(f"{mutant.file:20} {mutant.what}: {verdict}{reason}")
+            bar.advance()
     print(f"{caught} of {len(chosen)} caught")
     return int(caught < MIN_CAUGHT * len(chosen))
 
