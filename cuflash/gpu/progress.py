@@ -62,12 +62,13 @@ class Bar:
         filled = width * self.done // self.total
         bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= NARROWEST else ""
         line = f"{self.label} {bar}{state}"[:columns]
-        print(f"\r{line:<{self._columns}}", end="", file=sys.stderr, flush=True)
-        self._columns = len(line)
+        before, self._columns = self._columns, len(line)  # before it is drawn: an interruption may come next
+        print(f"\r{line:<{before}}", end="", file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         if self._columns:
-            print(f"\r{' ' * self._columns}\r", end="", file=sys.stderr, flush=True)
+            width = min(self._columns + len("^C"), _columns_of_terminal())  # terminals show what interrupted
+            print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)
         self._columns = 0
 
 
