@@ -253,7 +253,7 @@ class Collector:
             of_products <= ROUNDINGS * (oracle * size + here * terms)
         )
 
-    def _rounded(self, squares: Array) -> Array:
+    def rounded(self, squares: Array) -> Array:
         """Of numbers that are rounded to the dtype of the inputs: subnormal ones have the unit of its smallest one."""
         return np.where(squares > 0, np.maximum(squares, self.tiny**2), 0)
 
@@ -269,7 +269,7 @@ class Collector:
     # ---- What contributes --------------------------------------------------------------------------------------------
 
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: Noise) -> None:
-        terms = (self._rounded(P**2) * head.Z**2) @ V**2
+        terms = (self.rounded(P**2) * head.Z**2) @ V**2
         self.squares["out"].add(head.index, terms, self._moved_out(head, terms, V, noise))
         self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
 
@@ -287,7 +287,7 @@ class Collector:
     def _add_backward(
         self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: Noise
     ) -> None:
-        problem, visible, scale2, rounded = self.problem, P != 0, self.problem.scale**2, self._rounded
+        problem, visible, scale2, rounded = self.problem, P != 0, self.problem.scale**2, self.rounded
         dO2 = self.dout[head.index] ** 2
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2

@@ -3,7 +3,9 @@
 `cuflash.testing.Yardstick` has the definitions; letters are those of `cuflash.testing.reference_tangents`. Terms and
 noise of results follow their formulas pair by pair. Rounding the scores moves a weight as it does in the first order;
 and the tangent of a score is moved by a unit in the last place of the terms that it is a sum of, and of tL, which is
-passed on rounded.
+passed on rounded. Operands of the second products (Z o P, Z o P o U, dX and tdX), O and tO are rounded to the dtype of
+the inputs, as P, dS and O of the first order are: where they are subnormal, their unit is that of the smallest normal
+number, which therefore is their size as terms.
 """
 
 from __future__ import annotations
@@ -262,8 +264,8 @@ class _HeadSquares:
 
     Attributes
     ----------
-    P2, U2, tS2, Z2 : array
-        Of P, U, tS and Z.
+    P2, U2, tS2, Z2, kept2, kept_U2 : array
+        Of P, U, tS, Z, Z o P and Z o P o U.
     P_moved, U_moved, tL_moved, O_moved, tO_moved : array
         The noise of P, U, tL, O and tO.
     O2, tO2 : array
@@ -301,9 +303,11 @@ class _HeadSquares:
         self.dO2, self.tdO2 = collector.dout[head.index] ** 2, collector.tdout[head.index] ** 2
         both = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (collector.dlse, collector.tdlse))
         self.dL2, self.tdL2 = both
-        P2, Z2 = self.P2, self.Z2
-        self.O2 = np.maximum(collector.out[head.index] ** 2, (P2 * Z2) @ self.V2)
-        self.tO2 = np.maximum(collector.tout[head.index] ** 2, (P2 * Z2 * self.U2) @ self.V2 + (P2 * Z2) @ self.tV2)
+        P2, Z2, self.rounded = self.P2, self.Z2, collector.rounded
+        self.kept2, self.kept_U2 = (self.rounded(x) for x in (P2 * Z2, P2 * Z2 * self.U2))
+        out2, tout2 = (self.rounded(x[head.index] ** 2) for x in (collector.out, collector.tout))
+        self.O2 = np.maximum(out2, self.kept2 @ self.V2)
+        self.tO2 = np.maximum(tout2, self.kept_U2 @ self.V2 + self.kept2 @ self.tV2)
         self.O_moved = (self.P_moved * Z2) @ self.V2 + rows2 * self.O2
         of_U = np.where(visible, U_unit2, 0)
         self.tO_moved = ((self.P_moved * self.U2 + P2 * of_U) * Z2) @ self.V2 + (self.P_moved * Z2) @ self.tV2
@@ -317,8 +321,8 @@ class _HeadSquares:
 
     def of_values(self) -> tuple[Array, Array]:
         """Terms and noise of tdV."""
-        of_U, moved = self.P2 * self.Z2 * self.U2, (self.P_moved * self.U2 + self.P2 * self.U_moved) * self.Z2
-        terms = of_U.T @ self.dO2 + (self.P2 * self.Z2).T @ self.tdO2
+        moved = (self.P_moved * self.U2 + self.P2 * self.U_moved) * self.Z2
+        terms = self.kept_U2.T @ self.dO2 + self.kept2.T @ self.tdO2
         return terms, moved.T @ self.dO2 + (self.P_moved * self.Z2).T @ self.tdO2
 
     def score_gradients(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -348,7 +352,8 @@ class _HeadSquares:
         tslope2 = np.maximum(np.abs(self.t.slope), of_tangent) ** 2
         tslope_moved = (self.unit + self.products_moved * per_cap) ** 2 * tslope2
         moved = tdS[1] * slope2 + dS[1] * tslope2 + dS[0] * tslope_moved
-        return (dS[0] * slope2, dS[1] * slope2), (tdS[0] * slope2 + dS[0] * tslope2, moved), of_tangent
+        dX, tdX = (self.rounded(x) for x in (dS[0] * slope2, tdS[0] * slope2 + dS[0] * tslope2))
+        return (dX, dS[1] * slope2), (tdX, moved), of_tangent
 
     def of_sink(self) -> tuple[Array, Array]:
         """Terms and noise of the tangent of the gradient of the sink."""

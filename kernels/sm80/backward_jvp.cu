@@ -150,12 +150,12 @@ struct BackwardJvp {
   }
 
   CUFLASH_DEVICE void finish() const {
-    const Real tscale = kMovesScale ? *(const Real*)params.tscale : (Real)0, kept_scale = kept_scale_of(params);
+    const Real tscale = kMovesScale ? *(const Real*)params.tscale : (Real)0;
     const Real factor = ScaledGradients(scale_of(params), tscale).factor;
     ptx::copy_async_wait<0>();
     ptx::sync_block();
     const auto of_k = [&](int, int) { return factor; };
-    const auto of_v = [&](int, int) { return kept_scale; };
+    const auto of_v = [&](int, int) { return (Real)1; };
     if constexpr (kNeedsDk && !CUFLASH_DK_WIDE)
       store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, tdk, of_k);
     if constexpr (kNeedsDv && !CUFLASH_DV_WIDE)

@@ -45,7 +45,7 @@ struct Jvp {
   const ScoreTangents tangents;
   const Mask mask;
   const Dropout dropout;
-  const Real exponent_scale;
+  const Real exponent_scale, kept_scale;
 
   TangentSoftmax<1> softmax;
   Real o[1][kColumnTiles][4], a[1][kColumnTiles][4];
@@ -74,6 +74,7 @@ struct Jvp {
         mask(params, batch, head, key_stop),
         dropout(params, batch, head),
         exponent_scale(score.exponent_scale()),
+        kept_scale(kept_scale_of(params)),
         softmax(make_tangent_softmax(params, batch, head)) {
     set_zero(o);
     set_zero(a);
@@ -139,8 +140,8 @@ struct Jvp {
       }
     softmax.update(s, ts, o, a, exponent_scale);
     if constexpr (kHasDropout) {
-      dropout.drop(s[0], lane_row, lane_key);
-      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key);
+      dropout.drop(s[0], lane_row, lane_key, kept_scale);  // before they are rounded: in float16 they may be subnormal
+      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key, kept_scale);
     }
 
     // [4] O += P V and A += P (tS - c) V + P tV.
@@ -181,8 +182,7 @@ struct Jvp {
   }
 
   CUFLASH_DEVICE void store(const Real (&sum)[1][kColumnTiles][4], const Tensor& result) const {
-    const Real kept_scale = kept_scale_of(params);
-    const auto factor = [&](int m, int half) { return softmax.inverse_sum(m, half) * kept_scale; };
+    const auto factor = [&](int m, int half) { return softmax.inverse_sum(m, half); };
     if constexpr (CUFLASH_OUT_WIDE) {  // partial results, which are merged with others
       store_sums<kHeadDimV, kWarpsD>(sum, warp_row, warp_d, factor, row_values_of(result, batch, head),
                                      result.row_stride, first_row, seqlen_q);

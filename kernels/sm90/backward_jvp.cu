@@ -303,7 +303,8 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, query, lane_key);
   }
 
-  // Makes operands of P' u'. Those of pairs that dropout has marked become 0.
+  // Makes operands of P' u'. Those of pairs that dropout has marked become 0, others have its factor before they are
+  // rounded: in float16 they may be subnormal.
   template <int rows>
   CUFLASH_DEVICE void to_weights(const float (&p)[kPartTiles][4], const float (&u)[kPartTiles][4],
                                  const u32 (&packed)[rows][2]) {
@@ -315,7 +316,8 @@ struct Consumer {
 #pragma unroll
       for (int n = 0; n < kPartTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) kept[n][i] = kHasDropout && is_dropped(p[n][i]) ? 0.0f : p[n][i] * u[n][i];
+        for (int i = 0; i < 4; ++i)
+          kept[n][i] = kHasDropout && is_dropped(p[n][i]) ? 0.0f : p[n][i] * u[n][i] * kept_scale;
       to_operands(kept, pu_operand);
     }
   }
@@ -465,7 +467,7 @@ struct Consumer {
   CUFLASH_DEVICE void store_gradients() {
     const u32 rows_k = rows_of(shared.k), rows_v = rows_of(shared.v);
     [[maybe_unused]] const float factor = ScaledGradients(common.scale, tscale_of(common)).factor;
-    if constexpr (makes_tdv) store_fragments_chunked<kBlockN>(rows_v, warp_key, tdv, kept_scale, kept_scale);
+    if constexpr (makes_tdv) store_fragments_chunked<kBlockN>(rows_v, warp_key, tdv, 1.0f, 1.0f);
     if constexpr (makes_tdk) store_fragments_chunked<kBlockN>(rows_k, warp_key, tdk, factor, factor);
     ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);

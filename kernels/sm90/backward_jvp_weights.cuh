@@ -23,8 +23,8 @@ struct WeightsWithTangents {
         tangents(params, batch, head) {}
 
   // Replaces the products q.k of a lane by f' P, and their tangents by P (f' u + t(f')), where u = tS - tlse; without a
-  // function f by P and u. With one, `packed` gets P u of the pairs that dropout keeps. `query` and `key` are those of
-  // the first element, whose statistics, and tangents of these, are at `s_stats` and `s_tangents`.
+  // function f by P and u. With one, `packed` gets P u after dropout. `query` and `key` are those of the first element,
+  // whose statistics, and tangents of these, are at `s_stats` and `s_tangents`.
   template <int rows>
   CUFLASH_DEVICE void make(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], u32 (&packed)[rows][2], u32 s_stats,
                            u32 s_tangents, int query, int key, bool masked, bool large) const {
@@ -42,7 +42,8 @@ struct WeightsWithTangents {
       for (int i = 0; i < 4; ++i) {
         const bool keeps = !kHasDropout || kept.keeps(n, i);
         pu[i] = make(p[n][i], u[n][i], row + i % 2, key + i / 2 * 8, masked, own[i % 2], tlse[i % 2]);
-        if (!keeps) p[n][i] = -p[n][i], pu[i] = 0;
+        if (!keeps) p[n][i] = -p[n][i];
+        if constexpr (kHasDropout) pu[i] = keeps ? pu[i] * kept_scale_of(params) : 0;
       }
       if constexpr (kHasDerivative) PackedWeights::pack(pu, packed[n]);
     }

@@ -311,8 +311,9 @@ struct Consumer {
     softmax.rescale_sums(raised, s, ts, o, a, scale, selects);
     softmax.weigh_tangents(s, ts, scale, selects);
     if constexpr (kHasDropout) {
-      dropout.drop(s[0], lane_row, lane_key(n_block));
-      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block));
+      const float kept_scale = kept_scale_of(common);  // before they are rounded: in float16 they may be subnormal
+      dropout.drop(s[0], lane_row, lane_key(n_block), kept_scale);
+      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);
     }
     to_operands(s, p);
     if constexpr (kMovesScores) to_operands(ts, tp);
@@ -427,8 +428,7 @@ struct Consumer {
     const int head = tile.work.head, first_row = tile.first_row + index * 64;
     const Entry batch = tile.work.batch;
     const u32 s_out = shared.out + index * 64 * kLineBytes;
-    const float kept_scale = kept_scale_of(common);
-    const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
+    const float upper = softmax.inverse_sum(0, 0), lower = softmax.inverse_sum(0, 1);
     repeat<ceil_div(kDimV, kOutColumns)>([&](auto slice) {
       constexpr int kFirst = decltype(slice)::value * kOutColumns;
       constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -45,6 +45,29 @@ def test_every_option(case, arch):
 def test_options_together(case, data):
     archs = ("8.0", "9.0", "7.5")[: 2 if case.dtype == "float64" else 3]
     check(case, data.draw(moved_by(case)), data.draw(st.sampled_from(archs)))
+
+
+@settings(max_examples=examples(12))
+@example(dropout=0.75, seqlens=(22, 54), softcap=None, arch="9.0", tdout=False, seed=21)
+@example(dropout=0.9, seqlens=(10, 45), softcap=None, arch="8.0", tdout=True, seed=29)
+@given(
+    dropout=st.sampled_from((0.5, 0.75, 0.9)),
+    seqlens=st.tuples(*[st.integers(1, 70)] * 2),
+    softcap=st.sampled_from((None, 5.0)),
+    arch=st.sampled_from(("8.0", "9.0")),
+    tdout=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_subnormal_weights_have_the_factor_of_dropout(dropout, seqlens, softcap, arch, tdout, seed):
+    """What is left of a row whose largest weight is dropped may be subnormal in float16: all of it is rounded once."""
+    case = Case(
+        **dict(zip(("seqlen_q", "seqlen_k"), seqlens, strict=True)),
+        **{"head_dim": 64, "dtype": "float16", "score_spread": 8.0},
+        dropout=dropout,
+        softcap=softcap,
+        seed=seed,
+    )
+    check(case, Moved(cotangents=("tdout",) if tdout else (), seed=seed), arch)
 
 
 @pytest.mark.parametrize(

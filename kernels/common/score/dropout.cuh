@@ -76,11 +76,11 @@ struct Dropout {
       return of(query, key, later);
   }
 
-  // Replaces dropped weights by zeros. The bits of two rows share a word, and are compared at once. Not so where halves
-  // of other registers are numbers, too, as of fp8 keys and values: ptxas of CUDA 13.0 lets the instruction that
-  // compares two halves write over a register of which a half is still to be read.
+  // Replaces dropped weights by zeros, and multiplies the others by a factor. The bits of two rows share a word, and
+  // are compared at once. Not so where halves of other registers are numbers, too, as of fp8 keys and values: ptxas of
+  // CUDA 13.0 lets the instruction that compares two halves write over a register of which a half is still to be read.
   template <class T, int n_tiles>
-  CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {
+  CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key, T factor = 1) const {
 #pragma unroll
     for (int first = 0; first < n_tiles; first += 2) {
       const KeptWeights<false> kept = of(query, key, first);
@@ -92,8 +92,8 @@ struct Dropout {
           keeps_upper = kept.keeps(j / 2, j % 2), keeps_lower = kept.keeps(j / 2, j % 2 + 2);
         else
           ptx::at_least_u16x2(kept.word[2 * (j % 2) + j / 2], threshold | threshold >> 16, keeps_upper, keeps_lower);
-        four[j % 2] = keeps_upper != 0 ? four[j % 2] : 0;
-        four[j % 2 + 2] = keeps_lower != 0 ? four[j % 2 + 2] : 0;
+        four[j % 2] = keeps_upper != 0 ? four[j % 2] * factor : 0;
+        four[j % 2 + 2] = keeps_lower != 0 ? four[j % 2 + 2] * factor : 0;
       }
     }
   }

@@ -73,14 +73,15 @@ struct GradientTangents {
     return made;
   }
 
-  // Replaces the product q.k of a pair by P, its tangent by P u, dP and tdP by dX and tdX. Where dropout drops the pair,
-  // P and P u are zeros, and the factor of those that it keeps is left to the results.
+  // Replaces the product q.k of a pair by P, its tangent by P u, dP and tdP by dX and tdX. P and P u are those after
+  // dropout, with the factor of what it keeps: where it drops the largest weights of a row, the others may be subnormal
+  // in float16, and a factor after rounding would multiply the rounding errors.
   CUFLASH_DEVICE void apply(Real& s, Real& ts, Real& dp, Real& tdp, int row, int key, bool masked, bool keeps,
                             const RowWithTangents& own) const {
     const PairTangents made = of(s, ts, dp, tdp, row, key, masked, keeps, own);
     dp = made.dx, tdp = made.tdx;
     scaled.apply(dp, tdp, weights.score.scale);
-    s = keeps ? made.p : 0;
+    s = keeps ? made.p * kept_scale : 0;
     ts = s * made.u;
   }
 };
