@@ -18,6 +18,7 @@ from typing import Any
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
+from cuflash.spec.keywords import DIFFERENCES_OF
 from cuflash.spec.outputs import model_of
 
 OPTION_NAMES = tuple(inspect.signature(FlashAttention).parameters)
@@ -214,8 +215,8 @@ def cupy_stream(pointer: int, device: int) -> Any:
 def third_order_error(what: str) -> NotImplementedError:
     """The error for a derivative that no pass gives."""
     return NotImplementedError(
-        f"attention: got a third derivative, {what}, expected at most second ones; take the difference of second "
-        "derivatives at q + h * tq and q - h * tq, divided by 2 * h, in float64"
+        f"attention: got a third derivative, {what}, expected at most second ones; "
+        + DIFFERENCES_OF.format("second derivatives")
     )
 
 

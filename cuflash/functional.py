@@ -6,15 +6,15 @@ import functools
 import inspect
 from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast, overload
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
 from cuflash.score_mod import Score
 from cuflash.spec.inputs import NamedGradients, NamedGradientTangents, Tangents
 from cuflash.spec.keywords import unexpected_keyword
-from cuflash.spec.options import BLOCK_SIZE, Function
+from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
-from cuflash.spec.results import Array
+from cuflash.spec.results import Array, JvpResult
 from cuflash.spec.streamed import takes_star
 
 ArrayT = TypeVar("ArrayT")
@@ -181,8 +181,51 @@ def attention(
     return cast(ArrayT, result.out)
 
 
+class Attention(Protocol):
+    """What second derivatives need: methods that `FlashAttention` and `cuflash.distributed.ContextParallel` have."""
+
+    @property
+    def options(self) -> Options: ...
+
+    def jvp(
+        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Array
+    ) -> JvpResult: ...
+
+    def backward(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        *,
+        need: Collection[str],
+        seed: int | None = None,
+        offset: int | None = None,
+        **arrays: Array,
+    ) -> NamedGradients: ...
+
+    def backward_jvp(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        tout: Array,
+        tlse: Array,
+        *,
+        need: Collection[str],
+        seed: int | None = None,
+        offset: int | None = None,
+        **arrays: Array,
+    ) -> NamedGradientTangents: ...
+
+
 def hessian_vector_product(
-    attn: FlashAttention,
+    attn: Attention,
     dout: Array,
     q: Array,
     k: Array,
@@ -197,7 +240,8 @@ def hessian_vector_product(
 
     Parameters
     ----------
-    attn : FlashAttention
+    attn : FlashAttention or ContextParallel
+        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
     dout, q, k, v : array
         As `FlashAttention.backward` takes them.
     need : collection of str, default ("tdq", "tdk", "tdv")
@@ -226,7 +270,7 @@ class DoubleGradients(NamedTuple):
 
 
 def double_backward(
-    attn: FlashAttention,
+    attn: Attention,
     cotangents: Mapping[str, Array],
     dout: Array,
     q: Array,
@@ -247,7 +291,8 @@ def double_backward(
 
     Parameters
     ----------
-    attn : FlashAttention
+    attn : FlashAttention or ContextParallel
+        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
     cotangents : Mapping
         By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype.
     dout, q, k, v : array
@@ -281,7 +326,7 @@ class JvpGradients(NamedTuple):
 
 
 def jvp_backward(
-    attn: FlashAttention,
+    attn: Attention,
     dtout: Array,
     q: Array,
     k: Array,
@@ -307,7 +352,8 @@ def jvp_backward(
 
     Parameters
     ----------
-    attn : FlashAttention
+    attn : FlashAttention or ContextParallel
+        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
     dtout, dtlse : array
         Gradients with respect to tout and tlse; dtlse may be missing.
     q, k, v, out, lse, tout, tlse : array

@@ -13,7 +13,7 @@ The short story of a call:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.arrays.checks import as_real, type_error, typed, value_error
@@ -234,6 +234,19 @@ class ContextParallel(SecondDerivatives):
             more.
         """
         return self._forward("forward", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
+
+    # fmt: off
+    @overload
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+        need: Collection[str], seed: int | None = None, offset: int | None = None, **arrays: Array,
+    ) -> NamedGradients: ...
+    @overload
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+        seed: int | None = None, offset: int | None = None, **arrays: Array,
+    ) -> Gradients: ...
+    # fmt: on
 
     def backward(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, overload
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.distributed.calls import Call, Calls, of_pairs
@@ -76,6 +76,19 @@ class SecondDerivatives:
 
         given = {"q": q, "k": k, "v": v}
         return self._calls.carry_out("jvp", given, arrays, INPUTS, (seed, offset), compute, lambda given: JVP.default)
+
+    # fmt: off
+    @overload
+    def backward_jvp(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
+        need: Collection[str], seed: int | None = None, offset: int | None = None, **arrays: Array,
+    ) -> NamedGradientTangents: ...
+    @overload
+    def backward_jvp(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
+        seed: int | None = None, offset: int | None = None, **arrays: Array,
+    ) -> GradientTangents: ...
+    # fmt: on
 
     def backward_jvp(
         self,

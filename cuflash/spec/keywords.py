@@ -85,11 +85,16 @@ _FOREIGN = (
     ),
     ("", "q, k and v have no keywords but these: attention(q, k, v)", "query key value queries keys values"),
 )
+# What a derivative of a higher order is made of.
+DIFFERENCES_OF = "take the difference of {} at q + h * tq and q - h * tq, divided by 2 * h, in float64"
+_OF_SECOND_ORDER = {*JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__}
 _MEANT = {name: (argument, note) for argument, note, names in _FOREIGN for name in names.split()}
 
 
-def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> TypeError:
+def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> TypeError | NotImplementedError:
     """The error about a keyword that a method does not take: in the words of Python, and what to write in its place.
+
+    NotImplementedError for tangents of tangents, and of what is made of tangents: those are of a higher order.
 
     Parameters
     ----------
@@ -98,6 +103,11 @@ def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> Typ
     accepted : collection of str
         Keywords that it takes, besides those that are known as its arguments.
     """
+    if method in ("jvp", "backward_jvp") and name.startswith("tt") and name[1:] in {*_OF_SECOND_ORDER, *accepted}:
+        return NotImplementedError(
+            f"{name}: got a tangent of {name[1:]}, expected derivatives of at most the second order, which jvp and "
+            f"backward_jvp give; {DIFFERENCES_OF.format(method)}"
+        )
     remedy = _remedy(method, name, accepted)
     return TypeError(f"{method}() got an unexpected keyword argument {name!r}" + (remedy and f": {remedy}"))
 

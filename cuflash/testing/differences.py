@@ -10,6 +10,7 @@ import numpy as np
 
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of
+from cuflash.spec.keywords import DIFFERENCES_OF
 from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT, model_of
 from cuflash.spec.scalars import array_of, is_scalar
 
@@ -76,9 +77,14 @@ def check_gradients(
         Where the two differ by more; the message names all gradients that do.
     ValueError
         Inputs of another dtype, gradients of options that are numbers, and another order.
+    NotImplementedError
+        The third order.
     """
+    if order == 3:
+        remedy = DIFFERENCES_OF.format("second derivatives")
+        raise NotImplementedError(f"order: got 3, expected 1 or 2: there are no third derivatives; {remedy}")
     if order not in (1, 2):
-        raise value_error("order", repr(order), "1 or 2: there are no third derivatives")
+        raise value_error("order", repr(order), "1 or 2")
     if q.dtype != np.float64:
         raise value_error("q", f"dtype {q.dtype}", "float64, of which differences leave enough digits")
     random = {name: arrays.pop(f"dropout_{name}") for name in ("seed", "offset") if f"dropout_{name}" in arrays}

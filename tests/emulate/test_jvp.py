@@ -60,13 +60,8 @@ def test_options_together(case, data):
 )
 def test_subnormal_weights_have_the_factor_of_dropout(dropout, seqlens, softcap, arch, tdout, seed):
     """What is left of a row whose largest weight is dropped may be subnormal in float16: all of it is rounded once."""
-    case = Case(
-        **dict(zip(("seqlen_q", "seqlen_k"), seqlens, strict=True)),
-        **{"head_dim": 64, "dtype": "float16", "score_spread": 8.0},
-        dropout=dropout,
-        softcap=softcap,
-        seed=seed,
-    )
+    sizes: dict[str, Any] = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "head_dim": 64, "score_spread": 8.0}
+    case = Case(**sizes, dtype="float16", dropout=dropout, softcap=softcap, seed=seed)
     check(case, Moved(cotangents=("tdout",) if tdout else (), seed=seed), arch)
 
 

@@ -136,5 +136,9 @@ def test_what_it_cannot_check_is_refused():
         ct.check_gradients(attn, *(x.astype(np.float32) for x in (q, k, v)))
     with pytest.raises(ValueError, match="need: got 'dscale'"):
         ct.check_gradients(attn, q, k, v, need=("dscale",))
-    with pytest.raises(ValueError, match="order: got 3, expected 1 or 2: there are no third derivatives"):
+    with pytest.raises(ValueError, match="order: got 0, expected 1 or 2"):
+        ct.check_gradients(attn, q, k, v, order=0)
+    with pytest.raises(
+        NotImplementedError, match="order: got 3, expected 1 or 2: there are no third derivatives; take"
+    ):
         ct.check_gradients(attn, q, k, v, order=3)

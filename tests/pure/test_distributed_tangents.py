@@ -1,6 +1,7 @@
 """jvp and backward_jvp of ranks on threads against the oracle, and bit for bit over numbers of ranks."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.streams import Streams
+from cuflash.functional import Attention
 from cuflash.testing.tangents import Moved
 from tests.pure.test_distributed import CASE, PLAIN, SMALL, SPLITS, is_clear
 from tests.pure.test_schedule import of_chunks, splits
@@ -172,25 +174,54 @@ def test_tangents_that_do_not_agree_stop_all_ranks(change, message):
     assert any(re.search(message, found) for found in on_threads(2, work))
 
 
-def test_hessian_vector_products_and_the_double_backward_pass_go_over_ranks():
-    """They need no more of an attention than the methods that ranks have."""
-    random = np.random.default_rng(0)
-    names = ("q", "k", "v", "dout", "tq", "tk", "tv")
-    arrays: dict[str, Any] = dict(zip(names, random.standard_normal((7, 2, 40, 8)), strict=True))
-    split, whole = cd.zigzag(40, 2), cuflash.FlashAttention(causal=True)
-    cotangents = {f"d{name}": arrays[f"t{name}"] for name in "qkv"}
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    causal=st.booleans(),
+    dropout=st.sampled_from((0.0, 0.3)),
+    has_score=st.booleans(),
+    names=st.lists(st.sampled_from(("q", "k", "v", "gamma", "x")), min_size=1, unique=True),
+    seed=st.integers(0, 2**16),
+)
+def test_functions_of_second_order_take_an_attention_over_ranks(ranks, causal, dropout, has_score, names, seed):
+    """As one device: what they need of an attention, `cuflash.functional.Attention`, is what both have."""
+    random = np.random.default_rng(seed)
+    point: dict[str, Any] = {name: random.standard_normal((2, 40, 8)) for name in ("q", "k", "v")}
+    point |= {"gamma": random.standard_normal(2), "x": random.standard_normal(40)} if has_score else {}
+    names = [name for name in names if name in point] or ["q"]
+    moved = {name: random.standard_normal(point[name].shape) for name in names}
+    rows: dict[str, Any] = {name: random.standard_normal((2, 40, 8)) for name in ("dout", "dtout")}
+    of_lse: dict[str, Any] = {name: random.standard_normal((2, 40)) for name in ("dlse", "dtlse")}
+    options: dict[str, Any] = {"causal": causal, "dropout": dropout, "score": gamma_score if has_score else None}
+    how = {"seed": 5, "offset": 7} if dropout else {}
+    need = tuple(f"td{name}" for name in point)
+    split, whole = cd.zigzag(40, ranks), cuflash.FlashAttention(**options)
 
-    def results_of(attn: Any, own: dict[str, Any], of_gradients: dict[str, Any]) -> tuple[Any, ...]:
-        inputs = {name: own[name] for name in ("dout", "q", "k", "v")}
-        product = cuflash.hessian_vector_product(attn, **own)
-        ddout, ddlse, gradients = cuflash.double_backward(attn, of_gradients, **inputs)
-        return (*product, ddout, *gradients, ddlse)
+    def results_of(attn: Attention, part: Callable[..., Any]) -> dict[str, Any]:
+        own = {name: part(x) if name in "qkv" else x for name, x in point.items()}
+        tangents = {f"t{name}": part(x) if name in "qkv" else x for name, x in moved.items()}
+        dout, dtout = map(part, rows.values())
+        dlse, dtlse = (part(x, -1) for x in of_lse.values())
+        product = cuflash.hessian_vector_product(attn, dout, **own, **tangents, need=need, dlse=dlse, **how)
+        cotangents = {f"d{name[1:]}": x for name, x in tangents.items()}
+        double = cuflash.double_backward(attn, cotangents, dout, **own, need=need, dlse=dlse, **how)
+        forward = attn.jvp(**own, **tangents, **how)._asdict()
+        backward = cuflash.jvp_backward(
+            attn, dtout, **own, **tangents, **forward, dout=dout, dlse=dlse, dtlse=dtlse, need=need, **how
+        )
+        found: dict[str, Any] = {"product": product, "double": double.gradients}
+        found |= {"jvp": backward.gradients, "of tangents": backward.of_tangents}
+        named = {f"{of} {name}": x for of, result in found.items() for name, x in result._asdict().items()}
+        return named | {"double dout": double.ddout, "double dlse": double.ddlse}
 
     def work(comm):
-        own, of_gradients = ({n: split.part(x, comm.rank) for n, x in of.items()} for of in (arrays, cotangents))
-        return results_of(cd.ContextParallel(comm, split=split, causal=True, timeout=30), own, of_gradients)
+        attn = cd.ContextParallel(comm, split=split, timeout=30, **options)
+        return results_of(attn, lambda x, axis=-2: split.part(x, comm.rank, axis))
 
-    for i, (shards, expected) in enumerate(
-        zip(zip(*on_threads(2, work), strict=True), results_of(whole, arrays, cotangents), strict=True)
-    ):
-        np.testing.assert_allclose(split.whole(shards, -1 if i == 7 else -2), expected, rtol=1e-10, atol=1e-10)
+    found = on_threads(ranks, work)
+    for name, y in results_of(whole, lambda x, axis=-2: x).items():
+        shards = [own[name] for own in found]
+        axis = {"dlse": -1}.get(name.split()[-1], -2)
+        of_rows = name[-1] in "qkv" or name.endswith(("dout", "dlse"))
+        x = split.whole(shards, axis) if of_rows else shards[0]
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-10 * max(1, np.abs(y).max()), err_msg=name)

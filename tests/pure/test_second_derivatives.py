@@ -374,6 +374,29 @@ def test_bad_arguments_are_named(arguments, error, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("jvp", x) for x in ("ttq", "ttscale", "ttout", "ttgamma")]
+    + [("backward_jvp", x) for x in ("ttq", "ttdout", "ttdk", "ttgamma", "ttdgamma")],
+)
+def test_the_third_order_is_refused_with_a_remedy(method, name):
+    attention: Any = cuflash.FlashAttention(score=lambda s, i, j, *, gamma: s * gamma[j])
+    given = arrays_of() | {"gamma": np.ones(5, np.float32)}
+    inputs = {"tq": given["q"], name: given["q"]}
+    if method == "backward_jvp":
+        results = attention.jvp(**given, tq=given["q"])._asdict()
+        inputs |= results | {"dout": given["v"]}
+    message = f"^{name}: got a tangent of {name[1:]}, expected .* second order.* difference of {method} at q .* float64"
+    with pytest.raises(NotImplementedError, match=message):
+        getattr(attention, method)(**given, **inputs)
+
+
+def test_cotangents_of_second_derivatives_are_of_the_third_order():
+    given = arrays_of()
+    with pytest.raises(NotImplementedError, match="got a tangent of tdq, expected derivatives of at most the second"):
+        cuflash.double_backward(cuflash.FlashAttention(), {"tdq": given["q"]}, given["v"], **given)
+
+
 def test_names_of_score_args_that_clash_with_tangents():
     given = arrays_of()
     for function, names in (
