@@ -147,7 +147,7 @@ def _report(args: argparse.Namespace) -> int:
 
     try:
         texts = {
-            (args.readme, ""): readme_part(args.results, args.readme),
+            (args.readme, ""): readme_part(args.results),
             (args.page, ""): section(args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),

@@ -479,13 +479,10 @@ def _name(suite: str, run: Record) -> str:
     return f"{suite}_{run['cores']}_cores" if run["kind"] == "cpu" else suite
 
 
-def readme_part(results: Path, page: Path) -> str:
-    """The generated part of the README, which lies at `page`; "" without a run of its suite."""
+def readme_part(results: Path) -> str:
+    """The generated part of the README; "" without a run of its suite. Its plots are in the page on performance."""
     records = runs(results).get(HEADLINE_SUITE)
-    if records is None:
-        return ""
-    pictures = pictures_of(records, results, page)[:1]  # one is enough here: of the forward pass
-    return "\n\n".join([headline(records), *pictures])
+    return "" if records is None else headline(records)
 
 
 def of_suite(records: Sequence[Record], results: Path, page: Path) -> str:

@@ -3,7 +3,7 @@
     python -m tests.pairs
 
 runs them on the CPU path and on the emulated kernels, and writes which pairs are served to tests/support.json and
-the last column of the README's table of options. The tests of each tier run the same cases, and hold what happens
+the last column of the table in docs/options.md. The tests of each tier run the same cases, and hold what happens
 against that file.
 
 A new option is one more entry of `OPTIONS`.
@@ -31,7 +31,7 @@ from cuflash.testing.tangents import yardsticks_of as tangents_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "options.md"
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 PASSES = ("forward", "backward")
 # It takes the options that the backward pass takes, and what jvp gives, so that both are tried; the oracle of tangents
@@ -354,8 +354,8 @@ def excluded(option: str, found: dict[str, Any]) -> str:
     return ", ".join(cells) or "-"
 
 
-def in_readme(text: str, found: dict[str, Any]) -> str:
-    """The README with the last column of its table as it should be."""
+def in_page(text: str, found: dict[str, Any]) -> str:
+    """The page with the last column of its table as it should be."""
     before, _, rest = text.partition(BEGIN)
     table, _, after = rest.partition(END)
     lines = []
@@ -382,7 +382,7 @@ def main() -> int:
         unserved[backend][pass_] = [list(pair) for pair in sorted(found)]
     options = {option.name: list(option.passes) for option in OPTIONS}
     SUPPORT.write_text(json.dumps({"options": options, "unserved": unserved}, indent=1) + "\n")
-    README.write_text(in_readme(README.read_text(), recorded()))
+    PAGE.write_text(in_page(PAGE.read_text(), recorded()))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Pairs of options: what the cases cover, that all of them are right on the CPU, and that the README has the table."""
+"""Pairs of options: what the cases cover, that all of them are right on the CPU, and that the page on options has the table."""
 
 import itertools
 import re
@@ -171,14 +171,14 @@ def test_what_is_recorded_is_of_these_options():
 
 @pytest.mark.parametrize("pass_", WITH_TANGENTS)
 def test_passes_with_tangents_go_with_what_the_backward_pass_goes_with(pass_):
-    """So the README's table need not say it again."""
+    """So the table need not say it again."""
     for by_pass in pairs.recorded()["unserved"].values():
         assert by_pass[pass_] == [pair for pair in by_pass["backward"] if not {*pair} & {*OF_ONE_BATCH}]
 
 
-def test_the_readme_has_the_table():
-    text, found = pairs.README.read_text(), pairs.recorded()
-    assert pairs.in_readme(text, found) == text, "python -m tests.pairs writes it"
+def test_the_page_has_the_table():
+    text, found = pairs.PAGE.read_text(), pairs.recorded()
+    assert pairs.in_page(text, found) == text, "python -m tests.pairs writes it"
     table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
     # Functions have problems of their own, tests/scored.py, and so have fp8 products.
     rows = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
@@ -200,13 +200,13 @@ def test_the_table_says_what_is_refused():
     assert pairs.excluded("block_table", found) == "`mask`"
     table = "\n| `mask` | hides | old |\n| `other` | a | b |\n| `dlse` | x | |\n"
     text = f"# Title\n{pairs.BEGIN}{table}{pairs.END}\ntail\n"
-    new = pairs.in_readme(text, found)
+    new = pairs.in_page(text, found)
     assert new.splitlines()[2:5] == [
         "| `mask` | hides | `block_table`, `causal` (8.0 forward) |",
         "| `other` | a | b |",
         "| `dlse` | x | `causal` (9.0) |",
     ]
-    assert pairs.in_readme(new, found) == new and new.endswith("\ntail\n")
+    assert pairs.in_page(new, found) == new and new.endswith("\ntail\n")
 
 
 def test_an_option_that_is_added_is_covered_at_little_cost():

@@ -31,7 +31,9 @@ PAGES = {
 EXAMPLES = {name for name in PAGES if name.startswith("docs/examples/")}
 NOTES = {name for name in PAGES if name.startswith("docs/notes/")}
 SITE = {f"docs/{name}.md" for name in ("index", "start", "guide", "development")}  # what the site has around the pages
-README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
+README, OPTIONS, SEMANTICS, DESIGN = (
+    PAGES[name] for name in ("README.md", "docs/options.md", "docs/semantics.md", "docs/design.md")
+)
 EVERYTHING = "\n".join(PAGES.values())
 FORWARD_SOURCE = (CHECKOUT / "kernels" / "sm90" / "forward.cu").read_text()
 LONGEST_README = 200  # lines
@@ -195,8 +197,9 @@ def links(text):
 
 
 def test_the_readme_shows_one_picture():
-    """The result. That it is there, `test_links_lead_somewhere` sees."""
-    assert [target for picture, target in links(README) if picture] == ["bench/results/targets_forward.svg"]
+    """Of the gallery. That it is there, `test_links_lead_somewhere` sees."""
+    (shown,) = (target for picture, target in links(README) if picture)
+    assert shown in {f"{name.removesuffix('.md')}.svg" for name in EXAMPLES}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -211,9 +214,22 @@ def test_links_lead_somewhere(name):
             assert not title or title in anchors, target
 
 
-def test_every_page_is_in_the_readme():
-    listed = {row[0].partition("](")[2].rstrip(")") for row in table("page")}
-    assert listed == PAGES.keys() - EXAMPLES - NOTES - SITE - {"README.md"}
+@pytest.mark.parametrize("name", PAGES)
+def test_every_reference_has_an_address(name):
+    """Links whose addresses are below: `[text][label]` or `[label]`, and `[label]: address`."""
+    text = re.sub(r"^```.*?^```", "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
+    addresses = dict(re.findall(r"^\[([^\]]+)\]: (https://\S+)$", text, re.MULTILINE))
+    used = set(re.findall(r"\]\[([^\]]+)\]", text)) | {
+        x for x in addresses if re.search(rf"\[{re.escape(x)}\](?![:\[(])", text)
+    }
+    assert used == addresses.keys()
+
+
+def test_every_page_is_in_a_table_of_the_site():
+    """Which the README links."""
+    tables = {f"docs/{target}" for name in ("guide", "development") for _, target in links(PAGES[f"docs/{name}.md"])}
+    assert tables - NOTES == PAGES.keys() - EXAMPLES - NOTES - SITE - {"README.md", "docs/examples.md"}
+    assert {"docs/guide.md", "docs/development.md", "docs/examples.md"} <= {target for _, target in links(README)}
 
 
 def test_the_api_reference_lists_everything_public():
@@ -257,7 +273,7 @@ def test_the_tutorial_is_short():
 def test_the_test_command_is_what_ci_runs():
     (command,) = (block.strip() for block in blocks("sh") if block.rstrip().endswith("-m pytest -n auto"))
     script = (CHECKOUT / ".ci" / "run").read_text()
-    venv, install, tests = command.split(" && ")
+    venv, install, tests = re.split(r" &&\s", command)
     assert venv in script and f"step {tests}\n" in script
     extras = "[test,bench,dev,docs,torch,jax]"
     assert install.replace("install -e", "install --quiet --no-compile --editable").replace("[test]", extras) in script
@@ -290,13 +306,13 @@ def test_the_dtypes_on_numpy_arrays(row):
 
 @pytest.mark.parametrize("row", table("dtype", SEMANTICS), ids=lambda row: row[0])
 def test_the_dtypes_on_devices(row):
-    """The plans of every compute capability that the README names agree with its table."""
+    """The plans of every compute capability that the page on options names agree with this table."""
     from cuflash.plan import DeviceSpec, choose_plan
     from cuflash.spec.options import Options
     from cuflash.spec.problem import make_problem
 
     name, _, on_cupy, _ = row
-    (device,) = [row for row in table("option") if row[0] == "device"]
+    (device,) = [row for row in table("option", OPTIONS) if row[0] == "device"]
     capabilities = re.findall(r"\d+\.\d", device[1])
     assert {"8.0", "8.6", "9.0", "12.0"} <= set(capabilities)
     q = np.zeros((1, 2, 100, 64), numpy_dtype(name.split()[0]))
@@ -321,13 +337,13 @@ def test_every_option_is_in_the_table_and_in_the_interface():
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    rows = {name for row in table("option") for name in row[0].split(", ")}
+    rows = {name for row in table("option", OPTIONS) for name in row[0].split(", ")}
     of_arrays = {"device", "dtype", "strides", "num_heads_kv", "head_dim_v", "axes"}
     assert rows == of_arrays | parameters - {"out", "lse", "need", *GRADIENTS}
 
 
 def test_the_gradients_are_in_the_table():
-    named = {name for row in table("option") for name in re.findall(r"\bd[a-z_]+", row[3])}
+    named = {name for row in table("option", OPTIONS) for name in re.findall(r"\bd[a-z_]+", row[3])}
     assert named == {*GRADIENTS} - {"dq", "dk", "dv"}
 
 
