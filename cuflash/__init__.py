@@ -26,7 +26,7 @@ from cuflash.spec.dropout import dropout_mask
 from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult
 from cuflash.spec.streamed import streamed
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DoubleGradients",

@@ -3,7 +3,6 @@
 import functools
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -235,14 +234,6 @@ def test_import_is_quick():
     code = "import numpy, time; start = time.perf_counter(); import cuflash; print(time.perf_counter() - start)"
     seconds = min(float(run_python(code, CHECKOUT, str(CHECKOUT))) for _ in range(3))
     assert seconds < 0.5
-
-
-def test_the_version_is_the_newest_one_everywhere():
-    changelog, citation = ((CHECKOUT / name).read_text() for name in ("docs/changelog.md", "CITATION.cff"))
-    newest = re.search(r"^## (.*)$", changelog, re.MULTILINE)
-    assert newest is not None and newest[1] in (cuflash.__version__, "Unreleased")
-    assert f"\n## {cuflash.__version__}\n" in changelog
-    assert f"\nversion: {cuflash.__version__}\n" in citation
 
 
 def test_ci_script_is_executable():

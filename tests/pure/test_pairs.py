@@ -1,4 +1,4 @@
-"""Pairs of options: what the cases cover, that all of them are right on the CPU, and that the page on options has the table."""
+"""Pairs of options: what the cases cover, that all are right on the CPU, and that the page on options has the table."""
 
 import itertools
 import re

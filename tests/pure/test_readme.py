@@ -37,7 +37,7 @@ README, OPTIONS, SEMANTICS, DESIGN = (
 EVERYTHING = "\n".join(PAGES.values())
 FORWARD_SOURCE = (CHECKOUT / "kernels" / "sm90" / "forward.cu").read_text()
 LONGEST_README = 200  # lines
-PATH = r"(?:\.ci|bench|cuflash|docs|kernels|tests)/[\w./*]*"
+PATH = r"(?:\.ci|\.github|bench|cuflash|docs|kernels|recipe|tests)/[\w./*]*"
 
 
 def blocks(language, text=README):
@@ -65,7 +65,7 @@ def test_the_lines_of_use_run():
 
 
 def named_paths(text):
-    return sorted(set(re.findall(rf"`({PATH}|LICENSE|pyproject\.toml)`", text)))
+    return sorted(set(re.findall(rf"`({PATH}|LICENSE|CITATION\.cff|pyproject\.toml)`", text)))
 
 
 @pytest.mark.parametrize("name", PAGES)
