@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from cuflash.arrays.fp8 import fp8
+from cuflash.arrays.packages import INSTALL_CUPY
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
     Call,
@@ -138,8 +139,7 @@ def _run_cuda(
     try:
         import cupy
     except ImportError as error:
-        remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
-        raise ImportError(f"q: got a tensor in CUDA memory, expected {remedy}") from error
+        raise ImportError(f"q: got a tensor in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
     stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
     own = cupy.cuda.Device(device.index)
     with own, stream, cupy.cuda.using_allocator(_allocator()):

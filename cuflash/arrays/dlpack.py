@@ -32,6 +32,7 @@ import numpy as np
 from cuflash.arrays.array_info import Shaped
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.fp8 import Float8Array, fp8
+from cuflash.arrays.packages import INSTALL_CUPY
 
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
 CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -289,8 +290,7 @@ def _take(name: str, array: Any, backend: Backend) -> tuple[Any, bool]:
     try:
         library: Any = np if backend == "numpy" else importlib.import_module("cupy")
     except ImportError as error:
-        remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
-        raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
+        raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
     importing = _Importing(array, retype=backend == "numpy")
     try:
         view = library.from_dlpack(importing)

@@ -142,7 +142,7 @@ def _load() -> _Library | str:
     except (OSError, AttributeError) as error:
         return f"it cannot be loaded: {error}"
     if size != ctypes.sizeof(_Call) or _hash_of_sources() not in ("", sources):
-        return "it was built of other sources than these: install cuflash again"
+        return "it was built of other sources than these: pip install -e . in the checkout builds it again"
     call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p]
     functions.cuflash_run.argtypes = call
     of_long = ctypes.POINTER(_LongCall)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What compiling takes, with or without a device; the extra `compile` is these two.
-BINDINGS, NVRTC = "cuda-bindings", "nvidia-cuda-nvrtc"
+from cuflash.arrays.packages import BINDINGS, INSTALL_CUPY, NVRTC
 
 
 class NvrtcNotFoundError(ImportError):
@@ -29,15 +28,14 @@ class Nvrtc:
         except ImportError as error:
             raise NvrtcNotFoundError(
                 f"compiling a CUDA kernel needs cuda-bindings, which is missing here ({error}). Install it and NVRTC: "
-                f'pip install {BINDINGS} {NVRTC}   (the extra "cuflash[compile]"; to run kernels "cuflash[cuda13]", '
-                'or for a driver of CUDA 12 "cuflash[cuda12]")'
+                f"pip install {BINDINGS} {NVRTC}; to run kernels, too: {INSTALL_CUPY}"
             ) from error
         try:
             api.nvrtcVersion()  # the bindings look for the library at the first call, and raise RuntimeError
         except RuntimeError as error:
             raise NvrtcNotFoundError(
                 f"compiling a CUDA kernel needs the library NVRTC, which cuda-bindings does not find here ({error}). "
-                f'Install it: pip install {NVRTC}   (the extra "cuflash[compile]"; for CUDA 12 {NVRTC}-cu12)'
+                f"Install it: pip install {NVRTC} (for CUDA 12 {NVRTC}-cu12)"
             ) from error
         return api
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash.gpu import nvrtc
+from cuflash.arrays import packages
 from cuflash.gpu.compiler import CompileError, Resources
 from cuflash.gpu.nvrtc import Nvrtc, NvrtcNotFoundError
 from tests.toolchain import LOG, CountingToolchain, compile_once
@@ -120,8 +120,16 @@ def result(value=0):
 @pytest.mark.parametrize(
     ("has_bindings", "missing", "command"),
     [
-        (False, "needs cuda-bindings, which is missing here", "pip install cuda-bindings nvidia-cuda-nvrtc "),
-        (True, "needs the library NVRTC, which cuda-bindings does not find here", "pip install nvidia-cuda-nvrtc "),
+        (
+            False,
+            "needs cuda-bindings, which is missing here",
+            "pip install cuda-bindings nvidia-cuda-nvrtc; to run kernels, too: pip install ",
+        ),
+        (
+            True,
+            "needs the library NVRTC, which cuda-bindings does not find here",
+            "pip install nvidia-cuda-nvrtc (for CUDA 12",
+        ),
     ],
     ids=["no bindings", "no library"],
 )
@@ -134,14 +142,23 @@ def test_what_is_missing_to_compile_is_named(monkeypatch, kernel_dir, tmp_path, 
     with pytest.raises(NvrtcNotFoundError) as caught:
         compile_once(kernel_dir, tmp_path / "cache", Nvrtc())
     assert isinstance(caught.value, ImportError)
-    for words in (missing, command, '"cuflash[compile]"', *(("libnvrtc.so.13",) if has_bindings else ())):
+    for words in (missing, command, *(("libnvrtc.so.13",) if has_bindings else ())):
         assert words in str(caught.value)
 
 
-def test_the_extra_of_the_message_is_what_the_message_installs():
+def test_messages_install_what_the_extras_do():
+    """Without the name of cuflash, which is on no index."""
     metadata = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(r"^compile = \[(.*)\]$", metadata, re.MULTILINE)
-    assert re.findall(r'"([\w-]+)[^"]*"', extra) == [nvrtc.BINDINGS, nvrtc.NVRTC]
+    assert re.findall(r'"([\w-]+)[^"]*"', extra) == [packages.BINDINGS, packages.NVRTC]
+    for name, installed in (("cuda13", packages.CUDA13), ("cuda12", packages.CUDA12)):
+        assert f"{name} = [{installed.replace(chr(32), ', ')}]" in metadata and installed in packages.INSTALL_CUPY
+
+
+def test_no_message_asks_pip_for_cuflash():
+    asked = re.compile(r"cuflash\[|install (-\w+ )*[\"']?cuflash")
+    texts = {path: path.read_text() for path in (ROOT / "cuflash").rglob("*.py")}
+    assert [path for path, text in texts.items() if asked.search(text)] == []
 
 
 @pytest.mark.parametrize(("arch", "remedy"), [("sm_120", "pip install -U"), ("sm_35", "an older NVRTC")])

@@ -527,7 +527,7 @@ def test_a_library_of_other_sources(monkeypatch, unloaded):
 
 def test_a_library_of_older_sources(monkeypatch, unloaded):
     monkeypatch.setattr(core, "_hash_of_sources", lambda: "0" * 64)
-    assert "install cuflash again" in str(core.why_not())
+    assert "pip install -e ." in str(core.why_not())
 
 
 @settings(max_examples=examples(80))
