@@ -9,14 +9,15 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cuflash.gpu.replay import of_thread
-from cuflash.plan import DeviceSpec, KernelSpec
-from cuflash.plan.draft import DTYPE_TAGS
 from cuflash.spec.row_sums import LARGE_LSE
+
+if TYPE_CHECKING:
+    from cuflash.plan import DeviceSpec, KernelSpec
 
 Array = Any  # CuPy's
 SOURCE = "helpers/merge.cu"
@@ -271,6 +272,9 @@ def kernel_spec(
     flags: tuple[tuple[str, int], ...] = (),
 ) -> KernelSpec:
     """How an operation is compiled. `dtypes`: those of partial results and of results, and how many partial ones."""
+    from cuflash.plan import KernelSpec  # not before: `import cuflash` would take half as long again
+    from cuflash.plan.draft import DTYPE_TAGS
+
     partial, result, partials = dtypes
     real = "double" if partial == "float64" else "float"
     axes, arrays = len(layout.size), len(layout.strides)

@@ -212,11 +212,18 @@ def test_an_editable_install_builds_the_core_in_place(build, tmp_path):
     assert "other sources" in run_python(WHICH_CORE, tmp_path, str(unpacked))
 
 
-def test_import_brings_neither_a_framework_nor_a_test_library():
-    code = "import sys, cuflash; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
-    modules = run_python(code, CHECKOUT, str(CHECKOUT)).split()
+# What nobody needs who computes on NumPy arrays: frameworks, tools, and the modules that are for devices or for ranks.
+NOT_IMPORTED = {"cupy", "cuda", "torch", "jax", "mpi4py", "scipy", "sklearn", "matplotlib", "sphinx", "numpydoc"}
+NOT_IMPORTED |= {"hypothesis", "pytest", "setuptools"}
+NOT_IMPORTED |= {f"cuflash.{name}" for name in ("plan", "emulator", "cli", "distributed", "testing", "torch", "jax")}
+NOT_IMPORTED |= {f"cuflash.gpu.{name}" for name in ("backend", "compiler", "nvrtc", "tuning", "timing")}
+
+
+def test_import_brings_nothing_that_a_call_on_numpy_arrays_does_not_need():
+    code = "import sys, cuflash; print(*sys.modules)"
+    modules = set(run_python(code, CHECKOUT, str(CHECKOUT)).split())
     assert "numpy" in modules
-    assert not {"cupy", "cuda", "torch", "jax", "hypothesis", "matplotlib", "scipy"} & set(modules)
+    assert not NOT_IMPORTED & modules
 
 
 def test_tab_completion_has_what_is_public():
@@ -231,9 +238,10 @@ def test_tab_completion_has_what_is_public():
 
 
 def test_import_is_quick():
-    code = "import numpy, time; start = time.perf_counter(); import cuflash; print(time.perf_counter() - start)"
+    """Beyond the time of NumPy; in seconds of the processor, which other processes do not take."""
+    code = "import numpy, time; start = time.process_time(); import cuflash; print(time.process_time() - start)"
     seconds = min(float(run_python(code, CHECKOUT, str(CHECKOUT))) for _ in range(3))
-    assert seconds < 0.5
+    assert seconds < 0.25
 
 
 def test_ci_script_is_executable():
