@@ -65,6 +65,15 @@ def local(m: int, n: int, width: int) -> BlockMask:
     ------
     TypeError, ValueError
         A number that is no integer, or is negative.
+
+    See Also
+    --------
+    strided, global_blocks, random : Others, which ``|`` combines with it.
+    cuflash.FlashAttention : The option `window` bounds single pairs.
+
+    References
+    ----------
+    Beltagy, Peters, Cohan: Longformer (2020), https://arxiv.org/abs/2004.05150, section 3.1.
     """
     return np.abs(_distances(m, n)) <= _count("width", width)
 
@@ -98,6 +107,15 @@ def strided(m: int, n: int, stride: int) -> BlockMask:
     ------
     TypeError, ValueError
         A number that is no integer, or is too small.
+
+    See Also
+    --------
+    local, global_blocks, random : Others, which ``|`` combines with it.
+
+    References
+    ----------
+    Child, Gray, Radford, Sutskever: Generating long sequences with sparse transformers (2019),
+    https://arxiv.org/abs/1904.10509, section 4.
     """
     return _distances(m, n) % _count("stride", stride, least=1) == 0
 
@@ -131,6 +149,15 @@ def global_blocks(m: int, n: int, count: int) -> BlockMask:
     ------
     TypeError, ValueError
         A number that is no integer, or is negative.
+
+    See Also
+    --------
+    local, strided, random : Others, which ``|`` combines with it.
+
+    References
+    ----------
+    Beltagy, Peters, Cohan: Longformer (2020), https://arxiv.org/abs/2004.05150, section 3.1.
+    Zaheer and others: Big Bird (2020), https://arxiv.org/abs/2007.14062, section 2.
     """
     rows, columns = np.arange(_count("m", m)), np.arange(_count("n", n))
     count = _count("count", count)
@@ -168,6 +195,14 @@ def random(m: int, n: int, count: int, seed: int) -> BlockMask:
     ------
     TypeError, ValueError
         A number that is no integer, or is out of range.
+
+    See Also
+    --------
+    local, strided, global_blocks : Others, which ``|`` combines with it.
+
+    References
+    ----------
+    Zaheer and others: Big Bird (2020), https://arxiv.org/abs/2007.14062, section 2.
     """
     shape = (_count("m", m), _count("n", n))
     if (count := _count("count", count)) > shape[1]:
@@ -205,6 +240,11 @@ def from_mask(mask: Any, block_size: int | tuple[int, int] = (128, 128)) -> Bloc
     ------
     TypeError, ValueError
         A mask that is not bool or has less than two axes, or a wrong block_size.
+
+    See Also
+    --------
+    cuflash.FlashAttention.forward : Takes `block_mask` and `mask`, both or one.
+    local, strided, global_blocks, random : Masks by rule.
     """
     rows, keys = check_block_size(block_size)
     mask = np.asarray(mask)

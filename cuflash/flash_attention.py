@@ -132,6 +132,14 @@ class FlashAttention(SecondDerivatives):
         may be NumPy's, `decimal.Decimal` or `fractions.Fraction`, but nothing is rounded to an integer, and a bool is
         no number. Ranges that depend on the dtype of the arrays are checked by each call.
 
+    See Also
+    --------
+    attention : The same in one call, without gradients.
+    merge : Attention over all keys from that over splits of them.
+    streamed : Keys and values that stay in host memory.
+    cuflash.distributed.ContextParallel : The same for sequences that are sharded over ranks.
+    cuflash.torch.attention, cuflash.jax.attention : The same for autograd and JAX's transformations.
+
     Notes
     -----
     In the order in which they act on the score of query i and key j::
@@ -345,6 +353,18 @@ class FlashAttention(SecondDerivatives):
             Something the kernels do not do; the message names the limit and the remedy.
         ImportError
             Arrays of another library in CUDA memory, without CuPy; or a kernel to compile, without NVRTC.
+
+        See Also
+        --------
+        backward : Gradients, from out and lse.
+        jvp : The same, and its derivative in a direction.
+        plan : Which kernels such a call runs.
+        attention : The same in one call.
+
+        References
+        ----------
+        Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithm 1. The Notes
+        of `FlashAttention` have the options.
         """
         arrays = {
             "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
@@ -414,7 +434,7 @@ class FlashAttention(SecondDerivatives):
     ) -> Gradients | NamedGradients:
         """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v, and what else is asked for.
 
-        Scores S are computed again from q and k, tile by tile (algorithm 4 of the first paper): ``P = exp(S - lse)``,
+        Scores S are computed again from q and k, tile by tile (algorithm 4 of the paper below): ``P = exp(S - lse)``,
         ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - delta)`` with ``delta = rowsum(dO * O) - dlse``,
         ``dQ = scale dS K``, ``dK = scale dS^T Q``. With grouped heads, dk and dv are sums over the group. The gradient
         of a sink is the sum of ``-exp(sink - lse) * delta`` over all rows of its head. Dropout acts on P where it makes
@@ -471,6 +491,18 @@ class FlashAttention(SecondDerivatives):
             As `forward` does.
         NotImplementedError
             As `forward` does, and also with a `block_table`, or if k and v are fp8.
+
+        See Also
+        --------
+        forward : Gives out and lse.
+        backward_jvp : The derivatives of these gradients in a direction.
+        double_backward : Their gradients.
+        cuflash.testing.check_gradients : Holds them against differences.
+
+        References
+        ----------
+        Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithm 4 and appendix B.
+        Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithm 2.
         """
         if block_table is not None:
             raise NotImplementedError(

@@ -128,6 +128,16 @@ def attention(
     TypeError, ValueError, NotImplementedError, ImportError
         As `FlashAttention` and `FlashAttention.forward` do.
 
+    See Also
+    --------
+    FlashAttention : Options that are checked once, and gradients.
+    cuflash.torch.attention, cuflash.jax.attention : For autograd and JAX's transformations.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithm 1. The sources of
+    options are those of `FlashAttention`.
+
     Examples
     --------
     On plain matrices it is the formula:
@@ -254,6 +264,29 @@ def hessian_vector_product(
     Returns
     -------
     GradientTangents
+        A named tuple of the parts that are wanted, in the order of the gradients: tdq has the shape and dtype of q.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `FlashAttention.jvp` and `FlashAttention.backward_jvp` do.
+
+    See Also
+    --------
+    FlashAttention.jvp, FlashAttention.backward_jvp : The two passes that this calls.
+    double_backward : Gradients of gradients.
+
+    References
+    ----------
+    Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v, dout, tq = np.random.default_rng(0).standard_normal((5, 2, 30, 8))
+    >>> attn = cuflash.FlashAttention()
+    >>> cuflash.hessian_vector_product(attn, dout, q, k, v, tq=tq).tdq.shape
+    (2, 30, 8)
     """
     both: dict[str, Array] = {"seed": seed, "offset": offset}
     own = {name: x for name, x in arrays.items() if name != "dlse"}
@@ -262,7 +295,21 @@ def hessian_vector_product(
 
 
 class DoubleGradients(NamedTuple):
-    """What `double_backward` returns."""
+    """What `double_backward` returns.
+
+    Attributes
+    ----------
+    ddout : array
+        Gradient with respect to dout, of its shape and dtype.
+    ddlse : array
+        Gradient with respect to dlse, with the shape and dtype of lse.
+    gradients : GradientTangents
+        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
+
+    See Also
+    --------
+    double_backward
+    """
 
     ddout: Array
     ddlse: Array
@@ -309,6 +356,22 @@ def double_backward(
     DoubleGradients
         ``ddout`` and ``ddlse``, the gradients with respect to dout and dlse, and ``gradients``: tdq is that with
         respect to q, and so on.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `FlashAttention.jvp` and `FlashAttention.backward_jvp` do.
+
+    See Also
+    --------
+    FlashAttention.backward : The gradients whose gradients these are.
+    hessian_vector_product : Without cotangents by name.
+    jvp_backward : Gradients of a Jacobian-vector product.
+
+    References
+    ----------
+    Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+    The symmetry is used as docs/second-derivatives.md says.
     """
     both: dict[str, Array] = {"seed": seed, "offset": offset}
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
@@ -319,7 +382,19 @@ def double_backward(
 
 
 class JvpGradients(NamedTuple):
-    """What `jvp_backward` returns."""
+    """What `jvp_backward` returns.
+
+    Attributes
+    ----------
+    gradients : GradientTangents
+        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
+    of_tangents : Gradients
+        Those with respect to the tangents: dq has the shape and dtype of tq, and so on.
+
+    See Also
+    --------
+    jvp_backward
+    """
 
     gradients: NamedGradientTangents
     of_tangents: NamedGradients
@@ -372,6 +447,16 @@ def jvp_backward(
     JvpGradients
         ``gradients``, in which tdq is that with respect to q, and so on; and ``of_tangents``, in which dq is that with
         respect to tq, and so on.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `FlashAttention.jvp` and `FlashAttention.backward_jvp` do.
+
+    See Also
+    --------
+    FlashAttention.jvp : The pass whose gradients these are.
+    double_backward : Gradients of gradients.
     """
     both: dict[str, Array] = {"seed": seed, "offset": offset}
     extra = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}

@@ -67,6 +67,11 @@ class Preparation:
         ------
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
+
+        See Also
+        --------
+        compile : Compiles what is planned.
+        tune : Times tiles that might be faster.
         """
         of_functions, wanted = self.options.score_gradients, checked_passes(passes)
         given = {"q": q, "k": k, "v": v} | self._checked("plan", wanted, arrays, of_functions)
@@ -109,6 +114,11 @@ class Preparation:
         ------
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
+
+        See Also
+        --------
+        plan : What will run.
+        tune : Times tiles that might be faster.
         """
         wanted = checked_passes(passes)
         arrays = {"q": q, "k": k, "v": v} | self._checked("compile", wanted, optional_inputs)
@@ -176,6 +186,11 @@ class Preparation:
             Arrays in host memory: the CPU path has nothing to tune. And as `forward` does.
         TypeError, ValueError, ImportError
             As `forward` does.
+
+        See Also
+        --------
+        plan : Says which tiles are used, and why.
+        compile : Compiles the kernels with them.
         """
         wanted = checked_passes(passes)
         arrays = {"q": q, "k": k, "v": v} | self._checked("tune", wanted, optional_inputs) | {"dout": dout}

@@ -25,7 +25,20 @@ SMALLEST_SCALE = 2.0**-126  # a normal number of float32, so that quotients by i
 
 
 class Quantized(NamedTuple):
-    """What `quantize` returns."""
+    """What `quantize` returns.
+
+    Attributes
+    ----------
+    array : numpy.ndarray or cuflash.arrays.fp8.Float8Array
+        The fp8 numbers, of the shape of x.
+    scale : array
+        float32: the numbers times this are about x. `quantize` says which shapes there are.
+
+    See Also
+    --------
+    quantize
+    dequantize
+    """
 
     array: Array
     scale: Array
@@ -48,8 +61,8 @@ def quantize(
     x : array
         NumPy or CuPy: k or v as attention takes them, 2-D to 4-D, float16, bfloat16, float32 or float64.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
-        Or "e4m3", "e5m2", or a dtype of `ml_dtypes`. The first has 4 digits of base 2, the second 3 and a larger range,
-        which scales make needless for most arrays.
+        Or "e4m3", "e5m2", or a dtype of `ml_dtypes`. The first has 4 significant bits, the second 3 and a larger
+        range, which scales make needless for most arrays.
     per : {"tensor", "head", "block", "token"}
         What has a scale of its own: the array, each head, each block of keys of a head, or each key of a head.
     block : int, default 64
@@ -66,6 +79,24 @@ def quantize(
         or (..., heads, 1), (..., heads, ceil(keys / block)) or (..., heads, keys) in every layout. The largest finite
         number of what has a scale becomes the largest number of the dtype; a scale is at least 2 ** -126, and 1 where
         all numbers are 0. NaN stays NaN; an infinity becomes NaN in float8_e4m3fn, which has none.
+
+    Raises
+    ------
+    TypeError
+        x is neither of NumPy nor of CuPy, or has another dtype; `block` is no integer, or `rotate` no bool.
+    ValueError
+        An unknown `dtype`, `per` or `layout`; a `block` that is no power of two; x with less than two axes.
+
+    See Also
+    --------
+    dequantize : Its inverse, but for rounding.
+    rotate : Spreads large channels.
+    fp8 : A view of fp8 numbers that are there already.
+    FlashAttention.forward : Takes the result as k and `k_scale`, or v and `v_scale`.
+
+    References
+    ----------
+    Micikevicius and others: FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
 
     Examples
     --------
@@ -122,6 +153,18 @@ def dequantize(
     -------
     array
         NumPy or CuPy, shape of x. Products and rotations are computed in float32, or in float64 for that dtype.
+
+    Raises
+    ------
+    TypeError
+        x is not fp8, or `scale` not float32; `rotate` is no bool.
+    ValueError
+        An unknown `dtype` or `layout`, or a `scale` that does not broadcast to heads and blocks of keys.
+
+    See Also
+    --------
+    quantize : Its inverse.
+    rotate
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in DTYPES:
@@ -156,6 +199,22 @@ def rotate(x: Array) -> Array:
     -------
     array
         Shape and dtype of x; computed in float32 (float64 for float64), and rounded once.
+
+    Raises
+    ------
+    TypeError
+        x is neither of NumPy nor of CuPy, or has another dtype.
+    ValueError
+        x has no axis.
+
+    See Also
+    --------
+    quantize : Rotates by itself with ``rotate=True``.
+    dequantize : Rotates back.
+
+    References
+    ----------
+    Shah and others: FlashAttention-3 (2024), https://arxiv.org/abs/2407.08608, section 3.3 (incoherent processing).
     """
     xp, x = _taken("x", x)
     return _rotated(xp, x).astype(x.dtype)

@@ -83,6 +83,17 @@ class SecondDerivatives(Preparation):
             As `backward` does, except that `jvp` takes a `block_table`, tk and tv being pools of pages as k and v are;
             and for CuPy arrays with head dimensions without a tile (`backward_jvp`: 512, 256 of float32 and 192 of
             float64 are the largest).
+
+        See Also
+        --------
+        forward : The same without tangents.
+        backward_jvp : The derivatives of gradients.
+        hessian_vector_product : Both, one after the other.
+
+        References
+        ----------
+        Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+        The equations above are derived in docs/second-derivatives.md.
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)
@@ -152,6 +163,17 @@ class SecondDerivatives(Preparation):
         ------
         TypeError, ValueError, NotImplementedError, ImportError
             As `jvp` does.
+
+        See Also
+        --------
+        jvp : Gives tout and tlse.
+        backward : The gradients themselves.
+        hessian_vector_product, double_backward, jvp_backward : What this pass is used for.
+
+        References
+        ----------
+        Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+        The equations above are derived in docs/second-derivatives.md.
         """
         gradients = self.options.score_gradients
         check_tangent_names(self.options)

@@ -549,6 +549,15 @@ def attention(
     TypeError, ValueError, NotImplementedError, ImportError
         As `cuflash.FlashAttention.forward` does. NotImplementedError also for third derivatives, for forward mode over
         forward mode, and for gradients of what has none (keys in pages, fp8).
+
+    See Also
+    --------
+    cuflash.FlashAttention : The options, and passes without a framework.
+    cuflash.jax.attention : The same for JAX.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
     """
     arrays = {"q": q, "k": k, "v": v}
     options: dict[str, Any] = {}

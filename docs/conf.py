@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+from unittest.mock import MagicMock
+
 from sphinx.application import Sphinx
 
 from cuflash import __version__
@@ -33,6 +37,10 @@ html_sidebars = {"index": [], "start": []}  # pages without pages below them
 # A class is one page, with its methods.
 autodoc_default_options = {"members": True, "inherited-members": "tuple"}
 numpydoc_show_class_members = False
+# Docstrings of `cuflash.torch` and `cuflash.jax` are read without these libraries, too.
+autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
+if find_spec("jax") is None:  # whose tables of rules are written to, which autodoc's stand-ins refuse
+    sys.modules |= dict.fromkeys(("jax", "jax.extend.core", "jax.interpreters"), MagicMock())
 
 
 def setup(app: Sphinx) -> None:

@@ -28,7 +28,27 @@ ITEMSIZE = {
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy dtype of a dtype name of cuflash, those of `ml_dtypes` included."""
+    """NumPy dtype of a dtype name of cuflash, those of `ml_dtypes` included.
+
+    Parameters
+    ----------
+    name : str
+        "float16", "bfloat16", "float8_e4m3fn", "int32" and so on.
+
+    Returns
+    -------
+    numpy.dtype
+        With `ml_dtypes`, those of bfloat16 and fp8.
+
+    Raises
+    ------
+    TypeError
+        There is no such dtype.
+
+    See Also
+    --------
+    Case : Its field `dtype` is such a name.
+    """
     import ml_dtypes
     import numpy as np
 

@@ -129,6 +129,18 @@ def fp8(array: Any, dtype: Any) -> Any:
         An array of that dtype; of a CuPy array, since CuPy has no such dtype, an object with shape, strides, dtype and
         slices, whose attribute `bits` is the array.
 
+    Raises
+    ------
+    TypeError
+        Not a NumPy or CuPy array, or not of uint8.
+    ValueError
+        Another `dtype`.
+
+    See Also
+    --------
+    quantize : Makes fp8 numbers and scales of other ones.
+    FlashAttention.forward
+
     Examples
     --------
     >>> import numpy as np, cuflash

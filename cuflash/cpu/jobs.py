@@ -36,10 +36,19 @@ def cpu_threads(count: int) -> Iterator[None]:
     count : int
         At least 1.
 
+    Returns
+    -------
+    context manager
+        For a ``with`` statement.
+
     Raises
     ------
     TypeError, ValueError
         `count` is no integer, or less than 1.
+
+    See Also
+    --------
+    attention, FlashAttention : The calls that it holds for.
 
     Examples
     --------

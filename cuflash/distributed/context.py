@@ -100,6 +100,13 @@ class ContextParallel(SecondDerivatives):
         No `split`; an option of the wrong type or out of range; a communicator of no known kind; a function that cannot
         be traced.
 
+    See Also
+    --------
+    contiguous, zigzag, Split : Which rows each rank has.
+    threads, Mpi, Transport : Communicators.
+    cuflash.FlashAttention : The same on one device.
+    cuflash.merge : How partial results are put together.
+
     Notes
     -----
     Each rank computes out and lse of its queries, first from its own keys and then from those that it receives. It
@@ -111,6 +118,11 @@ class ContextParallel(SecondDerivatives):
     each head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of
     lse, in the order of queries. `jvp` and `backward_jvp` go by the same schedules: tk and tv are exchanged as k and v
     are, and the tangents of rows as rows are.
+
+    References
+    ----------
+    Liu, Zaharia, Abbeel: Ring attention with blockwise transformers (2023), https://arxiv.org/abs/2310.01889.
+    Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431 (equal work under a causal mask).
 
     Examples
     --------
@@ -232,6 +244,13 @@ class ContextParallel(SecondDerivatives):
         TimeoutError
             A rank, which the message names, did not respond in time. After that the communicator cannot be used any
             more.
+
+        See Also
+        --------
+        backward : Gradients, from out and lse.
+        decode : Queries that all ranks have.
+        plan : Which rank computes what.
+        cuflash.FlashAttention.forward : The same on one device.
         """
         return self._forward("forward", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
 
@@ -295,6 +314,12 @@ class ContextParallel(SecondDerivatives):
         ------
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
+
+        See Also
+        --------
+        forward : Gives out and lse.
+        backward_jvp : The derivatives of these gradients in a direction.
+        cuflash.FlashAttention.backward : The same on one device.
         """
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
 
@@ -357,6 +382,16 @@ class ContextParallel(SecondDerivatives):
         ------
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
+
+        See Also
+        --------
+        forward : Queries of which each rank has a shard.
+        cuflash.merge : The same merge, for splits that the caller makes.
+
+        References
+        ----------
+        Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference (2023),
+        https://pytorch.org/blog/flash-decoding/: splits of the keys, here on ranks.
         """
         return self._forward("decode", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
 
@@ -382,6 +417,11 @@ class ContextParallel(SecondDerivatives):
         ------
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
+
+        See Also
+        --------
+        Schedule : What it returns.
+        cuflash.FlashAttention.plan : The kernels of one device.
         """
         arrays = {"q": q, "k": k, "v": v}
         return self._calls.carry_out("plan", arrays, optional_inputs, INPUTS, (0, 0), lambda call, run: run.schedule)

@@ -39,6 +39,12 @@ class Mpi(Transport):
     ------
     TypeError
         Not a communicator of mpi4py.
+
+    See Also
+    --------
+    threads : Ranks in one process.
+    Transport : The protocol.
+    ContextParallel : Takes a communicator of mpi4py, too.
     """
 
     def __init__(self, comm: Any, *, cuda_aware: bool = False) -> None:

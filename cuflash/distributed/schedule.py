@@ -170,7 +170,12 @@ class Traversal:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Both traversals of one problem, and the key/value heads of each step."""
+    """Both traversals of one problem, and the key/value heads of each step.
+
+    See Also
+    --------
+    ContextParallel.plan : Makes it.
+    """
 
     split_q: Split
     split_k: Split
@@ -294,7 +299,17 @@ class Schedule:
         return total
 
     def describe(self) -> str:
-        """The schedule in words, a line for each rank and round."""
+        """The schedule in words, a line for each rank and round.
+
+        Returns
+        -------
+        str
+            Several lines.
+
+        See Also
+        --------
+        ContextParallel.plan
+        """
         q, k = self.split_q, self.split_k
         lines = [
             f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, "

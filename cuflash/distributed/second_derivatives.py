@@ -59,6 +59,12 @@ class SecondDerivatives:
             As `cuflash.FlashAttention.jvp` does; ValueError also if a rank makes another call than rank 0.
         RuntimeError, TimeoutError
             As `forward` does.
+
+        See Also
+        --------
+        forward : The same without tangents.
+        backward_jvp : The derivatives of gradients.
+        cuflash.FlashAttention.jvp : The same on one device.
         """
         check_tangent_names(self.options)
 
@@ -138,6 +144,12 @@ class SecondDerivatives:
         ------
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `jvp` does.
+
+        See Also
+        --------
+        jvp : Gives tout and tlse.
+        backward : The gradients themselves.
+        cuflash.FlashAttention.backward_jvp : The same on one device.
         """
         check_tangent_names(self.options)
         own = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "tout": tout, "tlse": tlse}

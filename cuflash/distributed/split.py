@@ -29,6 +29,11 @@ class Split:
     TypeError, ValueError
         Spans that are no pairs of integers, that overlap, or that leave a row out.
 
+    See Also
+    --------
+    contiguous, zigzag : The usual splits.
+    ContextParallel : Takes one as `split` and `split_k`.
+
     Examples
     --------
     >>> from cuflash.distributed import Split
@@ -64,11 +69,55 @@ class Split:
         return max((stop for own in self.spans for _, stop in own), default=0)
 
     def rows(self, rank: int) -> int:
-        """How many rows a rank holds."""
+        """How many rows a rank holds.
+
+        Parameters
+        ----------
+        rank : int
+            From 0 to ranks - 1.
+
+        Returns
+        -------
+        int
+            The sum of the lengths of its spans.
+
+        Raises
+        ------
+        IndexError
+            There is no such rank.
+
+        See Also
+        --------
+        local
+        part
+        """
         return sum(stop - start for start, stop in self.spans[rank])
 
     def local(self, rank: int, span: Span) -> slice:
-        """Where the rows of a span lie in the array of the rank that holds them."""
+        """Where the rows of a span lie in the array of the rank that holds them.
+
+        Parameters
+        ----------
+        rank : int
+            The rank that holds the rows.
+        span : (int, int)
+            First row and the row after the last one, in the whole sequence.
+
+        Returns
+        -------
+        slice
+            The same rows along the axis of the rank's array.
+
+        Raises
+        ------
+        ValueError
+            The rank does not hold all of these rows as one span.
+
+        See Also
+        --------
+        rows
+        part
+        """
         first = 0
         for start, stop in self.spans[rank]:
             if start <= span[0] and span[1] <= stop:
@@ -84,8 +133,23 @@ class Split:
         array : array
             NumPy's or CuPy's.
         rank : int
+            The rank whose rows are wanted.
         axis : int, default -2
             The axis of the sequence: -2 for q, k, v and out in layout "bhsd", -3 in layout "bshd", -1 for lse.
+
+        Returns
+        -------
+        array
+            A copy, of the dtype and library of `array`, with ``rows(rank)`` rows.
+
+        Raises
+        ------
+        ValueError
+            The array has not as many rows as the split.
+
+        See Also
+        --------
+        whole : Its inverse.
         """
         rows = array.shape[axis]
         if rows != self.seqlen:
@@ -105,6 +169,20 @@ class Split:
             The arrays of all ranks, in their order.
         axis : int, default -2
             The axis of the sequence, as `part` takes it: ``split.whole(lses, axis=-1)``.
+
+        Returns
+        -------
+        array
+            Of the dtype and library of the parts, with `seqlen` rows.
+
+        Raises
+        ------
+        ValueError
+            Not one array for each rank, or one that has not the rows of its rank.
+
+        See Also
+        --------
+        part : Its inverse.
         """
         if len(parts) != self.ranks:
             raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
@@ -130,13 +208,30 @@ def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     Parameters
     ----------
     seqlen, ranks : int
+        Rows of the sequence, and the number of ranks.
     multiple : int, default 1
         Pieces begin at multiples of this; 16 suits dropout.
+
+    Returns
+    -------
+    Split
+        Its spans have nearly equal lengths.
 
     Raises
     ------
     TypeError, ValueError
         An argument that is no integer, a negative `seqlen`, `ranks` below 1, or `multiple` below 1.
+
+    See Also
+    --------
+    contiguous
+    Split : Any other one.
+    ContextParallel
+
+    References
+    ----------
+    Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431.
+    It cuts rows in turns, for the same purpose.
 
     Examples
     --------
@@ -154,13 +249,25 @@ def contiguous(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     Parameters
     ----------
     seqlen, ranks : int
+        Rows of the sequence, and the number of ranks.
     multiple : int, default 1
         Spans begin at multiples of this; 16 suits dropout.
+
+    Returns
+    -------
+    Split
+        Its spans have nearly equal lengths.
 
     Raises
     ------
     TypeError, ValueError
         An argument that is no integer, a negative `seqlen`, `ranks` below 1, or `multiple` below 1.
+
+    See Also
+    --------
+    zigzag
+    Split : Any other one.
+    ContextParallel
 
     Examples
     --------

@@ -28,7 +28,22 @@ Message = tuple[int, Array]  # the rank at the other end, and a C-contiguous arr
 
 
 class Transport(ABC):
-    """What `ContextParallel` needs of a communicator."""
+    """What `ContextParallel` needs of a communicator.
+
+    Attributes
+    ----------
+    rank, size : int
+        The number of this rank, and the number of ranks.
+    goes_into_graphs : bool
+        Whether a CUDA graph can hold what `start` and `finish` do.
+    gathers_meanwhile : bool
+        Whether what `begin_all_gather` began goes on while this rank computes.
+
+    See Also
+    --------
+    Mpi, threads : Transports that are there.
+    ContextParallel
+    """
 
     rank: int
     size: int
@@ -37,29 +52,146 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
-        """What each rank says, by rank: a few bytes, through host memory."""
+        """What each rank says, by rank: a few bytes, through host memory.
+
+        Parameters
+        ----------
+        payload : bytes
+            What this rank says, of any length.
+        timeout : float
+            Seconds to wait for other ranks.
+
+        Returns
+        -------
+        list of bytes
+            That of rank r is at index r.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has failed; the message holds its error.
+        TimeoutError
+            A rank did not respond in time.
+
+        See Also
+        --------
+        begin_all_gather
+        start : For arrays.
+        """
 
     def begin_all_gather(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
-        """Begin to `all_gather`; returns a function that waits for the result."""
+        """Begin to `all_gather`; returns a function that waits for the result.
+
+        Parameters
+        ----------
+        payload : bytes
+            What this rank says, of any length.
+        timeout : float
+            Seconds to wait for other ranks.
+
+        Returns
+        -------
+        callable
+            Without arguments; it waits, and returns what `all_gather` does.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has failed; the message holds its error.
+        TimeoutError
+            A rank did not respond in time. Both may come from the function that is returned.
+
+        See Also
+        --------
+        all_gather
+        """
         return functools.partial(self.all_gather, payload, timeout)
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Begin to send arrays, which must not change until `finish`, and to receive into others."""
+        """Begin to send arrays, which must not change until `finish`, and to receive into others.
+
+        Parameters
+        ----------
+        sends, receives : sequence of (int, array)
+            The other rank, and a C-contiguous NumPy or CuPy array. Between two ranks the order is the same on both.
+
+        Returns
+        -------
+        object
+            What `finish` takes.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has failed; the message holds its error.
+
+        See Also
+        --------
+        finish
+        barrier
+        """
 
     @abstractmethod
     def finish(self, pending: Any, timeout: float) -> None:
-        """Wait for what `start` began; with CuPy arrays, the current stream waits instead of the host, if it can."""
+        """Wait for what `start` began; with CuPy arrays, the current stream waits instead of the host, if it can.
+
+        Parameters
+        ----------
+        pending : object
+            What `start` returned.
+        timeout : float
+            Seconds to wait for other ranks.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has failed; the message holds its error.
+        TimeoutError
+            A rank did not respond in time.
+
+        See Also
+        --------
+        start
+        """
 
     def barrier(self, timeout: float) -> None:  # noqa: B027 (most transports need no such wait)
         """Wait for the ranks of this process, if rows on their way may make CUDA wait in a call of another rank.
 
         Each rank calls this before its first `start` in a call, once it has loaded all kernels and allocated all
         memory, and after its last one. So no rank does such things while rows of another one wait for its own.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait for other ranks.
+
+        Raises
+        ------
+        RuntimeError
+            Another rank has failed; the message holds its error.
+        TimeoutError
+            A rank did not respond in time.
+
+        See Also
+        --------
+        start
         """
 
     def fail(self, rank: int, message: str) -> None:  # noqa: B027 (without it the others wait until their timeout)
-        """Tell the others that this rank, or another one, has failed, so that they stop waiting."""
+        """Tell the others that this rank, or another one, has failed, so that they stop waiting.
+
+        Parameters
+        ----------
+        rank : int
+            The rank that has failed.
+        message : str
+            Its error.
+
+        See Also
+        --------
+        all_gather
+        """
 
 
 def out_of_time(what: str, timeout: float, silent: Iterable[int] = ()) -> TimeoutError:
@@ -302,6 +434,7 @@ def threads(ranks: int) -> list[Threads]:
     Parameters
     ----------
     ranks : int
+        How many, 1 or more.
 
     Returns
     -------
@@ -312,6 +445,11 @@ def threads(ranks: int) -> list[Threads]:
     ------
     TypeError, ValueError
         `ranks` is no integer, or below 1.
+
+    See Also
+    --------
+    Mpi : Ranks that are processes.
+    ContextParallel
 
     Examples
     --------

@@ -53,6 +53,18 @@ class Score:
     python : callable, optional
         The same score as a function that is traced. It computes NumPy arrays, and tests compare the source with it.
 
+    Raises
+    ------
+    TypeError, ValueError
+        `cuda` is no str, or lacks the function; `arrays` are no identifiers, or not all different;
+        `python` cannot be traced, or reads other arrays.
+    NotImplementedError
+        A call on NumPy arrays without `python`.
+
+    See Also
+    --------
+    FlashAttention : The option `score`.
+
     Examples
     --------
     >>> import cuflash

@@ -17,52 +17,263 @@ def _apply(op: str, function: Any, *args: Any) -> Any:
 
 
 def exp(x: Any) -> Any:
-    """The exponential function."""
+    """The exponential function.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        The exponent.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    log : Its inverse.
+    FlashAttention : The options `score` and `mask`.
+    """
     return _apply("exp", np.exp, x)
 
 
 def log(x: Any) -> Any:
-    """The natural logarithm."""
+    """The natural logarithm.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        A number; of a negative one the result is NaN, of 0 it is -inf.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    exp : Its inverse.
+    sqrt
+    """
     return _apply("log", np.log, x)
 
 
 def sqrt(x: Any) -> Any:
-    """The square root; its derivative at 0 is infinite, but that of ``sqrt(x * x)`` is 0."""
+    """The square root; its derivative at 0 is infinite, but that of ``sqrt(x * x)`` is 0.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        A number; of a negative one the result is NaN.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    exp
+    log
+    """
     return _apply("sqrt", np.sqrt, x)
 
 
 def tanh(x: Any) -> Any:
-    """The hyperbolic tangent."""
+    """The hyperbolic tangent.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        A number.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape, within -1 and 1.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    FlashAttention : The option `softcap`, which is ``c * tanh(s / c)``.
+    clip
+    """
     return _apply("tanh", np.tanh, x)
 
 
 def sin(x: Any) -> Any:
-    """The sine."""
+    """The sine.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        An angle in radians.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    cos
+    """
     return _apply("sin", np.sin, x)
 
 
 def cos(x: Any) -> Any:
-    """The cosine."""
+    """The cosine.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        An angle in radians.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    sin
+    """
     return _apply("cos", np.cos, x)
 
 
 def abs(x: Any) -> Any:
-    """The absolute value; its derivative at 0 is 0."""
+    """The absolute value; its derivative at 0 is 0.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        A number.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x`, with its shape.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    maximum
+    sqrt
+    """
     return _apply("abs", np.abs, x)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller number; where both are equal the derivative is that of `x`."""
+    """The smaller number; where both are equal the derivative is that of `x`.
+
+    Parameters
+    ----------
+    x, y : traced value, number or numpy.ndarray
+        Numbers; NumPy arrays broadcast.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        NaN where either is NaN.
+
+    Raises
+    ------
+    TypeError
+        A traced value together with something that is neither a traced value nor a number.
+
+    See Also
+    --------
+    maximum
+    clip
+    """
     return _apply("min", np.minimum, x, y)
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger number; where both are equal the derivative is that of `x`."""
+    """The larger number; where both are equal the derivative is that of `x`.
+
+    Parameters
+    ----------
+    x, y : traced value, number or numpy.ndarray
+        Numbers; NumPy arrays broadcast.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        NaN where either is NaN.
+
+    Raises
+    ------
+    TypeError
+        A traced value together with something that is neither a traced value nor a number.
+
+    See Also
+    --------
+    minimum
+    clip
+    """
     return _apply("max", np.maximum, x, y)
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """The number in [low, high] nearest to `x`; at the bounds the derivative is that of `x`."""
+    """The number in [low, high] nearest to `x`; at the bounds the derivative is that of `x`.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        The number to bound.
+    low, high : traced value, number or numpy.ndarray
+        The bounds, low <= high; NumPy arrays broadcast.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        ``minimum(maximum(x, low), high)``.
+
+    Raises
+    ------
+    TypeError
+        A traced value together with something that is neither a traced value nor a number.
+
+    See Also
+    --------
+    minimum
+    maximum
+    floor
+    """
     return minimum(maximum(x, low), high)
 
 
@@ -70,12 +281,56 @@ def floor(x: Any) -> Any:
     """The largest integer that is not above `x`, as an integer, so that it can be an index; the derivative is 0.
 
     An integer has 32 bits, and is 0 for a NaN. Combined with a real number it is that of NumPy's floor.
+
+    Parameters
+    ----------
+    x : traced value, number or numpy.ndarray
+        A number, within the range of 32-bit integers.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Integers, with the shape of `x`.
+
+    Raises
+    ------
+    TypeError
+        `x` is neither a traced value, nor a number, nor an array of numbers.
+
+    See Also
+    --------
+    clip : To keep an index within its array.
+    where
     """
     return _apply("floor", floor_of, x)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """`x` where the condition holds, else `y`; the other one has no part in derivatives, even if NaN or infinite."""
+    """`x` where the condition holds, else `y`; the other one has no part in derivatives, even if NaN or infinite.
+
+    Parameters
+    ----------
+    condition : traced value, bool or numpy.ndarray
+        A comparison, or comparisons combined by ``&``, ``|`` and ``~``.
+    x, y : traced value, number or numpy.ndarray
+        The two choices; NumPy arrays broadcast.
+
+    Returns
+    -------
+    traced value, number or numpy.ndarray
+        Of the kind of `x` and `y`.
+
+    Raises
+    ------
+    TypeError
+        A traced value together with something that is neither a traced value nor a number.
+
+    See Also
+    --------
+    minimum
+    maximum
+    FlashAttention : The option `mask`, which hides pairs instead.
+    """
     return _apply("where", np.where, condition, x, y)
 
 

@@ -35,21 +35,59 @@ Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one 
 
 
 class MergeResult(NamedTuple):
-    """The result of `merge`."""
+    """The result of `merge`.
+
+    Attributes
+    ----------
+    out : array
+        Shape and dtype of each of the outs.
+    lse : array
+        Shape and dtype of each of the lses.
+
+    See Also
+    --------
+    merge
+    """
 
     out: Array
     lse: Array
 
 
 class MergeGradients(NamedTuple):
-    """The result of `merge_backward`: gradients for every split."""
+    """The result of `merge_backward`: gradients for every split.
+
+    Attributes
+    ----------
+    douts : tuple of array
+        For each split the gradient with respect to its out, of the shape and dtype of out.
+    dlses : tuple of array
+        For each split the gradient with respect to its lse, of the shape and dtype of lse.
+
+    See Also
+    --------
+    merge_backward
+    """
 
     douts: tuple[Array, ...]
     dlses: tuple[Array, ...]
 
 
 class MergeGradientTangents(NamedTuple):
-    """The result of `merge_backward` with tangents: gradients for every split, and their tangents."""
+    """The result of `merge_backward` with tangents: gradients for every split, and their tangents.
+
+    Attributes
+    ----------
+    douts : tuple of array
+        For each split the gradient with respect to its out, of the shape and dtype of out.
+    dlses : tuple of array
+        For each split the gradient with respect to its lse, of the shape and dtype of lse.
+    tdouts, tdlses : tuple of array
+        The tangents of douts and dlses, of their shapes and dtypes.
+
+    See Also
+    --------
+    merge_backward
+    """
 
     douts: tuple[Array, ...]
     dlses: tuple[Array, ...]
@@ -107,6 +145,12 @@ def merge(
     ------
     TypeError, ValueError, ImportError
         As `FlashAttention.forward` does; messages call the second out ``outs[1]``.
+
+    See Also
+    --------
+    merge_backward : Its gradients.
+    FlashAttention.forward : Gives out and lse of a split.
+    streamed, cuflash.distributed.ContextParallel : Attention over splits that merges by itself.
 
     Notes
     -----
@@ -306,6 +350,11 @@ def merge_backward(
     ------
     TypeError, ValueError, ImportError
         As `merge` does.
+
+    See Also
+    --------
+    merge : The sum whose gradients these are.
+    FlashAttention.backward, FlashAttention.backward_jvp : Take what this returns.
 
     Notes
     -----

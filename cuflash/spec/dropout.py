@@ -61,6 +61,15 @@ def dropout_mask(
     TypeError, ValueError
         An argument of the wrong type or out of range.
 
+    See Also
+    --------
+    FlashAttention : The option `dropout`.
+
+    References
+    ----------
+    Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov: Dropout (2014).
+    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011): Philox-4x32, here with 7 rounds.
+
     Examples
     --------
     >>> import cuflash

@@ -17,14 +17,36 @@ Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one 
 
 
 class ForwardResult(NamedTuple):
-    """What `FlashAttention.forward` returns."""
+    """What `FlashAttention.forward` returns.
+
+    Attributes
+    ----------
+    out : array
+        (..., num_heads, seqlen_q, head_dim_v) in layout "bhsd", dtype of q.
+    lse : array
+        (..., num_heads, seqlen_q) in every layout, float32 (float64 for float64): natural logarithm of the row sums.
+
+    See Also
+    --------
+    FlashAttention.forward
+    """
 
     out: Array
     lse: Array
 
 
 class Gradients(NamedTuple):
-    """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names."""
+    """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Shapes and dtypes of q, k and v.
+
+    See Also
+    --------
+    FlashAttention.backward
+    """
 
     dq: Array
     dk: Array
@@ -32,7 +54,21 @@ class Gradients(NamedTuple):
 
 
 class JvpResult(NamedTuple):
-    """What `FlashAttention.jvp` returns."""
+    """What `FlashAttention.jvp` returns.
+
+    Attributes
+    ----------
+    out : array
+        (..., num_heads, seqlen_q, head_dim_v) in layout "bhsd", dtype of q.
+    lse : array
+        (..., num_heads, seqlen_q) in every layout, float32 (float64 for float64): natural logarithm of the row sums.
+    tout, tlse : array
+        Tangents of out and lse, of their shapes and dtypes.
+
+    See Also
+    --------
+    FlashAttention.jvp
+    """
 
     out: Array
     lse: Array
@@ -41,7 +77,18 @@ class JvpResult(NamedTuple):
 
 
 class GradientTangents(NamedTuple):
-    """What `FlashAttention.backward_jvp` returns, unless it is asked for other tangents of gradients."""
+    """What `FlashAttention.backward_jvp` returns, unless it is asked for other tangents of gradients.
+
+    Attributes
+    ----------
+    tdq, tdk, tdv : array
+        Tangents of dq, dk and dv: shapes and dtypes of q, k and v.
+
+    See Also
+    --------
+    FlashAttention.backward_jvp
+    hessian_vector_product
+    """
 
     tdq: Array
     tdk: Array

@@ -89,6 +89,11 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     NotImplementedError
         `k` or `v` is fp8.
 
+    See Also
+    --------
+    FlashAttention.forward : Takes the two where it takes k and v.
+    merge : The same for splits that the caller makes.
+
     References
     ----------
     Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.

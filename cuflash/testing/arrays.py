@@ -22,6 +22,30 @@ def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any
     """The values as a view with the strides asked for, made of a contiguous buffer.
 
     fp8 numbers are converted as bytes: no library but NumPy takes them from it.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        The values.
+    strides : {"contiguous", "padded", "transposed", "flipped"}
+        As `Case` takes them.
+    convert : callable
+        Makes another library's array of a C-contiguous NumPy array.
+
+    Returns
+    -------
+    array
+        A view of the library's array, with the shape and dtype of `values`.
+
+    Raises
+    ------
+    ValueError
+        Unknown `strides`.
+
+    See Also
+    --------
+    Case.arrays : Lays all arrays out.
+    through_dlpack
     """
     if values.dtype.name in FLOAT8:
         convert = _by_bytes(convert, values.dtype)
@@ -48,12 +72,48 @@ def _by_bytes(convert: Callable[[Any], Any], dtype: np.dtype[Any]) -> Callable[[
 
 
 def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
-    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not export, included."""
+    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not export, included.
+
+    Parameters
+    ----------
+    from_dlpack : callable
+        That of the library: ``torch.from_dlpack``.
+
+    Returns
+    -------
+    callable
+        Makes the library's array of a NumPy array, by a copy or a view.
+
+    See Also
+    --------
+    check : Takes it as `convert`.
+    to_numpy : The way back.
+    """
     return lambda array: dlpack.Imported("numpy", {}, from_dlpack).export(array, None)
 
 
 def to_numpy(array: Any) -> Array:
-    """A NumPy array of any library's array, from host or device memory; bfloat16 stays bfloat16."""
+    """A NumPy array of any library's array, from host or device memory; bfloat16 stays bfloat16.
+
+    Parameters
+    ----------
+    array : array
+        With ``__dlpack__``; a tensor that needs gradients, too.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of the same shape and dtype; a view where the memory is the host's.
+
+    Raises
+    ------
+    TypeError
+        Not an array, or of a dtype that cuflash does not take.
+
+    See Also
+    --------
+    through_dlpack
+    """
     if isinstance(array, Float8Array):
         return to_numpy(array.bits).view(array.dtype)
     array = array.detach() if hasattr(array, "detach") else array

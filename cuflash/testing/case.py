@@ -31,6 +31,7 @@ class Case(Numbers):
     Parameters
     ----------
     seqlen_q, seqlen_k, head_dim : int
+        Sizes of the problem.
     batch, num_heads, num_heads_kv, head_dim_v : int
         Default to 1, 1, `num_heads` and `head_dim` (0 stands for these two).
     dtype : str
@@ -44,8 +45,8 @@ class Case(Numbers):
         The batch axes of q, k, v, kv_lengths or sinks, by name, where these are not `axes`: some of them are 1, or
         missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are as many
         `kv_lengths` as their axes have indices.
-    layout, causal, window :
-        As `cuflash.FlashAttention` takes them, as all numbers that act on scores.
+    scale, softcap, layout, causal, window :
+        As `cuflash.FlashAttention` takes them.
     bias : tuple of int, optional
         Shape of the additive bias, broadcast to (batch, num_heads, seqlen_q, seqlen_k).
     bias_dtype : {"softmax", "input"}
@@ -61,6 +62,7 @@ class Case(Numbers):
     kv_lengths : tuple of int, optional
         Number of keys of each batch entry; all of them with ``causal="lengths"``. What lies after them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
+        Their dtype.
     page_size : int
         k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
         `kv_lengths` are those of all keys unless given. Pages are shuffled; some are nobody's, and full of NaN; the
@@ -112,6 +114,16 @@ class Case(Numbers):
         By what q, k, v or dout, by name, are multiplied, up to the largest number of their dtype.
     seed : int
         Of the random numbers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Fields that do not go together, when `problem`, `options` or the arrays are asked for.
+
+    See Also
+    --------
+    cases : Draws cases.
+    check : Runs an implementation on one.
     """
 
     seqlen_q: int
@@ -182,7 +194,24 @@ class Case(Numbers):
 
     @classmethod
     def from_problem(cls, problem: Problem, *, seed: int = 0) -> Case:
-        """A case of the same sizes, dtype and options; arrays are contiguous and random."""
+        """A case of the same sizes, dtype and options; arrays are contiguous and random.
+
+        Parameters
+        ----------
+        problem : cuflash.spec.problem.Problem
+                Its sizes, dtype, options and which axes broadcast are taken.
+        seed : int, default 0
+            Of the random numbers.
+
+        Returns
+        -------
+        Case
+            With arrays of its own.
+
+        See Also
+        --------
+        check : Takes a problem, too.
+        """
         options = problem.options
         scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
 
@@ -259,6 +288,20 @@ class Case(Numbers):
         convert : callable
             Makes another library's array of a C-contiguous NumPy array: ``cupy.asarray``, `through_dlpack`. It is given
             whole buffers; the views that `strides` asks for are made of its results, by indexing and transposing.
+
+        Returns
+        -------
+        dict of str to array
+            Of the library that `convert` makes arrays of.
+
+        Raises
+        ------
+        ValueError
+            An unknown `strides`.
+
+        See Also
+        --------
+        check
         """
         arrays = {name: lay_out(x, self.strides, convert) for name, x in self._values().items()}
         if self.v_in_k:
@@ -478,7 +521,30 @@ def _granularity(problem: Problem, name: str) -> str | None:
 
 
 def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, Any]:
-    """The NumPy arrays of a case with pages, k and v as contiguous arrays; NaN where the table has no page."""
+    """The NumPy arrays of a case with pages, k and v as contiguous arrays; NaN where the table has no page.
+
+    Parameters
+    ----------
+    arrays : dict of str to numpy.ndarray
+        What `Case.arrays` gives for a case with pages.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        That of the case.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        Without block_table; k and v are 4-D, and scales of fp8 numbers are those of the keys of an entry.
+
+    Raises
+    ------
+    KeyError
+        There is no block_table.
+
+    See Also
+    --------
+    split_keys
+    cuflash.FlashAttention.forward : Takes the pages as they are.
+    """
     table, gathered = arrays["block_table"], {name: x for name, x in arrays.items() if name != "block_table"}
     for name in ("k", "v"):
         pages = view_4d(arrays[name], layout)[table]  # batch, page, heads, keys, dim
@@ -494,17 +560,68 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
 
 
 def qkv(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """The positional arguments of a call, from the arrays of a case."""
+    """The positional arguments of a call, from the arrays of a case.
+
+    Parameters
+    ----------
+    arrays : dict of str to array
+        What `Case.arrays` gives.
+
+    Returns
+    -------
+    tuple of array
+        (q, k, v).
+
+    Raises
+    ------
+    KeyError
+        One of them is missing.
+
+    See Also
+    --------
+    optional
+    """
     return arrays["q"], arrays["k"], arrays["v"]
 
 
 def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the forward pass, from the arrays of a case: those of `NAMES` that it has."""
+    """The keyword arguments of the forward pass, from the arrays of a case: those of `NAMES` that it has.
+
+    Parameters
+    ----------
+    arrays : dict of str to array
+        What `Case.arrays` gives.
+
+    Returns
+    -------
+    dict of str to array
+        bias, mask and so on, as `cuflash.FlashAttention.forward` takes them.
+
+    See Also
+    --------
+    qkv
+    optional_backward
+    """
     return {name: arrays[name] for name in NAMES if name in arrays}
 
 
 def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, and dlse."""
+    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, and dlse.
+
+    Parameters
+    ----------
+    arrays : dict of str to array
+        What `Case.arrays` gives.
+
+    Returns
+    -------
+    dict of str to array
+        As `cuflash.FlashAttention.backward` takes them.
+
+    See Also
+    --------
+    optional
+    """
     return {name: arrays[name] for name in (*NAMES, "dlse") if name in arrays}
 
 
@@ -526,6 +643,15 @@ def split_keys(
     -------
     list of dict
         q, k, v, mask and bias of each split by name. What `causal` and `window` hide, the masks do.
+
+    Raises
+    ------
+    ValueError
+        As `Case.arrays` does.
+
+    See Also
+    --------
+    cuflash.merge
     """
     arrays, keys = case.arrays(), np.arange(case.seqlen_k)
     ranges = np.array([case.problem.key_range(i) for i in range(case.seqlen_q)]).reshape(-1, 2, 1)
@@ -551,7 +677,22 @@ QUICK = ("plain", "one query", "pages", "cu_seqlens")
 def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str, Case]]:
     """(name, case): plain problems in every dtype, every option in a 16-bit type and in float32.
 
-    Those with the names `QUICK` only, if it is to be quick.
+    Parameters
+    ----------
+    seed : int, default 0
+        Of the random numbers of all cases.
+    quick : bool, default False
+        Whether to give only those with the names `QUICK`.
+
+    Returns
+    -------
+    iterator of (str, Case)
+        What ``python -m cuflash check`` runs.
+
+    See Also
+    --------
+    check
+    cases : Draws others.
     """
     plain: dict[str, dict[str, Any]] = {
         "plain": {},

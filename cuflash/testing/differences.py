@@ -20,7 +20,19 @@ STEP = 1e-5  # of each element, times a number of a normal distribution
 
 
 class Change(NamedTuple):
-    """How a sum of results changes with an array along one direction: by differences, and by its gradient."""
+    """How a sum of results changes with an array along one direction: by differences, and by its gradient.
+
+    Attributes
+    ----------
+    by_differences, by_gradient : float
+        The change that two calls give, and the one that the gradient predicts.
+    scale : float
+        Root of the sum of squares of what each element contributes.
+
+    See Also
+    --------
+    check_gradients
+    """
 
     by_differences: float
     by_gradient: float
@@ -79,6 +91,11 @@ def check_gradients(
         Inputs of another dtype, gradients of options that are numbers, and another order.
     NotImplementedError
         The third order.
+
+    See Also
+    --------
+    check : Holds results against the oracle.
+    cuflash.double_backward : What ``order=2`` checks.
     """
     if order == 3:
         remedy = DIFFERENCES_OF.format("second derivatives")

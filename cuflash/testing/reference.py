@@ -97,6 +97,15 @@ def forward(
         Shape `problem.out_shape`, of `dtype`.
     lse : numpy.ndarray or cupy.ndarray
         Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
+
+    See Also
+    --------
+    backward : Its gradients.
+    cuflash.FlashAttention.forward : The same in tiles.
+
+    References
+    ----------
+    Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, section 2.1 and appendix B.
     """
     xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
     out = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
@@ -126,11 +135,30 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
-    Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
-    `problem.lse_shape`; in a row that attends to no key it counts for nothing. In a 16-bit `dtype` the output, the
-    weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
-    heads in float32. `need` names the gradients that are wanted. With `heads`, gradients are those of their part of the
-    sum.
+    Parameters
+    ----------
+    problem : Problem
+        As `forward` takes it.
+    dout : numpy.ndarray or cupy.ndarray
+        Gradient with respect to out, of shape `problem.out_shape`.
+    q, k, v : numpy.ndarray or cupy.ndarray
+        As `forward` takes them.
+    dlse : numpy.ndarray or cupy.ndarray, optional
+        Gradient with respect to lse, of shape `problem.lse_shape`; without effect in rows that attend to no
+        key.
+    need : collection of str
+        The gradients that are wanted.
+    seed, offset : int, optional
+        As `forward` takes them.
+    dtype : dtype, default float64
+        As `forward` takes it. In a 16-bit dtype the output, the weights and the gradient of the scores are rounded
+        to it before each use, and gradients are summed over a group of heads in float32.
+    heads : iterable of (int, int), optional
+        As `forward` takes them: gradients are those of their part of the sum.
+    rows_at_once : int, optional
+        As `forward` takes it.
+    **terms : numpy.ndarray or cupy.ndarray, optional
+        As `forward` takes them.
 
     Returns
     -------
@@ -146,6 +174,15 @@ def backward(
             Shapes of `alibi_slopes` and `sinks`, dtype of lse.
         dscale, dsoftcap
             Shape (), dtype of lse.
+
+    See Also
+    --------
+    forward : The results whose gradients these are.
+    cuflash.FlashAttention.backward : The same in tiles.
+
+    References
+    ----------
+    Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, section 2.1 and appendix B.
     """
     xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
     dlse = xp.zeros(problem.lse_shape) if dlse is None else dlse

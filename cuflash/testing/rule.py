@@ -82,6 +82,27 @@ class Yardstick:
 
     ``summed`` is of dv: its sums over the keys. They are sums of dout times what the weights of a row sum to, which is
     1 (less what a sink has and dropout drops), however large lse is and whatever rounding makes of single weights.
+
+    Attributes
+    ----------
+    name : str
+        The result.
+    expected : numpy.ndarray
+        float64, or long double for float64: what the oracle gives.
+    zero : numpy.ndarray
+        bool: where the result is exactly zero, in rows that attend to no key and keys that no row attends to.
+    plain_error, scale, tolerance : numpy.ndarray
+        As above, entry by entry.
+    strict_tolerance : float
+        As above.
+    summed : Summed, optional
+        As above.
+
+    See Also
+    --------
+    yardsticks : Those of all results of a problem.
+    measure : Compares a result with one.
+    Measurement
     """
 
     name: str
@@ -94,7 +115,22 @@ class Yardstick:
     summed: Summed | None = None
 
     def looser(self, factor: float) -> Yardstick:
-        """The yardstick of a result that may be so many times as far from what it should be."""
+        """The yardstick of a result that may be so many times as far from what it should be.
+
+        Parameters
+        ----------
+        factor : float
+            1 or more.
+
+        Returns
+        -------
+        Yardstick
+            With tolerances of factor times those of this one.
+
+        See Also
+        --------
+        measure
+        """
         summed = self.summed and replace(self.summed, of=self.summed.of.looser(factor))
         return replace(self, tolerance=factor * self.tolerance, summed=summed)
 
@@ -109,7 +145,30 @@ class Summed:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How far one result was from the oracle, in the words of `Yardstick`, where it came closest to its tolerance."""
+    """How far one result was from the oracle, in the words of `Yardstick`, where it came closest to its tolerance.
+
+    Attributes
+    ----------
+    name : str
+        The result.
+    at : tuple of int
+        The entry that came closest to its tolerance.
+    error, plain_error, tolerance : float
+        Of this entry.
+    ratio : float
+        error / tolerance: at most 1 if the result passes.
+    strict_tolerance : float
+        As of `Yardstick`.
+    strict_ratio : float
+        The largest error over strict_tolerance: not above 1 on the average of several seeds.
+    failure : str, optional
+        What is wrong, if something is.
+
+    See Also
+    --------
+    measure : Makes it.
+    Report
+    """
 
     name: str
     at: tuple[int, ...] = ()
@@ -127,13 +186,19 @@ class Measurement:
 
 
 class Report(tuple[Measurement, ...]):
-    """Measurements of the results of one case."""
+    """Measurements of the results of one case.
+
+    See Also
+    --------
+    check, assert_forward, assert_backward : Return it.
+    """
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
 
     @property
     def passed(self) -> bool:
+        """Whether no measurement failed."""
         return not any(m.failure for m in self)
 
 
@@ -142,6 +207,25 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
 
     NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says. A number that may be
     beyond the largest one of its dtype may be infinite.
+
+    Parameters
+    ----------
+    name : str
+        The result, for messages.
+    got : array
+        The result, of any library with ``__dlpack__``.
+    yardstick : Yardstick
+        What it should be.
+
+    Returns
+    -------
+    Measurement
+        With a `failure` where it is not within its tolerance.
+
+    See Also
+    --------
+    check
+    Yardstick
     """
     values, expected = to_numpy(got), yardstick.expected
     if values.shape != expected.shape:
@@ -191,6 +275,25 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> 
     """The yardsticks of out and lse, and of all gradients if `dout` is among the NumPy `arrays`.
 
     With dropout, `random` is the `seed` and the `offset`.
+
+    Parameters
+    ----------
+    problem : cuflash.spec.problem.Problem
+        Of the arrays.
+    arrays : dict of str to numpy.ndarray
+        q, k, v, and by their names dout, dlse and the optional inputs.
+    **random : int
+        With dropout `seed` and `offset`.
+
+    Returns
+    -------
+    dict of str to Yardstick
+        By the names of the results.
+
+    See Also
+    --------
+    measure
+    Yardstick
     """
     return _yardsticks(problem, arrays, random, None)
 
@@ -299,7 +402,23 @@ def _read(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def gradients_of(problem: Problem) -> tuple[str, ...]:
-    """All gradients that a problem has, those of what its score reads last."""
+    """All gradients that a problem has, those of what its score reads last.
+
+    Parameters
+    ----------
+    problem : cuflash.spec.problem.Problem
+        Of a `Case`, its attribute `problem`.
+
+    Returns
+    -------
+    tuple of str
+        "dq", "dk", "dv", and those of the options that it has.
+
+    See Also
+    --------
+    yardsticks
+    reference.backward : Takes them as `need`.
+    """
     own = (
         name
         for name in GRADIENTS
@@ -332,6 +451,30 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
     """Judge the output of an implementation, of any array library, and its lse if it has one.
 
     Returns the measurements, or raises AssertionError that shows them.
+
+    Parameters
+    ----------
+    case : Case
+        The problem.
+    out : array
+        What the implementation gave, of any library with ``__dlpack__``: shape and dtype of `FlashAttention.forward`.
+    lse : array, optional
+        The same.
+
+    Returns
+    -------
+    Report
+        The measurements of out and lse.
+
+    Raises
+    ------
+    AssertionError
+        A result is outside the oracle rule; the message holds the measurements and the case.
+
+    See Also
+    --------
+    assert_backward
+    check : Calls the implementation, too.
     """
     return _judge(case, {"out": out} if lse is None else {"out": out, "lse": lse})
 
@@ -342,6 +485,32 @@ def assert_backward(
     """Judge gradients of ``sum(dout * out)``, those given, as `assert_forward` judges the output; dlse counts.
 
     Those besides the four have the names of `cuflash.spec.outputs.GRADIENTS`.
+
+    Parameters
+    ----------
+    case : Case
+        The problem.
+    dq, dk, dv, dsinks : array, optional
+        What the implementation gave, of any library with ``__dlpack__``.
+    **others : array
+        Other gradients by their names: dbias, dalibi_slopes, dscale, dsoftcap.
+
+    Returns
+    -------
+    Report
+        The measurements of the gradients that were given.
+
+    Raises
+    ------
+    AssertionError
+        A result is outside the oracle rule; the message holds the measurements and the case.
+    TypeError
+        A name that no gradient has.
+
+    See Also
+    --------
+    assert_forward
+    check : Calls the implementation, too.
     """
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks} | others
     for name in given:
@@ -384,6 +553,12 @@ def check(
     ------
     AssertionError
         A result is outside the oracle rule, has not the shape or dtype that it should have, or an input was changed.
+
+    See Also
+    --------
+    cases : Draws cases, for hypothesis.
+    assert_forward, assert_backward : Judge results that are there.
+    check_gradients : Needs no oracle.
 
     Examples
     --------

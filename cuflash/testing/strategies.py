@@ -75,6 +75,21 @@ def cases(
         Largest number of scores, over all heads: bounds the time that a case takes.
     min_seqlen : int
         Shortest sequence; 0 makes empty ones too.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of Case
+        Simple cases first: it shrinks to small sizes and few options.
+
+    Raises
+    ------
+    ImportError
+        hypothesis is not installed.
+
+    See Also
+    --------
+    Case
+    check : Runs an implementation on a case.
     """
 
     def has(feature: str) -> bool:
@@ -197,12 +212,50 @@ def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
 
 @st.composite
 def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
-    """Strategy for 4-D cases as `of` draws them, with any number of batch axes, along which some arrays broadcast."""
+    """Strategy for 4-D cases as `of` draws them, with any number of batch axes, along which some arrays broadcast.
+
+    Parameters
+    ----------
+    of : hypothesis.strategies.SearchStrategy of Case
+        ``cases(ndims=[4])``, say.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of Case
+        Cases with `axes`.
+
+    Raises
+    ------
+    ImportError
+        hypothesis is not installed.
+
+    See Also
+    --------
+    cases
+    over_axes
+    """
     return over_axes(draw(of), lambda values: draw(st.sampled_from(values)))
 
 
 def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
-    """A 4-D case with batch axes, of which `choose` takes one of several values at a time, the simplest first."""
+    """A 4-D case with batch axes, of which `choose` takes one of several values at a time, the simplest first.
+
+    Parameters
+    ----------
+    case : Case
+        4-D, without batch axes of its own.
+    choose : callable
+        Takes a sequence of values, the simplest first, and returns one of them.
+
+    Returns
+    -------
+    Case
+        With `axes` and `batch_axes`.
+
+    See Also
+    --------
+    with_axes : The same as a strategy.
+    """
     axes = tuple(choose((2, 1, 3, 2, 1, 3, 2, 1, 3, 0)) for _ in range(choose(range(5))))
     while math.prod(axes) > MOST_ENTRIES:
         axes = axes[1:]
