@@ -156,8 +156,8 @@ def global_blocks(m: int, n: int, count: int) -> BlockMask:
 
     References
     ----------
-    Beltagy, Peters, Cohan: Longformer (2020), https://arxiv.org/abs/2004.05150, section 3.1.
-    Zaheer and others: Big Bird (2020), https://arxiv.org/abs/2007.14062, section 2.
+    - Beltagy, Peters, Cohan: Longformer (2020), https://arxiv.org/abs/2004.05150, section 3.1.
+    - Zaheer and others: Big Bird (2020), https://arxiv.org/abs/2007.14062, section 2.
     """
     rows, columns = np.arange(_count("m", m)), np.arange(_count("n", n))
     count = _count("count", count)

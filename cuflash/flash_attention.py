@@ -152,7 +152,8 @@ class FlashAttention(SecondDerivatives):
 
     and then the head's sink, if there is one, joins the sum of exponentials::
 
-        lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
+        lse[i] = log(exp(sink) + sum_j exp(s))
+        out[i] = sum_j exp(s - lse[i]) * v[j]
 
     A query that attends to no key has out = 0, lse = -inf (or the sink) and adds nothing to the gradients of q, k and
     v. For any other query, NaN and infinities in what it attends to reach the output as in the formula.
@@ -166,13 +167,13 @@ class FlashAttention(SecondDerivatives):
 
     References
     ----------
-    Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
-    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
-    Xiao, Tian, Chen, Han, Lewis: Efficient streaming language models with attention sinks (2023),
-    https://arxiv.org/abs/2309.17453 (its "zero sink" is a sink of 0).
-    Child, Gray, Radford, Sutskever: Generating long sequences with sparse transformers (2019),
-    https://arxiv.org/abs/1904.10509 (block masks).
-    OpenAI: gpt-oss-120b & gpt-oss-20b model card (2025), https://arxiv.org/abs/2508.10925 (learnable sinks).
+    - Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
+    - Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+    - Xiao, Tian, Chen, Han, Lewis: Efficient streaming language models with attention sinks (2023),
+      https://arxiv.org/abs/2309.17453 (its "zero sink" is a sink of 0).
+    - Child, Gray, Radford, Sutskever: Generating long sequences with sparse transformers (2019),
+      https://arxiv.org/abs/1904.10509 (block masks).
+    - OpenAI: gpt-oss-120b & gpt-oss-20b model card (2025), https://arxiv.org/abs/2508.10925 (learnable sinks).
 
     Examples
     --------
@@ -501,8 +502,8 @@ class FlashAttention(SecondDerivatives):
 
         References
         ----------
-        Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithm 4 and appendix B.
-        Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithm 2.
+        - Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithm 4.
+        - Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithm 2.
         """
         if block_table is not None:
             raise NotImplementedError(

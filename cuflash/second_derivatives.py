@@ -92,8 +92,8 @@ class SecondDerivatives(Preparation):
 
         References
         ----------
-        Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
-        The equations above are derived in docs/second-derivatives.md.
+        - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+        - The equations above are derived in docs/second-derivatives.md.
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)
@@ -172,8 +172,8 @@ class SecondDerivatives(Preparation):
 
         References
         ----------
-        Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
-        The equations above are derived in docs/second-derivatives.md.
+        - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
+        - The equations above are derived in docs/second-derivatives.md.
         """
         gradients = self.options.score_gradients
         check_tangent_names(self.options)

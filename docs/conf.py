@@ -37,6 +37,7 @@ html_sidebars = {"index": [], "start": []}  # pages without pages below them
 # A class is one page, with its methods.
 autodoc_default_options = {"members": True, "inherited-members": "tuple"}
 numpydoc_show_class_members = False
+autodoc_typehints = "none"  # types are in the sections, and signatures of overloads would hide the parameters
 # Docstrings of `cuflash.torch` and `cuflash.jax` are read without these libraries, too.
 autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 if find_spec("jax") is None:  # whose tables of rules are written to, which autodoc's stand-ins refuse

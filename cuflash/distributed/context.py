@@ -121,8 +121,8 @@ class ContextParallel(SecondDerivatives):
 
     References
     ----------
-    Liu, Zaharia, Abbeel: Ring attention with blockwise transformers (2023), https://arxiv.org/abs/2310.01889.
-    Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431 (equal work under a causal mask).
+    - Liu, Zaharia, Abbeel: Ring attention with blockwise transformers (2023), https://arxiv.org/abs/2310.01889.
+    - Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431 (equal work under a causal mask).
 
     Examples
     --------

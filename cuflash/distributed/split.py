@@ -230,8 +230,8 @@ def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
 
     References
     ----------
-    Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431.
-    It cuts rows in turns, for the same purpose.
+    - Brandon and others: Striped attention (2023), https://arxiv.org/abs/2311.09431.
+    - It cuts rows in turns, for the same purpose.
 
     Examples
     --------

@@ -163,9 +163,9 @@ def merge(
 
     References
     ----------
-    Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
-    Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference (2023),
-    https://pytorch.org/blog/flash-decoding/.
+    - Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867.
+    - Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference (2023),
+      https://pytorch.org/blog/flash-decoding/.
 
     Examples
     --------

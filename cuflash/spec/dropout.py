@@ -67,8 +67,8 @@ def dropout_mask(
 
     References
     ----------
-    Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov: Dropout (2014).
-    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011): Philox-4x32, here with 7 rounds.
+    - Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov: Dropout (2014).
+    - Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011): Philox-4x32, here with 7 rounds.
 
     Examples
     --------

@@ -96,9 +96,9 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
 
     References
     ----------
-    Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
-    Yao, Jacobs, Tanaka, Ruwase, Subramoni, Panda: Training ultra long context language model with fully pipelined
-    distributed transformer (2024), https://arxiv.org/abs/2408.16978 (copies of chunks overlap with computation).
+    - Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867.
+    - Yao, Jacobs, Tanaka, Ruwase, Subramoni, Panda: Training ultra long context language model with fully pipelined
+      distributed transformer (2024), https://arxiv.org/abs/2408.16978 (copies of chunks overlap with computation).
 
     Examples
     --------
