@@ -95,9 +95,9 @@ class FlashAttention(SecondDerivatives):
         split into two bf16 terms, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
-        Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused
-        if that is 1. `forward` and `backward` then take a `seed` and an `offset`, which decide which weights are
-        dropped: `cuflash.dropout_mask` shows them all.
+        Probability that an attention weight is dropped, at least 0 and below 1; rounded to a multiple of 1 / 65536,
+        which must be below 1, too. `forward` and `backward` then take a `seed` and an `offset`, which decide which
+        weights are dropped: `cuflash.dropout_mask` shows them all.
     block_size : int or (int, int), default (128, 128)
         Rows and keys of the blocks of a `block_mask`, without effect where none is given: multiples of 16 from 16 to
         1024, one number for both. Tiles of 128 rows and 128 keys are the fastest: where they cut blocks, pairs are
@@ -284,7 +284,7 @@ class FlashAttention(SecondDerivatives):
             Added to the scores; dtype of q or of lse. Broadcasts to (batch, num_heads, seqlen_q, seqlen_k), without a
             copy. -inf hides a key.
         mask : array, optional
-            bool, True takes part; broadcasts likewise.
+            bool, True is visible; broadcasts as bias does.
         kv_lengths : array, optional
             (batch,), int32 or int64: only the first ``kv_lengths[b]`` keys of entry b exist, the rest is never read.
             Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it. It does not move
@@ -312,20 +312,20 @@ class FlashAttention(SecondDerivatives):
             the CPU; on the GPU others are clamped.
         cu_seqlens_q, cu_seqlens_k : array, optional
             (sequences + 1,), int32, or int64, of which a copy is made: q, k and v are 3-D and hold packed sequences,
-            one after the other along the axis of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b +
-            1]`` of q attend to the keys from ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem
-            of their own: d is that of the sequence, of which any may be empty, and (batch, ...) stands for (sequences,
-            ...). They start with 0, do not decrease, and end within the axis; on the GPU, where looking would be a
-            synchronisation, nothing outside of the arrays is touched whatever they are, and values that break the rule
-            give undefined results. Rows after the last sequence belong to none: out = 0, lse = -inf. Not together with
-            bias, mask, block_mask, kv_lengths and block_table.
+            one after the other along the axis of seqlen. Rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1`` of q
+            attend to keys ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1] - 1``, as a problem of their own, with a d of
+            its own. A sequence may be empty; (batch, ...) stands for (sequences, ...). They start with 0, do not
+            decrease, and end within the axis, which is checked on the CPU. A check on the GPU would be a
+            synchronisation: there other values give undefined results, but nothing outside of the arrays is touched.
+            Rows after the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
+            kv_lengths and block_table.
         q_scale, k_scale, v_scale : array, optional
             float32: the factors of q, k and v, required where these are fp8: 1.0 if their numbers have none. Each
-            broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout, where block is a power of two
-            that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
-            head, and as many as keys are one for each key. With a `block_table` they are those of the pool: (num_pages,
-            num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q has
-            num_heads and seqlen_q instead.
+            broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout. The block size is inferred:
+            the power of two for which seqlen_k keys make as many blocks as the last axis has. So () is one number for
+            the array, (num_heads_kv, 1) one for each head, and (num_heads_kv, seqlen_k) one for each key. With a
+            `block_table` they are those of the pool: (num_pages, num_heads_kv, ceil(page_size / block)); with packed
+            sequences, blocks are of all rows. That of q has num_heads and seqlen_q instead.
         seed, offset : int, optional
             They decide which weights dropout drops: needed with dropout, without effect otherwise. 0 to ``2 ** 64 - 1``
             and 0 to ``2 ** 32 - 1``. Calls that differ in either drop other weights: the seed may be the number of a
@@ -447,8 +447,8 @@ class FlashAttention(SecondDerivatives):
         Parameters
         ----------
         dout : array
-            Gradient with respect to out, of its shape and dtype. One entry does not stand for others here, nor in out,
-            lse and dlse: ``numpy.broadcast_to(dout, out.shape)`` says that it does.
+            Gradient with respect to out, of its shape and dtype. dout, out, lse and dlse do not broadcast: pass
+            ``numpy.broadcast_to(dout, out.shape)``.
         q, k, v : array
             As `forward` took them.
         out, lse : array
@@ -465,8 +465,8 @@ class FlashAttention(SecondDerivatives):
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
         need : collection of str, default ("dq", "dk", "dv")
-            Gradients that are wanted, in any order; only these are computed. Beside those three, "dscale" always may be
-            among them, and "dbias", "dalibi_slopes", "dsoftcap" and "dsinks" where there is a bias, and so on.
+            Gradients that are wanted, in any order; only these are computed. "dscale" may always be among them, and
+            "dbias", "dalibi_slopes", "dsoftcap" and "dsinks" where there is a bias, and so on.
         seed, offset : int, optional
             As `forward` took them.
         dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : array, optional

@@ -302,7 +302,7 @@ def _stats_bytes(plan: Plan) -> int:
 
 
 def _added(plan: Plan) -> int:
-    """Bytes that blocks which own keys add to sums of dq: whole tiles of queries, for each tile of keys."""
+    """Bytes that blocks which own keys add to the dq accumulator: whole tiles of queries, for each tile of keys."""
     problem, tile = plan.problem, plan.tiles[0]
     steps = sum(map(len, query_tiles(problem.mean_sequence, tile.block_m, tile.block_n)))
     row_bytes = tile.padded_dims(problem)[0] * ITEMSIZE[problem.softmax_dtype]

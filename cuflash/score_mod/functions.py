@@ -1,4 +1,4 @@
-"""The functions that scores and masks are made of. They take traced values, numbers and NumPy arrays alike."""
+"""The functions that scores and masks are made of. They take traced values, numbers and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exp(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def log(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def sqrt(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def tanh(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape, within -1 and 1.
+        Of the type and shape of `x`, within -1 and 1.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def sin(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def cos(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def abs(x: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x`, with its shape.
+        Of the type and shape of `x`.
 
     Raises
     ------
@@ -318,7 +318,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     Returns
     -------
     traced value, number or numpy.ndarray
-        Of the kind of `x` and `y`.
+        Of the type of `x` and `y`.
 
     Raises
     ------

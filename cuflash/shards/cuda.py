@@ -1,4 +1,4 @@
-"""The functions of a CUDA device that belts need, by CuPy."""
+"""The functions of a CUDA device that copy pipelines need, by CuPy."""
 
 from __future__ import annotations
 

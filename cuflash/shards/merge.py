@@ -156,10 +156,10 @@ def merge(
     -----
     Give a learnable sink, and its tangent, to one of the splits only.
 
-    lse is all that says what a split weighs, and it is rounded: in rows of large lse the weights of splits have the
-    error of half a unit in its last place, 2^-10 at an lse of 3e4 in float32, and at -1e9, as where a finite mask hides
-    all keys, n splits weigh 1 each. `ContextParallel` and streamed keys, which have the keys, weigh their splits
-    exactly.
+    The weights of splits follow from lse alone, which is rounded: in rows of large lse these weights have the
+    error of half a unit in its last place: 2^-10 at an lse of 3e4 in float32. At -1e9, as where a finite mask hides all
+    keys, each of n splits has the weight 1. `ContextParallel` and streamed keys have the keys, so that their weights
+    are exact.
 
     References
     ----------

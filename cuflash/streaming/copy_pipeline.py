@@ -24,7 +24,7 @@ MAX_THREADS = 8  # threads that copy within host memory
 
 
 class Device(Protocol):
-    """The functions of a device that belts need. The stream None is the one that computes."""
+    """The functions of a device that copy pipelines need. The stream None is the one that computes."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Device memory."""

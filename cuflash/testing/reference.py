@@ -24,7 +24,7 @@ run in a lower precision give "the plain formula in that dtype", whose error is 
 
 Arrays are NumPy's or CuPy's, and so are the results. Of CuPy's, score_mod, mask_mod, dropout's random bits and fp8
 numbers are evaluated on the host, since NumPy defines their values. `scores`, `softmax`, `output` and `gradients` take
-matrices with any leading axes.
+matrices with any batch axes.
 """
 
 from __future__ import annotations

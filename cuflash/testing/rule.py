@@ -60,7 +60,7 @@ class Yardstick:
         terms of the scores: ``scale * abs(q) @ abs(k)`` (in units of a soft cap below 1) and slopes times distances.
         Tensor cores cut off sums of products of half precision every 16 columns: above head dimensions of 256 the sum
         of the sizes of these sums counts where it is larger. lse of half precision has a unit of the difference of the
-        row's scores, too, of at most log(2^32) (log(2^14) for float16), by which offsets of exponents lag.
+        row's scores, too, of at most log(2^32) (log(2^14) for float16), by which a lazy maximum may lag.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
         moves them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so

@@ -24,7 +24,7 @@ MOST_WARPS = 8  # of a block: more would leave each too few registers
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTile(Sm80Tile):
-    """One way to stream the keys past block_m queries. Teams of warps take tiles of block_n keys of their own."""
+    """One way to stream the keys past block_m queries. Groups of warps take tiles of block_n keys of their own."""
 
     warp_groups: int
     warps_d: int = 1  # warps along the columns of the output
