@@ -371,7 +371,7 @@ def double_backward(
     References
     ----------
     - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
-    - The symmetry is used as docs/second-derivatives.md says.
+    - Examples: docs/second-derivatives.md.
     """
     both: dict[str, Array] = {"seed": seed, "offset": offset}
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}

@@ -93,7 +93,7 @@ class SecondDerivatives(Preparation):
         References
         ----------
         - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
-        - The equations above are derived in docs/second-derivatives.md.
+        - These equations with dropout: docs/second-derivatives.md, "Definitions".
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)
@@ -173,7 +173,7 @@ class SecondDerivatives(Preparation):
         References
         ----------
         - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
-        - The equations above are derived in docs/second-derivatives.md.
+        - These equations with dropout: docs/second-derivatives.md, "Definitions".
         """
         gradients = self.options.score_gradients
         check_tangent_names(self.options)

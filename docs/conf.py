@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 from unittest.mock import MagicMock
@@ -45,11 +46,15 @@ if find_spec("jax") is None:  # whose tables of rules are written to, which auto
 
 
 def setup(app: Sphinx) -> None:
-    """What pages are without on a repository's site, where they are read, too."""
+    """What pages and docstrings are without where they are read, too: on a repository's site and in a terminal."""
 
     def amend(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace("](../README.md)", "](start.md)")
         if name == "examples":
             source[0] += "\n:::{toctree}\n:hidden:\n:glob:\n\nexamples/*\n:::\n"
 
+    def link(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+        lines[:] = [re.sub(r"\bdocs/([\w-]+)\.md\b", r":doc:`/\1`", line) for line in lines]
+
     app.connect("source-read", amend)
+    app.connect("autodoc-process-docstring", link)

@@ -13,8 +13,8 @@ and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge wh
 
 The oracle rule: on the same inputs, the error against the oracle (`cuflash.testing.reference` in float64, or in long
 double for float64) of each entry of a result is at most twice the error of the plain formula computed in the dtype of
-the inputs (once, for float32), plus one unit in the last place of the entry's scale, plus what rounding the scores of
-its rows costs anybody. `Yardstick` has the definitions.
+the inputs (once, for float32), plus one unit in the last place of the entry's scale, plus the unavoidable effect of
+rounding the scores of its row. `Yardstick` has the definitions.
 """
 
 from __future__ import annotations

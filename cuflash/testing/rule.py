@@ -35,11 +35,11 @@ class Yardstick:
     ``tolerance = factor * plain_error + ulp * scale + noise``, where
 
     factor
-        1 for float32, which has no excuse to be worse than the plain formula; 2 for the others.
+        1 for float32; 2 for the others.
     plain_error
         Largest error of the plain formula computed in the dtype of the inputs (`cuflash.testing.reference` in that
-        dtype). Largest errors are a matter of luck, more so where they are of few numbers. So it is not that of the
-        entry: it is that of the whole result, counted in what each entry allows by itself
+        dtype). A largest error is random, the more so if it is one of few numbers. So it is not that of the entry: it
+        is that of the whole result, counted in what each entry allows by itself
         (`cuflash.testing.reference.error_fractions`).
     ulp * scale
         One unit in the last place of the scale. Scale is the largest absolute value of the entry, or of the root of the
@@ -63,9 +63,8 @@ class Yardstick:
         row's scores, too, of at most log(2^32) (log(2^14) for float16), by which a lazy maximum may lag.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
-        moves them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so
-        where results are few, and this keeps the rule from being one. It is next to nothing for ordinary rows of 16-bit
-        types, whose softmax runs in float32.
+        moves them alike, so that lse counts as at most ``LARGE_LSE``. A largest error is random, and this keeps the
+        rule from being so. It is next to nothing for ordinary rows of 16-bit types, whose softmax runs in float32.
 
     To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add partial dq to memory, in
     tiles of no fewer keys, subnormal numbers become zeros.
