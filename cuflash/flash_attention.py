@@ -165,6 +165,8 @@ class FlashAttention(SecondDerivatives):
 
     Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
+    docs/semantics.md has all options, those of the calls too, in a table: shapes, dtypes, gradients and passes.
+
     References
     ----------
     - Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, algorithms 1 and 4.
