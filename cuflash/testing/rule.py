@@ -64,7 +64,7 @@ class Yardstick:
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
         moves them alike, so that lse counts as at most ``LARGE_LSE``. A largest error is random, and this keeps the
-        rule from being so. It is next to nothing for ordinary rows of 16-bit types, whose softmax runs in float32.
+        rule from being so. It is next to nothing for ordinary rows of half precision, whose softmax runs in float32.
 
     To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add partial dq to memory, in
     tiles of no fewer keys, subnormal numbers become zeros.

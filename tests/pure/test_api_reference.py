@@ -4,9 +4,14 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import cuflash
+import cuflash.distributed as cd
+import cuflash.testing as ct
 from tests.pure.test_docstrings import documented_parameters, parameters
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -170,6 +175,55 @@ def test_related_names_are_in_the_reference(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_published_names_its_source(name):
     assert re.search(r"\(\d{4}\)", sections(raw(name))["References"])
+
+
+X = np.ones((2, 8, 16))
+ANY: Any = cuflash  # of arguments that type checkers refuse
+SPLIT = cd.zigzag(10, 2)
+SIZES: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 3, "head_dim": 4}
+WRONG = (
+    ("cuflash.FlashAttention", lambda: cuflash.FlashAttention(softcap=-1)),
+    ("cuflash.FlashAttention.forward", lambda: cuflash.FlashAttention().forward(X, X, X[0, 0])),
+    ("cuflash.Score", lambda: ANY.Score(cuda=3)),
+    ("cuflash.Score", lambda: cuflash.Score(cuda="x")),
+    ("cuflash.block_masks.local", lambda: cuflash.block_masks.local(2, 2, -1)),
+    ("cuflash.cpu_threads", lambda: cuflash.cpu_threads(0).__enter__()),
+    ("cuflash.dequantize", lambda: cuflash.dequantize(X)),
+    ("cuflash.dequantize", lambda: cuflash.dequantize(cuflash.quantize(X).array, np.ones((5, 7), np.float32))),
+    ("cuflash.distributed.Mpi", lambda: cd.Mpi(3)),
+    ("cuflash.distributed.Split", lambda: cd.Split([[(0, 3)], [(2, 5)]])),
+    ("cuflash.distributed.Split.local", lambda: SPLIT.local(0, (2, 9))),
+    ("cuflash.distributed.Split.part", lambda: SPLIT.part(X, 0)),
+    ("cuflash.distributed.Split.rows", lambda: SPLIT.rows(5)),
+    ("cuflash.distributed.Split.whole", lambda: SPLIT.whole([X])),
+    ("cuflash.distributed.zigzag", lambda: cd.zigzag(-1, 2)),
+    ("cuflash.dropout_mask", lambda: ANY.dropout_mask("a", 0, 1, 1, 2, 8, 0.5)),
+    ("cuflash.exp", lambda: cuflash.exp("a")),
+    ("cuflash.floor", lambda: cuflash.floor("a")),
+    ("cuflash.fp8", lambda: cuflash.fp8(X, "e4m3")),
+    ("cuflash.fp8", lambda: cuflash.fp8(X.view(np.uint8), "x")),
+    ("cuflash.merge", lambda: cuflash.merge([X], [X])),
+    ("cuflash.minimum", lambda: cuflash.FlashAttention(score=lambda s, i, j: cuflash.minimum(s, "a"))),
+    ("cuflash.quantize", lambda: ANY.quantize(X, block=2.5)),
+    ("cuflash.quantize", lambda: ANY.quantize(X, per="x")),
+    ("cuflash.rotate", lambda: cuflash.rotate(np.ones(()))),
+    ("cuflash.streamed", lambda: cuflash.streamed(X, X, chunk=0)),
+    ("cuflash.testing.Case", lambda: ct.Case(**SIZES, bias=(7, 7)).problem),
+    ("cuflash.testing.assert_backward", lambda: ct.assert_backward(ct.Case(**SIZES), foo=1)),
+    ("cuflash.testing.gather_pages", lambda: ct.gather_pages({})),
+    ("cuflash.testing.lay_out", lambda: ct.lay_out(X, "x", np.asarray)),
+    ("cuflash.testing.numpy_dtype", lambda: ct.numpy_dtype("float7")),
+    ("cuflash.testing.qkv", lambda: ct.qkv({})),
+    ("cuflash.testing.to_numpy", lambda: ct.to_numpy("a")),
+)
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG)
+def test_errors_are_those_that_are_documented(name, call):
+    documented = {error for head, _ in entries(sections(raw(name))["Raises"]) for error in head.split(", ")}
+    with pytest.raises(Exception) as caught:
+        call()
+    assert documented & {cls.__name__ for cls in type(caught.value).__mro__}
 
 
 FAILING = (
