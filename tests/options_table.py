@@ -1,4 +1,4 @@
-"""The table of all options in docs/semantics.md, made from docstrings and the rows of `cuflash.spec`.
+"""The tables of arguments in docs/options.md, made from docstrings and the rows of `cuflash.spec`.
 
     python -m tests.options_table
 
@@ -21,35 +21,35 @@ from cuflash.spec.passes import PASSES, Pass
 from cuflash.spec.problem import Problem
 from tests.pairs import OPTIONS, SIZES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "semantics.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 BEGIN, END = "<!-- options:begin (python -m tests.options_table) -->", "<!-- options:end -->"
 # What an option is, and where it is defined.
 MEANINGS = {
-    "causal": ("hides later keys", "#diagonals-causal-masks-and-windows"),
+    "causal": ("hides later keys", "semantics.md#diagonals-causal-masks-and-windows"),
     "scale": ("factor of q k^T", ""),
     "window": ("(left, right): keys around the diagonal", ""),
     "softcap": ("scores s become `softcap * tanh(s / softcap)`", ""),
-    "layout": ("order of axes", "#shapes-and-results"),
+    "layout": ("order of axes", "semantics.md#shapes-and-results"),
     "deterministic": ("gradients are bitwise equal run after run", ""),
     "precision": ("of float32 products on the GPU", ""),
-    "dropout": ("probability that an attention weight is dropped", "#dropout"),
+    "dropout": ("probability that an attention weight is dropped", "semantics.md#dropout"),
     "block_size": ("queries and keys of a block of `block_mask`", ""),
     "score": ("score_mod", "score.md"),
     "mask function": ("mask_mod", "score.md"),
     "bias": ("is added to scores", ""),
-    "mask": ("True is visible", "#per-pair-masks"),
-    "kv_lengths": ("number of keys of each batch entry", "#kv-lengths"),
+    "mask": ("True is visible", "semantics.md#per-pair-masks"),
+    "kv_lengths": ("number of keys of each batch entry", "semantics.md#kv-lengths"),
     "alibi_slopes": ("ALiBi's slopes", ""),
-    "sinks": ("a score of each head without a value", "#sinks"),
-    "block_mask": ("True is visible", "#block-masks"),
-    "block_table": ("k and v are pools of pages", "#paged-kv-caches"),
-    "cu_seqlens_q": ("starts of packed sequences", "#packed-sequences-varlen"),
+    "sinks": ("a score of each head without a value", "semantics.md#sinks"),
+    "block_mask": ("True is visible", "semantics.md#block-masks"),
+    "block_table": ("k and v are pools of pages", "semantics.md#paged-kv-caches"),
+    "cu_seqlens_q": ("starts of packed sequences", "semantics.md#packed-sequences-varlen"),
     "cu_seqlens_k": ("the same for keys", ""),
-    "q_scale": ("scales of fp8 q", "#fp8-keys-and-values"),
+    "q_scale": ("scales of fp8 q", "semantics.md#fp8-keys-and-values"),
     "k_scale": ("scales of fp8 k", ""),
     "v_scale": ("scales of fp8 v", ""),
     "dlse": ("gradient with respect to lse", ""),
-    "need": ("names of the gradients that are wanted", "#gradients"),
+    "need": ("names of the gradients that are wanted", "semantics.md#gradients"),
     "seed": ("of dropout", ""),
     "offset": ("of dropout, for calls with the same seed", ""),
 }

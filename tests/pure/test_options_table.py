@@ -1,4 +1,4 @@
-"""The table of options in docs/semantics.md: as the program writes it, with every option, and true of the passes."""
+"""The tables of arguments in docs/options.md: as the program writes it, with every option, and true of the passes."""
 
 import inspect
 
