@@ -73,19 +73,26 @@ def add_problem_arguments(
         help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
     )
     command.add_argument(
-        "--pass", dest="passes", nargs="+", choices=PASS_NAMES, help=f"default: {' '.join(DEFAULT_PASSES)}"
+        "--pass",
+        dest="passes",
+        nargs="+",
+        choices=PASS_NAMES,
+        metavar="PASS",
+        help=f"of {', '.join(PASS_NAMES)} (default: {' '.join(DEFAULT_PASSES)})",
     )
     command.add_argument(
         "--tangents",
         nargs="+",
         choices=MOVABLE,
         default=list(INPUTS),
-        help=f"what has tangents in the passes jvp and backward_jvp (default: {' '.join(INPUTS)})",
+        metavar="NAME",
+        help=f"what has tangents in jvp and backward_jvp, of {', '.join(MOVABLE)} (default: {' '.join(INPUTS)})",
     )
     group = command.add_argument_group(
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
-    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    dtypes = f"of {', '.join(DTYPES)} (default: bfloat16)"
+    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], metavar="DTYPE", help=dtypes)
     group.add_argument(
         "--head-dim", nargs="+", type=positive, default=[head_dim], metavar="D", help=f"default: {head_dim}"
     )
@@ -94,20 +101,25 @@ def add_problem_arguments(
         nargs="*",
         choices=CAUSAL,
         default=["no"],
-        help="alone it means yes; lengths brings --kv-lengths along; default: no",
+        metavar="HOW",
+        help=f"of {', '.join(CAUSAL)}; alone it means yes; lengths brings --kv-lengths along (default: no)",
     )
-    group.add_argument("--batch", type=positive, default=1, help="default: 1")
-    group.add_argument("--seqlen", type=positive, default=seqlen, help=f"queries, and keys (default: {seqlen})")
-    group.add_argument("--seqlen-k", type=positive, help="keys, if they are more or fewer")
-    group.add_argument("--num-heads", type=positive, default=num_heads, help=f"default: {num_heads}")
-    group.add_argument("--num-heads-kv", type=positive, help="heads of k and v, if they are fewer")
-    group.add_argument("--head-dim-v", type=positive, help="head dimension of v, if it differs")
+    for name, default, text in (
+        ("batch", 1, "default: 1"),
+        ("seqlen", seqlen, f"queries, and keys (default: {seqlen})"),
+        ("seqlen-k", None, "keys, if they are more or fewer"),
+        ("num-heads", num_heads, f"default: {num_heads}"),
+        ("num-heads-kv", None, "heads of k and v, if they are fewer"),
+        ("head-dim-v", None, "head dimension of v, if it differs"),
+    ):
+        group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
     for name in NUMBERS:
         group.add_argument(f"--{name}", type=number, metavar="X", help="default: that of FlashAttention")
     group.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="default: bhsd")
     group.add_argument("--dropout", type=number, default=0.0, metavar="RATE", help="default: 0")
-    group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")
+    of_mask = "of a block mask, given with --block-mask (default: 128)"
+    group.add_argument("--block-size", type=positive, default=128, metavar="N", help=of_mask)
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
     for row in NAMED:

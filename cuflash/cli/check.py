@@ -43,7 +43,7 @@ VERDICTS = {"passed": "passed", "failed": "FAILED", "not_served": "not served"} 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
     add_json_argument(command)
-    command.add_argument("--seed", type=natural, default=0, help="of the random inputs (default: 0)")
+    command.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random inputs (default: 0)")
     command.add_argument("--quick", action="store_true", help="a few kinds of problem only: seconds, not minutes")
     command.add_argument(
         "--emulate",
@@ -55,6 +55,7 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=ORDERS,
         default=ORDERS,
+        metavar="ORDER",
         help=f"who runs next where a GPU leaves it open (default: {' '.join(ORDERS)})",
     )
     add_problem_arguments(command, head_dim=64, seqlen=200, num_heads=2)

@@ -26,10 +26,15 @@ from cuflash.spec.problem import Problem, make_problem
 
 def add_demo_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
-    command.add_argument("--seqlen", type=positive, help="queries and keys (default: 65536 on a GPU, 16384 on a CPU)")
-    command.add_argument("--num-heads", type=positive, help="heads (default: 16 on a GPU, 8 on a CPU)")
-    command.add_argument("--head-dim", type=positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
-    command.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    dtypes = f"of {', '.join(DTYPES)} (default: bfloat16 on a GPU, float32 on a CPU)"
+    command.add_argument(
+        "--seqlen", type=positive, metavar="N", help="queries and keys (default: 65536 on a GPU, 16384 on a CPU)"
+    )
+    command.add_argument("--num-heads", type=positive, metavar="N", help="heads (default: 16 on a GPU, 8 on a CPU)")
+    command.add_argument(
+        "--head-dim", type=positive, metavar="D", help="head dimension (default: 128 on a GPU, 64 on a CPU)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=dtypes)
 
 
 class Cost(NamedTuple):
@@ -77,7 +82,7 @@ def demo(args: argparse.Namespace) -> int:
     print_costs(problem, costs)
     print_errors(dtype.name, sampled)
     if not all(s.is_allowed for s in sampled.values()):
-        raise Failure("a result is further from the oracle than the plain formula's error allows")
+        raise Failure("a result is further from the float64 reference than the plain formula's error allows")
     return 0
 
 

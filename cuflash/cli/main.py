@@ -97,5 +97,5 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "find the fastest tiles for a problem on the GPU that is here, and remember them",
     ),
     "cache": (cache, add_cache_arguments, "where compiled kernels are kept, how many, how large; and to clear it"),
-    "check": (check, add_check_arguments, "a self-test: many kinds of problem on this device, against the oracle"),
+    "check": (check, add_check_arguments, "a self-test: many problems on this device, against the float64 reference"),
 }
