@@ -28,7 +28,8 @@ def find_gpu() -> tuple[ModuleType | None, str]:
     try:
         import cupy
     except ImportError as error:
-        return None, f"CuPy is not importable ({error}): {INSTALL_CUPY}"
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        return None, f"CuPy is not installed: {INSTALL_CUPY}" if is_missing else f"CuPy is not importable ({error})"
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

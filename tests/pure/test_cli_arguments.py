@@ -156,6 +156,33 @@ def test_the_console_script():
     assert done.stdout.startswith("usage: cuflash [-h] [--version] COMMAND")
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ModuleNotFoundError("No module named 'cupy'", name="cupy"),
+            r'CuPy is not installed: pip install "cupy-cuda13x',
+        ),
+        (ModuleNotFoundError("No module named 'x'", name="x"), r"CuPy is not importable \(No module named 'x'\)$"),
+        (ImportError("libcuda.so.1: no such file"), r"CuPy is not importable \(libcuda.so.1: no such file\)$"),
+    ],
+)
+def test_remedies_for_a_missing_library(monkeypatch, error, words):
+    """What is named exists: the packages are those of the extras cuda12 and cuda13."""
+
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    cupy, reason = here.find_gpu()
+    assert cupy is None and re.match(words, reason)
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert all(f'["{name}' in extras for name in re.findall(r"cupy-cuda1\dx", reason))
+
+
 def test_an_interruption_while_modules_load(capsys, monkeypatch):
     """Of the package itself nobody can catch one; of the commands' modules it is said in one word."""
     monkeypatch.delitem(sys.modules, "cuflash.cli.main")
