@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.units import in_bytes
 from cuflash.gpu.kernel_cache import (
     cache_directory,
     cache_limit,
@@ -261,7 +262,7 @@ def with_resources(plan: LaunchPlan) -> LaunchPlan:
     for kernel in plan.kernels:
         resources = compile_spec(kernel).resources
         spills = resources.spill_stores_bytes + resources.spill_loads_bytes
-        reports.append(f"{resources.registers} registers" + (f", {spills} bytes of spills" if spills else ""))
+        reports.append(f"{resources.registers} registers" + (f", {in_bytes(spills)} of spills" if spills else ""))
     return replace(plan, resources=tuple(reports))
 
 

@@ -1,5 +1,7 @@
 """Arguments that a command does not take: what is meant, what takes them, and the help of the command itself."""
 
+import contextlib
+import io
 import re
 import runpy
 import subprocess
@@ -154,6 +156,24 @@ def test_the_console_script():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: cuflash [-h] [--version] COMMAND")
+
+
+WORDS = sorted({*COMMANDS, *(x for options in OPTIONS.values() for x in options), *(f"--{x}" for x in _MEANT)})
+
+
+@given(st.lists(st.sampled_from(WORDS) | st.sampled_from(["3", "-1", "x", "--", "-", "", "--=", "a=b"]), max_size=5))
+def test_any_arguments_end_with_a_message(words):
+    """Of two lines: the help of the command, and what is wrong; nothing else is raised."""
+    said, shown = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+        try:
+            found = make_parser().parse_args(words)
+        except SystemExit as stop:
+            assert stop.code == 2 or {"--help", "--version"} & {*words}
+        else:
+            assert found.command is None or found.command in words
+            return
+    assert shown.getvalue() or re.fullmatch(r".* --help shows all arguments\n[^\n]+\n", said.getvalue())
 
 
 @pytest.mark.parametrize(
