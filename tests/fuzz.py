@@ -4,10 +4,11 @@
 
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
-for every set of gradients; some with pages or with fp8 arrays, which have none; some with random functions as
-score or mask; some that ranks compute, which are threads on one device; and some of jvp and backward_jvp, with tangents
-of the same inputs. In a group sizes, values, broadcast axes and the results that the caller gives arrays for differ
-from problem to problem. Some problems have an axis of length 0, and some the values of `cuflash.testing.REGIMES`.
+for every set of gradients; some with pages or with fp8 arrays, which have none; some with random functions as score or
+mask; some that ranks compute, which are threads on one device; and some of jvp and backward_jvp, with tangents of the
+same inputs, also over ranks and with streamed keys. In a group sizes, values, broadcast axes and the results that the
+caller gives arrays for differ from problem to problem. Some problems have an axis of length 0, and some the values of
+`cuflash.testing.REGIMES`.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
 process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -47,6 +49,8 @@ from cuflash.testing.tangents import yardsticks_of as yardsticks_of_tangents
 from tests import scored
 from tests.pairs import judge
 from tests.ranks import Shards, Whole, compute, on_threads
+from tests.ranks_with_tangents import WithTangents
+from tests.ranks_with_tangents import compute as compute_tangents
 from tests.scored import Functions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +62,12 @@ CATEGORIES = {
     "functions": 60,
     "ranks": 15,
     "tangents": 60,
+    "tangents of ranks": 20,
+    "tangents of streamed keys": 20,
 }  # groups of each category
+OF_RANKS, OF_STREAMED_KEYS = ("ranks", "tangents of ranks"), "tangents of streamed keys"
+WITH_TANGENTS = ("tangents", "tangents of ranks", OF_STREAMED_KEYS)
+IN_HOST_MEMORY = ("k", "v", "tk", "tv", "tdk", "tdv")  # where keys are streamed
 GROUPS = sum(CATEGORIES.values())
 GRANULARITIES = (None, "tensor", "head", "block", "token")
 PROBLEMS = 10  # of a group
@@ -86,6 +95,7 @@ class Trial:
     ranks: int = 0  # that compute it; 0: one call
     functions: Functions | None = field(default=None, compare=False)
     moved: Moved | None = None  # what has tangents, in a call of jvp and backward_jvp
+    chunk: int = 0  # keys of a chunk, where they are streamed
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -109,7 +119,10 @@ class Trial:
         strides = "flipped" if self.case.seed % 3 == 0 else "contiguous"
         tangents = self.moved.arrays(self.case, convert) if self.moved else {}
         score_args = {n: ct.lay_out(x, strides, convert) for n, x in self.score_args.items()}
-        return self.case.arrays(convert) | score_args | tangents
+        found = self.case.arrays(convert) | score_args | tangents
+        if not self.chunk or convert is np.asarray:
+            return found
+        return found | {name: x for name, x in self.arrays().items() if name in IN_HOST_MEMORY}
 
     @property
     def problem(self) -> Problem:
@@ -131,7 +144,7 @@ class Trial:
         values = {field.name: getattr(self.case, field.name) for field in fields(self.case)}
         said = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
         said += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
-        others = {"ranks": self.ranks, "functions": self.functions, "moved": self.moved}
+        others = {"ranks": self.ranks, "functions": self.functions, "moved": self.moved, "chunk": self.chunk}
         said += [f"{name}={x}" for name, x in others.items() if x]
         return f"{self.name}: {', '.join(said)}, given={self.given}"
 
@@ -153,8 +166,8 @@ def trials_of_group(number: int) -> list[Trial]:
         need = _need_of_functions(rng, functions, fixed)
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
-    ranks = rng.choice((2, 3)) if category == "ranks" else 0
-    moves, of_tangents = _moves(rng, fixed) if category == "tangents" else ((), ())
+    ranks = rng.choice((2, 3)) if category in OF_RANKS else 0
+    moves, of_tangents = _moves(rng, fixed, category) if category in WITH_TANGENTS else ((), ())
     trials: list[Trial] = []
     for index in range(PROBLEMS):
         keywords: dict[str, Any] = {"deterministic": deterministic and not ranks, "precision": precision}
@@ -166,6 +179,8 @@ def trials_of_group(number: int) -> list[Trial]:
         names = () if ranks else (*(JVP.default if moved else ("out", "lse")), *own)
         given = tuple(name for name in names if rng.random() < 0.3)
         keywords |= {"need": own, "given": given, "ranks": ranks, "functions": functions, "moved": moved}
+        if category == OF_STREAMED_KEYS:
+            keywords["chunk"] = _chunk(rng, case)
         trials.append(Trial(name=f"{number}-{index}", case=case, **keywords))
     return trials
 
@@ -189,8 +204,9 @@ def _need_of_functions(rng: random.Random, functions: Functions, fixed: Mapping[
     return tuple(name for name in names if name in always or rng.random() < 0.6) if rng.random() < 0.8 else ()
 
 
-def _moves(rng: random.Random, fixed: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _moves(rng: random.Random, fixed: Mapping[str, Any], category: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What has tangents in a group, and the results of backward_jvp that are wanted."""
+    chance = 0.3 if category == "tangents" else 0.8  # of each of the others: fewer groups have to show all
     present = {"q", "k", "v", "scale", *(name for name in MOVABLE if fixed.get(name))}
     names = tuple(name for name in MOVABLE if name in present)
     moves = names[:3] if rng.random() < 0.3 else tuple(name for name in names if rng.random() < 0.6) or names[:1]
@@ -199,7 +215,7 @@ def _moves(rng: random.Random, fixed: Mapping[str, Any]) -> tuple[tuple[str, ...
         return moves, ()
     always = rng.choice((("q", "k", "v"), ("q", "k", "v"), ("k",), ("q",), ()))
     models = [model_of(name) for name in GRADIENTS]
-    need = tuple(f"td{name}" for name in models if name in present and (name in always or rng.random() < 0.3))
+    need = tuple(f"td{name}" for name in models if name in present and (name in always or rng.random() < chance))
     return moves, need
 
 
@@ -212,6 +228,12 @@ def _moved(rng: random.Random, case: ct.Case, moves: tuple[str, ...]) -> Moved:
         common=rng.choice((0.0, 0.0, 10.0, 100.0)),
         seed=rng.randrange(2**16),
     )
+
+
+def _chunk(rng: random.Random, case: ct.Case) -> int:
+    """The keys of a chunk: mostly so many that there are several."""
+    step = math.lcm(16 if case.dropout else 1, case.block_size[1] if case.block_mask is not None else 1)
+    return step * max(1, round(case.seqlen_k * rng.choice((0.05, 0.15, 0.4, 1.2)) / step))
 
 
 def _need_of_ranks(rng: random.Random) -> tuple[str, ...]:
@@ -240,29 +262,29 @@ def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float
     def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
         return value if wanted_by in need or rng.random() < chance else otherwise
 
-    has_pages, goes_whole = category == "pages", category not in ("pages", "ranks")
-    has_tangents = category == "tangents"  # whose oracle knows no batch axes
+    has_pages, goes_whole = category == "pages", category not in ("pages", *OF_RANKS)
+    has_tangents = category in WITH_TANGENTS  # whose oracle knows no batch axes
     dtype = rng.choice(("bfloat16",) * (12 if is_float8 else 4) + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
     if dtype in ("bfloat16", "float16") and not is_float8 and rng.random() < 0.12:
         dims = list(WIDE_HEAD_DIMS)
     if has_tangents:
         dims = [n for n in dims if n <= WIDEST_WITH_TANGENTS[dtype][0]]
-    is_packed = goes_whole and "dbias" not in need and rng.random() < 0.15
+    is_packed = goes_whole and "dbias" not in need and rng.random() < 0.15 and category != OF_STREAMED_KEYS
     fixed = {
         "dtype": dtype,
         "head_dim": rng.choice(dims),
         "head_dim_v": maybe(rng.choice(dims), 0, chance=0.15),
         "score_mean": not is_float8,
         "factors": not is_float8 and not has_tangents,
-        "may_be_empty": category != "ranks",
+        "may_be_empty": category not in OF_RANKS,
         "costs": 4 if has_tangents else 1,  # the oracle, per score
-        "follows_lengths": category != "ranks",
+        "follows_lengths": category not in (*OF_RANKS, OF_STREAMED_KEYS),
         "may_hide_keys": category in ("gradients", "functions"),
         "right": maybe(True, False, chance=0.5),
         "left": maybe(True, False),
         "softcap": maybe(True, False, wanted_by="dsoftcap"),
-        "scale": category != "ranks" and maybe(True, False),
+        "scale": category not in OF_RANKS and maybe(True, False),
         "dropout": maybe(rng.choice((0.1, 0.5, 0.9)), 0.0, chance=0.2),
         "alibi_slopes": maybe(True, False, wanted_by="dalibi_slopes"),
         "sinks": maybe(True, False, wanted_by="dsinks"),
@@ -434,8 +456,14 @@ def sample(of: int) -> list[Trial]:
 def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
     arrays = trial.arrays(convert)
-    given = {name: ct.lay_out(x, trial.case.strides, convert) for name, x in _poisoned(trial).items()}
-    if trial.moved is not None:
+    on_host = IN_HOST_MEMORY if trial.chunk else ()
+    given = {
+        name: ct.lay_out(x, trial.case.strides, np.asarray if name in on_host else convert)
+        for name, x in _poisoned(trial).items()
+    }
+    if trial.moved is not None and trial.ranks:
+        results = _tangents_by_ranks(trial, trial.moved, arrays)
+    elif trial.moved is not None:
         results = _with_tangents(trial, trial.moved, arrays, given)
     else:
         results = _by_ranks(trial, arrays) if trial.ranks else _by_calls(trial, arrays, given)
@@ -446,7 +474,7 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
         if ct.to_numpy(arrays[name]).tobytes() != before.tobytes():
             return f"{name} was written to"
     try:
-        if not trial.ranks and _multiplies_float8(trial, arrays):
+        if trial.case.kv_dtype and _multiplies_float8(trial, arrays):
             assert_float8(trial.case, results["out"], results["lse"])
         else:
             judge(trial, results)
@@ -474,6 +502,8 @@ def _with_tangents(trial: Trial, moved: Moved, arrays: Mapping[str, Any], given:
     """The results of the passes with tangents by name."""
     case, attn = trial.case, cuflash.FlashAttention(**trial.keywords)
     call = {name: arrays[name] for name in INPUTS} | ct.optional(arrays) | case.random
+    if trial.chunk:
+        call |= cuflash.streamed(call["k"], call["v"], chunk=trial.chunk)._asdict()
     tangents = {f"t{name}": arrays[f"t{name}"] for name in moved.names}
     results = attn.jvp(**call, **tangents, **{name: x for name, x in given.items() if name in JVP.default})._asdict()
     need = served_need(trial, on_device=not isinstance(arrays["q"], np.ndarray))
@@ -509,6 +539,20 @@ def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
     def work(comm: cd.Transport) -> dict[str, Any]:
         attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
         return compute(attn, shards, arrays, trial.need)
+
+    return shards.whole(on_threads(trial.ranks, work))
+
+
+def _tangents_by_ranks(trial: Trial, moved: Moved, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of the passes with tangents by ranks that are threads."""
+    case = trial.case
+    splits = [cd.zigzag(n, trial.ranks) for n in (case.seqlen_q, case.seqlen_k)]
+    shards = WithTangents(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
+    need = served_need(trial, on_device=not isinstance(arrays["q"], np.ndarray))
+
+    def work(comm: cd.Transport) -> dict[str, Any]:
+        attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
+        return compute_tangents(attn, case, shards.of(comm.rank, arrays), need)
 
     return shards.whole(on_threads(trial.ranks, work))
 

@@ -52,6 +52,8 @@ def compute(attn: Any, case: ct.Case, own: dict[str, Any], need: Sequence[str] |
         need = tuple(f"t{name}" for name in case.problem.gradients if has_gradient(case, name))
     given = {name: x for name, x in own.items() if name not in ("dout", "dlse", "tdout", "tdlse")} | case.random
     results = attn.jvp(**given)._asdict()
+    if not need:
+        return results
     given |= {name: own[name] for name in ("dlse", "tdout", "tdlse") if name in own}
     return results | attn.backward_jvp(own["dout"], **given, **results, need=need)._asdict()
 

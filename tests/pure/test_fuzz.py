@@ -62,8 +62,9 @@ def test_wide_heads_ranks_and_axes_of_length_0_are_drawn():
 
 def test_tangents_of_everything_are_drawn():
     trials = of_category("tangents")
-    assert len(trials) >= 500 and all(trial.moved for trial in trials)
-    assert not any(trial.moved for trial in EVERY if trial not in trials)
+    assert len(trials) >= 500
+    every = [trial for category in fuzz.WITH_TANGENTS for trial in of_category(category)]
+    assert all(trial.moved for trial in every) and sum(bool(trial.moved) for trial in EVERY) == len(every)
     for name in MOVABLE:
         assert sum(name in trial.moved.names for trial in trials) >= 20, name
     assert {name for trial in trials for name in trial.moved.cotangents} == {*COTANGENTS}
@@ -72,6 +73,17 @@ def test_tangents_of_everything_are_drawn():
     assert any(trial.need == () for trial in trials) and any(trial.moved.names == ("q",) for trial in trials)
     assert {name for trial in trials for name in trial.given} >= {*JVP.default, "tdq", "tdk", "tdv"}
     assert any(trial.moved.common for trial in trials)
+
+
+def test_ranks_and_streamed_keys_with_tangents_are_drawn():
+    of_ranks, streamed = of_category("tangents of ranks"), of_category(fuzz.OF_STREAMED_KEYS)
+    assert len(of_ranks) >= 100 and {trial.ranks for trial in of_ranks} == {2, 3}
+    assert len(streamed) >= 100 and all(trial.chunk for trial in streamed)
+    assert np.mean([trial.case.seqlen_k > 2 * trial.chunk for trial in streamed]) > 0.3
+    assert {name for trial in streamed for name in trial.given} >= {*JVP.default, "tdq", "tdk", "tdv"}
+    for trials in (of_ranks, streamed):
+        assert {name for trial in trials for name in trial.moved.names} == {*MOVABLE}
+        assert {name for trial in trials for name in trial.need} == {f"t{name}" for name in GRADIENTS}
 
 
 @pytest.mark.parametrize("regime", ["bias_mask", "score_mean", "distinct_keys", "factors", "hidden_keys"])
@@ -149,10 +161,11 @@ def test_the_cpu_path_agrees_with_the_oracle(trial):
     assert fuzz.failure_of(trial, np.asarray) is None
 
 
+@pytest.mark.parametrize("category", fuzz.WITH_TANGENTS)
 @pytest.mark.parametrize(("name", "result"), [("jvp", "tout"), ("backward_jvp", "tdk")])
-def test_a_mistake_in_tangents_is_found(monkeypatch, name, result):
-    trials = (trial for trial in of_category("tangents") if "tdk" in trial.need and not trial.given)
-    trial = next(x for x in trials if fuzz.scores_of(x) < 10**4 and x.yardsticks[result].expected.any())
+def test_a_mistake_in_tangents_is_found(monkeypatch, name, result, category):
+    trials = (trial for trial in of_category(category) if "tdk" in trial.need and not trial.given)
+    trial = next(x for x in trials if fuzz.scores_of(x) < 2 * 10**4 and x.yardsticks[result].expected.any())
     from cuflash.cpu import backend as cpu_backend
 
     assert fuzz.failure_of(trial, np.asarray) is None
