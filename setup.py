@@ -21,8 +21,10 @@ from pathlib import Path
 from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCES = "cuflash/cpu/core"
+KERNELS = Path("kernels")
 NOTE = "build.txt"  # beside the library: why there is none, or what it lacks
 MOST_SAID = 500  # characters of what a compiler said
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
@@ -173,6 +175,31 @@ class BuildCore(build_ext):
                     shutil.copy(Path(self.build_lib, beside), beside)
 
 
+class BuildWithKernels(build_py):
+    """Copies the kernels into the package; an editable install reads those of the checkout.
+
+    As a package in another folder they would make an editable install an import hook, which type checkers and editors
+    do not follow; so it is a path.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._kernels().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *({} if self.editable_mode else self._kernels()).values()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Of copies to their sources, to which a strict editable install makes links."""
+        return super().get_output_mapping() | {target: source for source, target in self._kernels().items()}
+
+    def _kernels(self) -> dict[str, str]:
+        return {str(path): str(Path(self.build_lib, "cuflash", path)) for path in sorted(KERNELS.rglob("*.cu*"))}
+
+
 class Wheel(bdist_wheel):
     """Of any version of Python 3, for one platform if the core is inside."""
 
@@ -192,5 +219,5 @@ class WithCore(Distribution):
 setup(
     distclass=WithCore,
     ext_modules=[Extension("cuflash.cpu.core.libcuflash", sources=[])],
-    cmdclass={"build_ext": BuildCore, "bdist_wheel": Wheel},
+    cmdclass={"build_ext": BuildCore, "build_py": BuildWithKernels, "bdist_wheel": Wheel},
 )

@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def cores() -> int:
 def describe(*, gpu: bool, revision_given: str | None = None) -> dict[str, Any]:
     """Everything that a later reader needs in order to judge a number."""
     facts: dict[str, Any] = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "revision": revision_given or revision(),
         "cpu": _cpu_name(),
         "cores": cores(),

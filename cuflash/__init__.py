@@ -10,20 +10,23 @@ from cuflash import block_masks
 from cuflash.arrays.fp8 import fp8
 from cuflash.cpu import cpu_threads
 from cuflash.flash_attention import FlashAttention
-from cuflash.functional import (
-    DoubleGradients,
-    JvpGradients,
-    attention,
-    double_backward,
-    hessian_vector_product,
-    jvp_backward,
-)
+from cuflash.functional import attention, double_backward, hessian_vector_product, jvp_backward
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
-from cuflash.shards.merge import MergeGradients, MergeGradientTangents, MergeResult, merge, merge_backward
+from cuflash.shards.merge import merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
-from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult
+from cuflash.spec.results import (
+    DoubleGradients,
+    ForwardResult,
+    Gradients,
+    GradientTangents,
+    JvpGradients,
+    JvpResult,
+    MergeGradients,
+    MergeGradientTangents,
+    MergeResult,
+)
 from cuflash.spec.streamed import streamed
 
 __version__ = "0.3.0"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cuflash.preparation import backend_of
 from cuflash.score_mod import Score
@@ -23,23 +23,24 @@ from cuflash.second_derivatives import SecondDerivatives
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, NamedGradients
 from cuflash.spec.keywords import explains_keywords
-from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Options, Window
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.spec.score_args import check_given, check_names
+from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.spec.inputs import OfGradients, OfThreeGradients
-
-Causal = bool | Literal["top_left", "lengths"]
-Window = tuple[int | None, int | None]
+    from cuflash.spec.inputs import ForwardArrays, OfGradients, OfThreeGradients, ScoreGradients
+    from cuflash.spec.options import OptionArguments
+    from cuflash.spec.results import NumpyForwardResult
+    from cuflash.spec.type_variables import NumpyArray, ScalarT
 
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
-class FlashAttention(SecondDerivatives):
+class FlashAttention(SecondDerivatives[FunctionT]):
     """Exact attention with fixed options, ``softmax(scale * q @ k.T) @ v`` of every head, and its gradients.
 
     Parameters
@@ -190,6 +191,27 @@ class FlashAttention(SecondDerivatives):
 
     __slots__ = ()
 
+    # fmt: off
+    @overload
+    def __init__(
+        self: FlashAttention[WithFunction], *, score: Function | Score, mask: Function | None = None,
+        **options: Unpack[OptionArguments],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FlashAttention[WithFunction], *, mask: Function, score: None = None, **options: Unpack[OptionArguments]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FlashAttention[None], *, score: None = None, mask: None = None, **options: Unpack[OptionArguments]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FlashAttention[WithFunction], *, score: Function | Score | None = None, mask: Function | None = None,
+        **options: Unpack[OptionArguments],
+    ) -> None: ...
+    # fmt: on
+
     @explains_keywords("FlashAttention")
     def __init__(
         self,
@@ -232,6 +254,27 @@ class FlashAttention(SecondDerivatives):
 
     def __hash__(self) -> int:
         return hash(self.options)
+
+    # fmt: off
+    @overload
+    def forward(
+        self: FlashAttention[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[ForwardArrays],
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def forward(
+        self: FlashAttention[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[ForwardArrays],
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def forward(
+        self: FlashAttention[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **arrays: Any
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def forward(
+        self: FlashAttention[WithFunction], q: ArrayT, k: Array, v: Array, **arrays: Any
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    # fmt: on
 
     def forward(
         self,
@@ -385,19 +428,19 @@ class FlashAttention(SecondDerivatives):
     # fmt: off
     @overload
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+        self: FlashAttention[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
         seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfThreeGradients],
-    ) -> Gradients: ...
+    ) -> Gradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, need: Collection[str] = ...,
-        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfGradients],
-    ) -> NamedGradients: ...
+        self: FlashAttention[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
+        need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfGradients],
+    ) -> NamedGradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, need: Collection[str] = ...,
-        seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> NamedGradients: ...
+        self: FlashAttention[WithFunction], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array,
+        **arrays: Any,
+    ) -> ScoreGradients[ArrayT, KeyT, ValueT]: ...
     # fmt: on
 
     def backward(

@@ -6,18 +6,27 @@ import functools
 import inspect
 from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from cuflash.flash_attention import Causal, FlashAttention, Window
+from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
-from cuflash.spec.inputs import NamedGradients, NamedGradientTangents, Tangents
+from cuflash.spec.inputs import NamedGradientTangents, Tangents
 from cuflash.spec.keywords import unexpected_keyword
-from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Window
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
-from cuflash.spec.results import Array, JvpResult
+from cuflash.spec.results import Array, DoubleGradients, JvpGradients
 from cuflash.spec.streamed import takes_star
+from cuflash.spec.type_variables import ArrayT, KeyT, ValueT, WithFunction
 
-ArrayT = TypeVar("ArrayT")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.distributed import ContextParallel
+    from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithDlse, WithTangents
+
+    Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function
+    WithScores: TypeAlias = FlashAttention[WithFunction] | ContextParallel[WithFunction]
+
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
 # Instances with options of these types are kept, because checking the options takes half as long as a small call.
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
@@ -27,8 +36,8 @@ _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
 @overload
 def attention(
     q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
+    k: Array,
+    v: Array,
     *,
     causal: Causal = False,
     scale: float | None = None,
@@ -39,37 +48,37 @@ def attention(
     dropout: float = 0.0,
     block_size: int | tuple[int, int] = BLOCK_SIZE,
     score: None = None,
-    bias: ArrayT | float | None = None,
-    mask: ArrayT | float | None = None,
-    kv_lengths: ArrayT | float | None = None,
-    alibi_slopes: ArrayT | None = None,
-    sinks: ArrayT | None = None,
-    block_mask: ArrayT | None = None,
-    block_table: ArrayT | None = None,
-    cu_seqlens_q: ArrayT | None = None,
-    cu_seqlens_k: ArrayT | None = None,
-    q_scale: ArrayT | float | None = None,
-    k_scale: ArrayT | float | None = None,
-    v_scale: ArrayT | float | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    kv_lengths: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    block_mask: Array | None = None,
+    block_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    out: ArrayT | None = None,
+    out: Array | None = None,
 ) -> ArrayT: ...
 
 
 @overload
-def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, score: Function | Score, **arguments: Any) -> ArrayT: ...
+def attention(q: ArrayT, k: Array, v: Array, *, score: Function | Score, **arguments: Any) -> ArrayT: ...
 
 
 @overload
-def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, mask: Function, **arguments: Any) -> ArrayT: ...
+def attention(q: ArrayT, k: Array, v: Array, *, mask: Function, **arguments: Any) -> ArrayT: ...
 
 
 @takes_star
 def attention(
     q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
+    k: Array,
+    v: Array,
     *,
     causal: Causal = False,
     scale: float | None = None,
@@ -80,22 +89,22 @@ def attention(
     dropout: float = 0.0,
     block_size: int | tuple[int, int] = BLOCK_SIZE,
     score: Function | Score | None = None,
-    bias: ArrayT | float | None = None,
-    mask: ArrayT | float | Function | None = None,
-    kv_lengths: ArrayT | float | None = None,
-    alibi_slopes: ArrayT | None = None,
-    sinks: ArrayT | None = None,
-    block_mask: ArrayT | None = None,
-    block_table: ArrayT | None = None,
-    cu_seqlens_q: ArrayT | None = None,
-    cu_seqlens_k: ArrayT | None = None,
-    q_scale: ArrayT | float | None = None,
-    k_scale: ArrayT | float | None = None,
-    v_scale: ArrayT | float | None = None,
+    bias: Array | None = None,
+    mask: Array | Function | None = None,
+    kv_lengths: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    block_mask: Array | None = None,
+    block_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
-    out: ArrayT | None = None,
-    **score_args: ArrayT | float,
+    out: Array | None = None,
+    **score_args: Array,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
 
@@ -188,54 +197,24 @@ def attention(
         out=out,
         **score_args,
     )
-    return cast(ArrayT, result.out)
+    return result.out
 
 
-class Attention(Protocol):
-    """What second derivatives need: methods that `FlashAttention` and `cuflash.distributed.ContextParallel` have."""
-
-    @property
-    def options(self) -> Options: ...
-
-    def jvp(
-        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Array
-    ) -> JvpResult: ...
-
-    def backward(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        *,
-        need: Collection[str],
-        seed: int | None = None,
-        offset: int | None = None,
-        **arrays: Array,
-    ) -> NamedGradients: ...
-
-    def backward_jvp(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        tout: Array,
-        tlse: Array,
-        *,
-        need: Collection[str],
-        seed: int | None = None,
-        offset: int | None = None,
-        **arrays: Array,
-    ) -> NamedGradientTangents: ...
+# fmt: off
+@overload
+def hessian_vector_product(
+    attn: Plain, dout: Array, q: ArrayT, k: KeyT, v: ValueT, *, need: Collection[str] = ...,
+    seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfHessian],
+) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
+@overload
+def hessian_vector_product(
+    attn: WithScores, dout: Array, q: ArrayT, k: KeyT, v: ValueT, **arrays: Any
+) -> ScoreGradientTangents[ArrayT, KeyT, ValueT]: ...
+# fmt: on
 
 
 def hessian_vector_product(
-    attn: Attention,
+    attn: FlashAttention | ContextParallel,
     dout: Array,
     q: Array,
     k: Array,
@@ -251,7 +230,7 @@ def hessian_vector_product(
     Parameters
     ----------
     attn : FlashAttention or ContextParallel
-        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
+        Over ranks all arrays are this rank's, as its methods take them.
     dout, q, k, v : array
         As `FlashAttention.backward` takes them.
     need : collection of str, default ("tdq", "tdk", "tdv")
@@ -294,30 +273,22 @@ def hessian_vector_product(
     return attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays)
 
 
-class DoubleGradients(NamedTuple):
-    """What `double_backward` returns.
-
-    Attributes
-    ----------
-    ddout : array
-        Gradient with respect to dout, of its shape and dtype.
-    ddlse : array
-        Gradient with respect to dlse, with the shape and dtype of lse.
-    gradients : GradientTangents
-        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
-
-    See Also
-    --------
-    double_backward
-    """
-
-    ddout: Array
-    ddlse: Array
-    gradients: NamedGradientTangents
+# fmt: off
+@overload
+def double_backward(
+    attn: Plain, cotangents: Mapping[str, Array], dout: Array, q: ArrayT, k: KeyT, v: ValueT, *,
+    need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[WithDlse],
+) -> DoubleGradients[ArrayT, KeyT, ValueT]: ...
+@overload
+def double_backward(
+    attn: WithScores, cotangents: Mapping[str, Array], dout: Array, q: ArrayT, k: KeyT, v: ValueT,
+    **arrays: Any,
+) -> DoubleGradients[ArrayT, KeyT, ValueT]: ...
+# fmt: on
 
 
 def double_backward(
-    attn: Attention,
+    attn: FlashAttention | ContextParallel,
     cotangents: Mapping[str, Array],
     dout: Array,
     q: Array,
@@ -339,7 +310,7 @@ def double_backward(
     Parameters
     ----------
     attn : FlashAttention or ContextParallel
-        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
+        Over ranks all arrays are this rank's, as its methods take them.
     cotangents : Mapping
         By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype.
     dout, q, k, v : array
@@ -381,27 +352,23 @@ def double_backward(
     return DoubleGradients(tout, tlse, found)
 
 
-class JvpGradients(NamedTuple):
-    """What `jvp_backward` returns.
-
-    Attributes
-    ----------
-    gradients : GradientTangents
-        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
-    of_tangents : Gradients
-        Those with respect to the tangents: dq has the shape and dtype of tq, and so on.
-
-    See Also
-    --------
-    jvp_backward
-    """
-
-    gradients: NamedGradientTangents
-    of_tangents: NamedGradients
+# fmt: off
+@overload
+def jvp_backward(
+    attn: Plain, dtout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
+    tlse: Array, *, dout: Array | None = None, dlse: Array | None = None, dtlse: Array | None = None,
+    need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[WithTangents],
+) -> JvpGradients[ArrayT, KeyT, ValueT]: ...
+@overload
+def jvp_backward(
+    attn: WithScores, dtout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array,
+    tout: Array, tlse: Array, **arrays: Any,
+) -> JvpGradients[ArrayT, KeyT, ValueT]: ...
+# fmt: on
 
 
 def jvp_backward(
-    attn: Attention,
+    attn: FlashAttention | ContextParallel,
     dtout: Array,
     q: Array,
     k: Array,
@@ -428,7 +395,7 @@ def jvp_backward(
     Parameters
     ----------
     attn : FlashAttention or ContextParallel
-        `Attention` says what it needs of these. Over ranks all arrays are this rank's, as the methods take them.
+        Over ranks all arrays are this rank's, as its methods take them.
     dtout, dtlse : array
         Gradients with respect to tout and tlse; dtlse may be missing.
     q, k, v, out, lse, tout, tlse : array

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import numpy as np
@@ -40,6 +40,13 @@ from cuflash.frameworks import (
 )
 from cuflash.spec.options import check_random
 from cuflash.spec.outputs import model_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.score_mod import Score
+    from cuflash.spec.options import AttentionKeywords, Function
+    from cuflash.spec.type_variables import WithFunction
 
 __all__ = ["attention"]
 
@@ -367,12 +374,44 @@ ad.primitive_transposes.update(
 # fmt: off
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention | None = ..., seed: Array | None = ...,
+    q: Array, k: Array, v: Array, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: Array | None = ..., offset: Array | None = ..., return_lse: Literal[False] = ...,
+    **keywords: Unpack[AttentionKeywords],
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: Array | None = ..., offset: Array | None = ..., return_lse: Literal[True],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, attn: FlashAttention[WithFunction], seed: Array | None = ...,
     offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
 ) -> Array: ...
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention | None = ..., seed: Array | None = ...,
+    q: Array, k: Array, v: Array, *, attn: FlashAttention[WithFunction], seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, score: Function | Score, seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, score: Function | Score, seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, mask: Function, seed: Array | None = ...,
+    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, mask: Function, seed: Array | None = ...,
     offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
 ) -> tuple[Array, Array]: ...
 # fmt: on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from cuflash.arrays.checks import value_error
 from cuflash.cpu import backend as cpu_backend
@@ -16,21 +16,36 @@ from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.passes import DEFAULT_PASSES, FORWARD, JVP, Pass
 from cuflash.spec.results import Array, checked_passes, needed
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
+from cuflash.spec.type_variables import FunctionT, WithFunction
 from cuflash.streaming import calls as streaming_backend
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from cuflash.cpu.backend import CpuPlan
     from cuflash.gpu.backend import Plans
     from cuflash.gpu.tuning import Tuning
     from cuflash.streaming import StreamPlan
 
 
-class Preparation:
+class Preparation(Generic[FunctionT]):
     """The methods of `cuflash.FlashAttention` that compute nothing."""
 
     __slots__ = ("options",)
 
     options: Options
+
+    # fmt: off
+    @overload
+    def plan(
+        self: Preparation[None], q: Array, k: Array, v: Array, *, passes: Collection[str] = ...,
+        need: Collection[str] = ..., **arrays: Unpack[AllPassArrays],
+    ) -> CpuPlan | Plans | StreamPlan: ...
+    @overload
+    def plan(
+        self: Preparation[WithFunction], q: Array, k: Array, v: Array, **arrays: Any
+    ) -> CpuPlan | Plans | StreamPlan: ...
+    # fmt: on
 
     def plan(
         self,
@@ -82,6 +97,18 @@ class Preparation:
         plans = backend_of(call.backend).plan(call.options, call.arrays, call.need, wanted)
         return plans if call.rewrite is None else plans.noted(call.rewrite.describe(self.options, call.given))
 
+    # fmt: off
+    @overload
+    def compile(
+        self: Preparation[None], q: Array, k: Array, v: Array, *, passes: Collection[str] = ...,
+        need: Collection[str] = ..., **optional_inputs: Unpack[InputsWithTangents],
+    ) -> None: ...
+    @overload
+    def compile(
+        self: Preparation[WithFunction], q: Array, k: Array, v: Array, **optional_inputs: Any
+    ) -> None: ...
+    # fmt: on
+
     def compile(
         self,
         q: Array,
@@ -127,6 +154,19 @@ class Preparation:
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
         call = prepare(self.options, arrays, INPUTS, need)
         backend_of(call.backend).compile(call.options, call.arrays, call.need, wanted)
+
+    # fmt: off
+    @overload
+    def tune(
+        self: Preparation[None], q: Array, k: Array, v: Array, *, dout: Array | None = None, seed: int | None = None,
+        offset: int | None = None, passes: Collection[str] = ..., remember: bool = True, forget: bool = False,
+        **optional_inputs: Unpack[InputsWithTangents],
+    ) -> Tuning | None: ...
+    @overload
+    def tune(
+        self: Preparation[WithFunction], q: Array, k: Array, v: Array, **optional_inputs: Any
+    ) -> Tuning | None: ...
+    # fmt: on
 
     def tune(
         self,

@@ -9,7 +9,7 @@ Hessian-vector products, the double backward pass, and the gradients of a Jacobi
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from cuflash.preparation import Preparation, backend_of
 from cuflash.spec.call import prepare
@@ -23,14 +23,19 @@ from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, REQUIRED_BY_BACKWARD_JVP
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.results import Array, GradientTangents, JvpResult, named_tuple_of_tangents, needed
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
+from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from cuflash.spec.inputs import OfThreeTangents, ScoreGradientTangents
+    from cuflash.spec.results import NumpyJvpResult
+    from cuflash.spec.type_variables import NumpyArray, ScalarT
+
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
 
-class SecondDerivatives(Preparation):
+class SecondDerivatives(Preparation[FunctionT]):
     """The methods of `cuflash.FlashAttention` that take tangents."""
 
     __slots__ = ()
@@ -38,13 +43,22 @@ class SecondDerivatives(Preparation):
     # fmt: off
     @overload
     def jvp(
-        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None,
-        **arrays: Unpack[JvpArrays],
-    ) -> JvpResult: ...
+        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[JvpArrays],
+    ) -> NumpyJvpResult[ScalarT]: ...
     @overload
     def jvp(
-        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> JvpResult: ...
+        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[JvpArrays],
+    ) -> JvpResult[ArrayT, ArrayT]: ...
+    @overload
+    def jvp(
+        self: SecondDerivatives[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **arrays: Any
+    ) -> NumpyJvpResult[ScalarT]: ...
+    @overload
+    def jvp(
+        self: SecondDerivatives[WithFunction], q: ArrayT, k: Array, v: Array, **arrays: Any
+    ) -> JvpResult[ArrayT, ArrayT]: ...
     # fmt: on
 
     def jvp(
@@ -108,14 +122,20 @@ class SecondDerivatives(Preparation):
     # fmt: off
     @overload
     def backward_jvp(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
-        seed: int | None = None, offset: int | None = None, **arrays: Unpack[BackwardJvpArrays],
-    ) -> GradientTangents: ...
+        self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
+        tlse: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfThreeTangents],
+    ) -> GradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward_jvp(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
-        need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> NamedGradientTangents: ...
+        self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
+        tlse: Array, *, need: Collection[str] = ..., seed: int | None = None, offset: int | None = None,
+        **arrays: Unpack[BackwardJvpArrays],
+    ) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
+    @overload
+    def backward_jvp(
+        self: SecondDerivatives[WithFunction], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array,
+        tout: Array, tlse: Array, **arrays: Any,
+    ) -> ScoreGradientTangents[ArrayT, KeyT, ValueT]: ...
     # fmt: on
 
     def backward_jvp(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +40,13 @@ from cuflash.frameworks import (
     vmapped_shapes,
 )
 from cuflash.spec.outputs import DEFAULT_NEED, model_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.score_mod import Score
+    from cuflash.spec.options import AttentionKeywords, Function
+    from cuflash.spec.type_variables import WithFunction
 
 __all__ = ["attention"]
 
@@ -494,12 +501,44 @@ def _cast(arrays: dict[str, Tensor]) -> None:
 # fmt: off
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention | None = ..., seed: int | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[False] = ...,
+    **keywords: Unpack[AttentionKeywords],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[True],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
     offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention | None = ..., seed: int | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
     offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on

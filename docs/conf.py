@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from unittest.mock import MagicMock
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 from cuflash import __version__
 
@@ -46,7 +47,17 @@ if find_spec("jax") is None:  # whose tables of rules are written to, which auto
 
 
 def setup(app: Sphinx) -> None:
-    """What pages and docstrings are without where they are read, too: on a repository's site and in a terminal."""
+    """What pages and docstrings are without where they are read, too: on a repository's site and in a terminal.
+
+    Signatures are without overloads.
+    """
+    analyze = ModuleAnalyzer.analyze
+
+    def analyze_without_overloads(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}  # for type checkers; readers see all keywords in the signature of the function itself
+
+    ModuleAnalyzer.analyze = analyze_without_overloads  # type: ignore[method-assign]
 
     def amend(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace("](../README.md)", "](start.md)")

@@ -9,10 +9,9 @@ from dataclasses import fields, replace
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.cli.here import Failure
-from cuflash.flash_attention import Causal
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import INPUTS, NUMBERS, OPTIONAL_INPUTS
-from cuflash.spec.options import LAYOUTS, PRECISIONS, Options
+from cuflash.spec.options import LAYOUTS, PRECISIONS, Causal, Options
 from cuflash.spec.outputs import MOVABLE
 from cuflash.spec.passes import DEFAULT_PASSES, PASS_NAMES, PASSES, Pass
 from cuflash.spec.problem import Problem, make_problem

@@ -346,7 +346,7 @@ def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
         finally:
             finish(own)
     finally:
-        # Until version 3.10 Python may run another handler before the first line of a `finally`.
+        # Another handler may run, and raise, before the first line of a `finally` does.
         finish(own)
     status: int = call.status
     return status

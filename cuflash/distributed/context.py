@@ -30,14 +30,32 @@ from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.spec.score_args import check_names
+from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from cuflash.spec.inputs import OptionalArrays, ScoreGradients, WithDlse
+    from cuflash.spec.options import OptionsWithoutCausal
+    from cuflash.spec.results import NumpyForwardResult
+    from cuflash.spec.type_variables import NumpyArray, ScalarT
+
+    class RankArguments(OptionsWithoutCausal, total=False):
+        """The keyword arguments of `ContextParallel`, but for functions."""
+
+        split: Literal["contiguous", "zigzag"] | Split | None
+        split_k: Literal["contiguous", "zigzag"] | Split | None
+        chunks: int
+        steps: int | None
+        timeout: float
+        check: bool
+        causal: bool | Literal["top_left"]
+
+
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
-class ContextParallel(SecondDerivatives):
+class ContextParallel(SecondDerivatives[FunctionT]):
     """Exact attention and its gradients, for sequences of which each rank has a shard.
 
     Parameters
@@ -140,6 +158,29 @@ class ContextParallel(SecondDerivatives):
     True
     """
 
+    # fmt: off
+    @overload
+    def __init__(
+        self: ContextParallel[WithFunction], comm: Any, *, score: Function, mask: Function | None = None,
+        **arguments: Unpack[RankArguments],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: ContextParallel[WithFunction], comm: Any, *, mask: Function, score: None = None,
+        **arguments: Unpack[RankArguments],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: ContextParallel[None], comm: Any, *, score: None = None, mask: None = None,
+        **arguments: Unpack[RankArguments],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: ContextParallel[WithFunction], comm: Any, *, score: Function | None = None,
+        mask: Function | None = None, **arguments: Unpack[RankArguments],
+    ) -> None: ...
+    # fmt: on
+
     def __init__(
         self,
         comm: Any,
@@ -196,6 +237,27 @@ class ContextParallel(SecondDerivatives):
             check=check,
             transport=transport,
         )
+
+    # fmt: off
+    @overload
+    def forward(
+        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def forward(
+        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def forward(
+        self: ContextParallel[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **optional_inputs: Any
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def forward(
+        self: ContextParallel[WithFunction], q: ArrayT, k: Array, v: Array, **optional_inputs: Any
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    # fmt: on
 
     def forward(
         self,
@@ -257,14 +319,20 @@ class ContextParallel(SecondDerivatives):
     # fmt: off
     @overload
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
-        need: Collection[str], seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> NamedGradients: ...
+        self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
+        seed: int | None = None, offset: int | None = None, **optional_inputs: Unpack[WithDlse],
+    ) -> Gradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
-        seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> Gradients: ...
+        self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
+        need: Collection[str], seed: int | None = None, offset: int | None = None,
+        **optional_inputs: Unpack[WithDlse],
+    ) -> NamedGradients[ArrayT, KeyT, ValueT]: ...
+    @overload
+    def backward(
+        self: ContextParallel[WithFunction], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array,
+        **optional_inputs: Any,
+    ) -> ScoreGradients[ArrayT, KeyT, ValueT]: ...
     # fmt: on
 
     def backward(
@@ -343,6 +411,27 @@ class ContextParallel(SecondDerivatives):
             "backward", arrays, optional_inputs, _BACKWARD_INPUTS, (seed, offset), compute, names
         )
 
+    # fmt: off
+    @overload
+    def decode(
+        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def decode(
+        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def decode(
+        self: ContextParallel[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **optional_inputs: Any
+    ) -> NumpyForwardResult[ScalarT]: ...
+    @overload
+    def decode(
+        self: ContextParallel[WithFunction], q: ArrayT, k: Array, v: Array, **optional_inputs: Any
+    ) -> ForwardResult[ArrayT, ArrayT]: ...
+    # fmt: on
+
     def decode(
         self,
         q: Array,
@@ -394,6 +483,17 @@ class ContextParallel(SecondDerivatives):
         https://pytorch.org/blog/flash-decoding/: splits of the keys, here on ranks.
         """
         return self._forward("decode", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
+
+    # fmt: off
+    @overload
+    def plan(
+        self: ContextParallel[None], q: Array, k: Array, v: Array, **optional_inputs: Unpack[OptionalArrays]
+    ) -> Schedule: ...
+    @overload
+    def plan(
+        self: ContextParallel[WithFunction], q: Array, k: Array, v: Array, **optional_inputs: Any
+    ) -> Schedule: ...
+    # fmt: on
 
     def plan(self, q: Array, k: Array, v: Array, **optional_inputs: Array) -> Schedule:
         """Which rank computes what in `forward` and `backward` of such arrays, and which rows are exchanged for it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.distributed.calls import Call, Calls, of_pairs
@@ -14,15 +14,44 @@ from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, GRADIENTS, REQUIRED_BY_B
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.results import Array, GradientTangents, JvpResult, named_tuple_of_tangents, needed
 from cuflash.spec.score_args import check_tangent_names
+from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithTangents
+    from cuflash.spec.results import NumpyJvpResult
+    from cuflash.spec.type_variables import NumpyArray, ScalarT
 
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
 
-class SecondDerivatives:
+class SecondDerivatives(Generic[FunctionT]):
     """`jvp` and `backward_jvp` over ranks."""
 
     options: Options
     _calls: Calls
+
+    # fmt: off
+    @overload
+    def jvp(
+        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[WithTangents],
+    ) -> NumpyJvpResult[ScalarT]: ...
+    @overload
+    def jvp(
+        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[WithTangents],
+    ) -> JvpResult[ArrayT, ArrayT]: ...
+    @overload
+    def jvp(
+        self: SecondDerivatives[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **arrays: Any
+    ) -> NumpyJvpResult[ScalarT]: ...
+    @overload
+    def jvp(
+        self: SecondDerivatives[WithFunction], q: ArrayT, k: Array, v: Array, **arrays: Any
+    ) -> JvpResult[ArrayT, ArrayT]: ...
+    # fmt: on
 
     def jvp(
         self,
@@ -86,14 +115,21 @@ class SecondDerivatives:
     # fmt: off
     @overload
     def backward_jvp(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
-        need: Collection[str], seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> NamedGradientTangents: ...
+        self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
+        tlse: Array, *, tdout: Array | None = None, tdlse: Array | None = None, seed: int | None = None,
+        offset: int | None = None, **arrays: Unpack[OfHessian],
+    ) -> GradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward_jvp(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, tout: Array, tlse: Array, *,
-        seed: int | None = None, offset: int | None = None, **arrays: Array,
-    ) -> GradientTangents: ...
+        self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
+        tlse: Array, *, tdout: Array | None = None, tdlse: Array | None = None, need: Collection[str],
+        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfHessian],
+    ) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
+    @overload
+    def backward_jvp(
+        self: SecondDerivatives[WithFunction], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array,
+        tout: Array, tlse: Array, **arrays: Any,
+    ) -> ScoreGradientTangents[ArrayT, KeyT, ValueT]: ...
     # fmt: on
 
     def backward_jvp(

@@ -13,7 +13,7 @@ from cuflash.plan.tensor_map import CHUNK
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 COMMON_DEFINES = (
     "block_m",

@@ -29,83 +29,23 @@ from cuflash.gpu import merging
 from cuflash.gpu.merging import Tangents
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
-from cuflash.spec.results import JvpResult
+from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult
+from cuflash.spec.type_variables import ArrayT, LseT
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
-
-
-class MergeResult(NamedTuple):
-    """The result of `merge`.
-
-    Attributes
-    ----------
-    out : array
-        Shape and dtype of each of the outs.
-    lse : array
-        Shape and dtype of each of the lses.
-
-    See Also
-    --------
-    merge
-    """
-
-    out: Array
-    lse: Array
-
-
-class MergeGradients(NamedTuple):
-    """The result of `merge_backward`: gradients for every split.
-
-    Attributes
-    ----------
-    douts : tuple of array
-        For each split the gradient with respect to its out, of the shape and dtype of out.
-    dlses : tuple of array
-        For each split the gradient with respect to its lse, of the shape and dtype of lse.
-
-    See Also
-    --------
-    merge_backward
-    """
-
-    douts: tuple[Array, ...]
-    dlses: tuple[Array, ...]
-
-
-class MergeGradientTangents(NamedTuple):
-    """The result of `merge_backward` with tangents: gradients for every split, and their tangents.
-
-    Attributes
-    ----------
-    douts : tuple of array
-        For each split the gradient with respect to its out, of the shape and dtype of out.
-    dlses : tuple of array
-        For each split the gradient with respect to its lse, of the shape and dtype of lse.
-    tdouts, tdlses : tuple of array
-        The tangents of douts and dlses, of their shapes and dtypes.
-
-    See Also
-    --------
-    merge_backward
-    """
-
-    douts: tuple[Array, ...]
-    dlses: tuple[Array, ...]
-    tdouts: tuple[Array, ...]
-    tdlses: tuple[Array, ...]
 
 
 # fmt: off
 @overload
 def merge(
-    outs: Sequence[Array], lses: Sequence[Array], *, touts: None = None, tlses: None = None,
+    outs: Sequence[ArrayT], lses: Sequence[LseT], *, touts: None = None, tlses: None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeResult: ...
+) -> MergeResult[ArrayT, LseT]: ...
 @overload
 def merge(
-    outs: Sequence[Array], lses: Sequence[Array], *, touts: Sequence[Array], tlses: Sequence[Array],
+    outs: Sequence[ArrayT], lses: Sequence[LseT], *, touts: Sequence[Array], tlses: Sequence[Array],
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> JvpResult: ...
+) -> JvpResult[ArrayT, LseT]: ...
 # fmt: on
 
 
@@ -285,15 +225,15 @@ def _merge_large(
 # fmt: off
 @overload
 def merge_backward(
-    dout: Array, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, *, dlse: Array | None = None,
+    dout: Array, outs: Sequence[ArrayT], lses: Sequence[LseT], out: Array, lse: Array, *, dlse: Array | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeGradients: ...
+) -> MergeGradients[ArrayT, LseT]: ...
 @overload
 def merge_backward(
-    dout: Array, outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, *, dlse: Array | None = None,
+    dout: Array, outs: Sequence[ArrayT], lses: Sequence[LseT], out: Array, lse: Array, *, dlse: Array | None = None,
     touts: Sequence[Array], tlses: Sequence[Array], tout: Array, tlse: Array, tdout: Array | None = None,
     tdlse: Array | None = None, layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeGradientTangents: ...
+) -> MergeGradientTangents[ArrayT, LseT]: ...
 # fmt: on
 
 

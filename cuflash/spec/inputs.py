@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict
 
 from cuflash.arrays.array_info import Operand, softmax_dtype_of
+from cuflash.spec.type_variables import ArrayT, KeyT, ValueT
 
 INPUTS = ("q", "k", "v")
 _OR_INT64 = " or int64"
@@ -290,10 +291,22 @@ class OptionalArrays(TypedDict, total=False):
     v_scale: Any
 
 
-class OfThreeGradients(OptionalArrays, total=False):
-    """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
+class ForwardArrays(OptionalArrays, total=False):
+    """The arrays of `FlashAttention.forward` besides q, k and v, as keyword arguments."""
+
+    out: Any
+    lse: Any
+
+
+class WithDlse(OptionalArrays, total=False):
+    """The optional inputs of a backward pass, as keyword arguments."""
 
     dlse: Any
+
+
+class OfThreeGradients(WithDlse, total=False):
+    """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
+
     dq: Any
     dk: Any
     dv: Any
@@ -334,6 +347,10 @@ class WithTangents(OptionalArrays, Tangents, total=False):
     """The optional inputs, and the tangents of all inputs and numbers, as keyword arguments."""
 
 
+class OfHessian(WithTangents, WithDlse, total=False):
+    """The arrays of `cuflash.hessian_vector_product` that it may be called without, as keyword arguments."""
+
+
 class JvpArrays(WithTangents, total=False):
     """The arrays of `FlashAttention.jvp` besides q, k and v, as keyword arguments."""
 
@@ -343,15 +360,19 @@ class JvpArrays(WithTangents, total=False):
     tlse: Any
 
 
-class BackwardJvpArrays(WithTangents, total=False):
-    """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
+class OfThreeTangents(OfHessian, total=False):
+    """The arrays of a pass that gives `outputs.DEFAULT_NEED_TANGENTS`, as keyword arguments."""
 
-    dlse: Any
     tdout: Any
     tdlse: Any
     tdq: Any
     tdk: Any
     tdv: Any
+
+
+class BackwardJvpArrays(OfThreeTangents, total=False):
+    """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
+
     tdbias: Any
     tdalibi_slopes: Any
     tdscale: Any
@@ -367,7 +388,7 @@ class InputsWithTangents(OptionalArrays, Tangents, total=False):
     """The optional inputs and tangents, as keyword arguments."""
 
 
-class NamedGradients(tuple[Any, ...]):
+class NamedGradients(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):
     """A named tuple of the gradients that were asked for; the others are no attributes of it."""
 
     __slots__ = ()
@@ -377,9 +398,9 @@ class NamedGradients(tuple[Any, ...]):
 
         def _asdict(self) -> dict[str, Any]: ...
 
-    dq: Any
-    dk: Any
-    dv: Any
+    dq: ArrayT
+    dk: KeyT
+    dv: ValueT
     dbias: Any
     dalibi_slopes: Any
     dscale: Any
@@ -387,7 +408,7 @@ class NamedGradients(tuple[Any, ...]):
     dsinks: Any
 
 
-class NamedGradientTangents(tuple[Any, ...]):
+class NamedGradientTangents(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):
     """A named tuple of the tangents of gradients that were asked for; the others are no attributes of it."""
 
     __slots__ = ()
@@ -397,11 +418,24 @@ class NamedGradientTangents(tuple[Any, ...]):
 
         def _asdict(self) -> dict[str, Any]: ...
 
-    tdq: Any
-    tdk: Any
-    tdv: Any
+    tdq: ArrayT
+    tdk: KeyT
+    tdv: ValueT
     tdbias: Any
     tdalibi_slopes: Any
     tdscale: Any
     tdsoftcap: Any
     tdsinks: Any
+
+
+if TYPE_CHECKING:
+
+    class ScoreGradients(NamedGradients[ArrayT, KeyT, ValueT]):
+        """Those of arrays that a score reads, too, by the names that it gives to them."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    class ScoreGradientTangents(NamedGradientTangents[ArrayT, KeyT, ValueT]):
+        """Those of arrays that a score reads, too, by the names that it gives to them."""
+
+        def __getattr__(self, name: str) -> Any: ...

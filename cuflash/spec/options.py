@@ -9,15 +9,38 @@ from typing import Any, Literal, NamedTuple
 
 from cuflash.arrays.checks import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 from cuflash.score_mod import Score, ScoreFunction, Traced
-from cuflash.spec.inputs import NUMBER_ROWS, SCORE_OPTIONS, Numbers
+from cuflash.spec.inputs import NUMBER_ROWS, SCORE_OPTIONS, Numbers, OfNumbers, OptionalArrays
 
 Function = Callable[..., Any] | Traced  # it makes scores or hides pairs
+Causal = bool | Literal["top_left", "lengths"]
+Window = tuple[int | None, int | None]
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
+
+
+class OptionsWithoutCausal(OfNumbers, total=False):
+    """The options that `cuflash.FlashAttention` and `ContextParallel` take alike, as keyword arguments."""
+
+    window: Window | None
+    layout: Literal["bhsd", "bshd"]
+    deterministic: bool
+    precision: Literal["highest", "tf32"]
+    dropout: float
+    block_size: int | tuple[int, int]
+
+
+class OptionArguments(OptionsWithoutCausal, total=False):
+    """The options of `cuflash.FlashAttention` as keyword arguments, but for functions."""
+
+    causal: Causal
+
+
+class AttentionKeywords(OptionArguments, OptionalArrays, total=False):
+    """The options and optional inputs of attention for PyTorch and JAX, as keyword arguments."""
 
 
 class Origin(NamedTuple):

@@ -5,18 +5,25 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
+from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
 _LISTED_PASSES = ", ".join(map(repr, PASS_NAMES[:-1])) + f" or {PASS_NAMES[-1]!r}"
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-class ForwardResult(NamedTuple):
+    from cuflash.spec.inputs import ScoreGradients, ScoreGradientTangents
+    from cuflash.spec.type_variables import ScalarT
+
+
+class ForwardResult(NamedTuple, Generic[ArrayT, LseT]):
     """What `FlashAttention.forward` returns.
 
     Attributes
@@ -31,11 +38,11 @@ class ForwardResult(NamedTuple):
     FlashAttention.forward
     """
 
-    out: Array
-    lse: Array
+    out: ArrayT
+    lse: LseT
 
 
-class Gradients(NamedTuple):
+class Gradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
     """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names.
 
     Attributes
@@ -48,12 +55,12 @@ class Gradients(NamedTuple):
     FlashAttention.backward
     """
 
-    dq: Array
-    dk: Array
-    dv: Array
+    dq: ArrayT
+    dk: KeyT
+    dv: ValueT
 
 
-class JvpResult(NamedTuple):
+class JvpResult(NamedTuple, Generic[ArrayT, LseT]):
     """What `FlashAttention.jvp` returns.
 
     Attributes
@@ -70,13 +77,13 @@ class JvpResult(NamedTuple):
     FlashAttention.jvp
     """
 
-    out: Array
-    lse: Array
-    tout: Array
-    tlse: Array
+    out: ArrayT
+    lse: LseT
+    tout: ArrayT
+    tlse: LseT
 
 
-class GradientTangents(NamedTuple):
+class GradientTangents(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
     """What `FlashAttention.backward_jvp` returns, unless it is asked for other tangents of gradients.
 
     Attributes
@@ -90,13 +97,122 @@ class GradientTangents(NamedTuple):
     hessian_vector_product
     """
 
-    tdq: Array
-    tdk: Array
-    tdv: Array
+    tdq: ArrayT
+    tdk: KeyT
+    tdv: ValueT
+
+
+class DoubleGradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
+    """What `double_backward` returns.
+
+    Attributes
+    ----------
+    ddout : array
+        Gradient with respect to dout, of its shape and dtype.
+    ddlse : array
+        Gradient with respect to dlse, with the shape and dtype of lse.
+    gradients : GradientTangents
+        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
+
+    See Also
+    --------
+    double_backward
+    """
+
+    ddout: ArrayT
+    ddlse: Any
+    gradients: ScoreGradientTangents[ArrayT, KeyT, ValueT]
+
+
+class JvpGradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
+    """What `jvp_backward` returns.
+
+    Attributes
+    ----------
+    gradients : GradientTangents
+        Those with respect to the inputs: tdq has the shape and dtype of q, and so on.
+    of_tangents : Gradients
+        Those with respect to the tangents: dq has the shape and dtype of tq, and so on.
+
+    See Also
+    --------
+    jvp_backward
+    """
+
+    gradients: ScoreGradientTangents[ArrayT, KeyT, ValueT]
+    of_tangents: ScoreGradients[ArrayT, KeyT, ValueT]
+
+
+class MergeResult(NamedTuple, Generic[ArrayT, LseT]):
+    """The result of `merge`.
+
+    Attributes
+    ----------
+    out : array
+        Shape and dtype of each of the outs.
+    lse : array
+        Shape and dtype of each of the lses.
+
+    See Also
+    --------
+    merge
+    """
+
+    out: ArrayT
+    lse: LseT
+
+
+class MergeGradients(NamedTuple, Generic[ArrayT, LseT]):
+    """The result of `merge_backward`: gradients for every split.
+
+    Attributes
+    ----------
+    douts : tuple of array
+        For each split the gradient with respect to its out, of the shape and dtype of out.
+    dlses : tuple of array
+        For each split the gradient with respect to its lse, of the shape and dtype of lse.
+
+    See Also
+    --------
+    merge_backward
+    """
+
+    douts: tuple[ArrayT, ...]
+    dlses: tuple[LseT, ...]
+
+
+class MergeGradientTangents(NamedTuple, Generic[ArrayT, LseT]):
+    """The result of `merge_backward` with tangents: gradients for every split, and their tangents.
+
+    Attributes
+    ----------
+    douts : tuple of array
+        For each split the gradient with respect to its out, of the shape and dtype of out.
+    dlses : tuple of array
+        For each split the gradient with respect to its lse, of the shape and dtype of lse.
+    tdouts, tdlses : tuple of array
+        The tangents of douts and dlses, of their shapes and dtypes.
+
+    See Also
+    --------
+    merge_backward
+    """
+
+    douts: tuple[ArrayT, ...]
+    dlses: tuple[LseT, ...]
+    tdouts: tuple[ArrayT, ...]
+    tdlses: tuple[LseT, ...]
+
+
+if TYPE_CHECKING:
+    # Classes of their own, because checkers would take results of arrays without types for these.
+    class NumpyForwardResult(ForwardResult[NDArray[ScalarT], NDArray[Any]], Generic[ScalarT]): ...
+
+    class NumpyJvpResult(JvpResult[NDArray[ScalarT], NDArray[Any]], Generic[ScalarT]): ...
 
 
 @functools.cache
-def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Gradients | NamedGradients]:
+def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Any]:
     """The named tuple of some gradients."""
     if names == Gradients._fields:
         return Gradients
@@ -104,7 +220,7 @@ def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Gradients | NamedGra
 
 
 @functools.cache
-def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., GradientTangents | NamedGradientTangents]:
+def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., Any]:
     """The named tuple of the tangents of some gradients."""
     if names == GradientTangents._fields:
         return GradientTangents

@@ -57,8 +57,8 @@ class Streamed:
 class StreamedPair(NamedTuple):
     """The result of `streamed`: the second and third argument of `cuflash.FlashAttention.forward`."""
 
-    k: Streamed
-    v: Streamed
+    k: Any  # `Streamed`, whose gradients are arrays
+    v: Any
 
 
 def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:

@@ -9,6 +9,8 @@ A check is called with `run`, which runs one kernel somewhere and returns what i
 arguments of a kernel are one struct of type ``PARAMS``.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -270,10 +272,11 @@ def cut_to_tf32(x):
 
 def check_mma_wide(run):
     rng = np.random.default_rng(7)
-    for kernel, dtype, depth, unit in (
+    products: tuple[tuple[str, Any, int, float], ...] = (
         ("mma_tf32", np.float32, 8, 2.0**-21),
         ("mma_float64", np.float64, 16, 2.0**-50),
-    ):
+    )
+    for kernel, dtype, depth, unit in products:
         # Sums of small integers are exact in any order of the additions.
         a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((16, depth), (depth, 8)))
         c = rng.integers(-99, 100, (16, 8)).astype(dtype)
@@ -375,7 +378,7 @@ def check_arrivals(run):
     blocks, first = 100, 0x123456789ABC0000
     for name, dtype in (("arrivals", np.float32), ("arrivals_float64", np.float64)):
         values = np.random.default_rng(9).standard_normal((blocks, BLOCK)).astype(dtype)
-        expected = np.zeros(BLOCK, dtype)
+        expected: Any = np.zeros(BLOCK, dtype)
         for value in values:
             expected += value
         for found in (0, 2**64 - 1, first - 1, first + blocks, 0x7FC00000_7FC00000):

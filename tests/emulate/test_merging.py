@@ -1,6 +1,7 @@
 """kernels/helpers/merge.cu: that it rounds, adds and merges as NumPy does, for any layout of the arrays."""
 
 import functools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,7 @@ def device():
 def on_device(array, layout="contiguous"):
     """A copy whose axes 1 and 2 are exchanged in memory, or with gaps between its rows."""
     shape = array.shape
+    found: Any
     if layout == "swapped" and array.ndim > 2:
         found = DeviceArray((shape[0], shape[2], shape[1], *shape[3:]), array.dtype).swapaxes(1, 2)
     elif layout == "sliced":

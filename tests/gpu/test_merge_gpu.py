@@ -1,5 +1,7 @@
 """Gradients with respect to lse on the device, and attention over keys that were split and merged."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -75,7 +77,8 @@ def test_merging_on_the_device_is_merging_on_the_host(cupy, layout):
     rights = cuflash.merge_backward(outs[0], outs, lses, *right, dlse=np.ones_like(lses[0]), layout=layout)
     dlse = cupy.ones_like(own_lses[0])
     gots = cuflash.merge_backward(own_outs[0], own_outs, own_lses, *got, dlse=dlse, layout=layout)
-    for x, y in zip((*got, *gots.douts, *gots.dlses), (*right, *rights.douts, *rights.dlses), strict=True):
+    expected: list[Any] = [*right, *rights.douts, *rights.dlses]
+    for x, y in zip((*got, *gots.douts, *gots.dlses), expected, strict=True):
         assert type(x) is cupy.ndarray
         np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-3 if y.dtype == np.float16 else 1e-5, atol=1e-5)
 

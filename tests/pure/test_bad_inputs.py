@@ -519,8 +519,8 @@ def test_sequence_beyond_32_bit_positions():
         lambda attn, q: attn.backward(q, q, q, q),
         lambda attn, q: cuflash.attention(q, q, q, True),  # type: ignore[call-overload]  # what is tested, here and below
         lambda attn, q: cuflash.attention(q, q, q, attn_mask=q),  # type: ignore[call-overload]
-        lambda attn, q: cuflash.FlashAttention(True),  # type: ignore[call-arg]
-        lambda attn, q: cuflash.FlashAttention(drop=0.1),  # type: ignore[call-arg]
+        lambda attn, q: cuflash.FlashAttention(True),  # type: ignore[call-overload]
+        lambda attn, q: cuflash.FlashAttention(drop=0.1),  # type: ignore[call-overload]
     ],
 )
 def test_unknown_and_misplaced_arguments(call):

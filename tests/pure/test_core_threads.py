@@ -104,7 +104,8 @@ def test_the_number_of_threads(monkeypatch):
         assert threads_of_large_call(monkeypatch) == count
     with cuflash.cpu_threads(5):
         assert threads_of_large_call(monkeypatch) == 5
-        with cuflash.cpu_threads(np.int64(11)):
+        eleven: Any = np.int64(11)
+        with cuflash.cpu_threads(eleven):
             assert threads_of_large_call(monkeypatch) == 11
         assert threads_of_large_call(monkeypatch) == 5
 
@@ -311,7 +312,7 @@ def test_a_signal_between_any_two_steps_of_a_long_call(name, number, monkeypatch
 
 
 def test_a_second_exception_before_the_end_of_a_long_call(monkeypatch):
-    """Python 3.10 may run another handler when it goes on to the `finally` of the first exception."""
+    """Another handler may run before the `finally` of the first exception does."""
     finish, calls = functions().cuflash_finish, []
 
     def interrupted(*args):

@@ -73,7 +73,7 @@ def test_cuda_scores_that_do_not_fit_are_refused(arguments, error, message):
 
 def test_a_text_is_no_mask_and_its_arrays_have_names_of_their_own():
     with pytest.raises(TypeError, match="mask: got Score"):
-        cuflash.FlashAttention(mask=Score(cuda=PLAIN))  # type: ignore[arg-type]
+        cuflash.FlashAttention(mask=Score(cuda=PLAIN))  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="score: got an array named bias, expected another name"):
         cuflash.FlashAttention(score=Score(cuda=PLAIN, arrays=["bias"]))
 

@@ -145,7 +145,8 @@ def test_device_arrays_of_another_library_are_imported_and_exported(gpu, monkeyp
     library: Any = ModuleType("anothertorch")
     library.from_dlpack = from_dlpack
     monkeypatch.setitem(sys.modules, "anothertorch", library)
-    q, out = Tensor(), Tensor()
+    q: Any = Tensor()
+    out = Tensor()
     assert cuflash.FlashAttention().forward(q, q, q, out=out) == (out, "tensor of lse")
     assert streams == [7] * 4, "every argument, and the result to be written, waits for its producer"
     assert len(exported) == 2, "the given result crosses back too, so that its library's stream waits for CuPy's"

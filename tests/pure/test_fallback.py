@@ -242,7 +242,7 @@ def test_plans_say_which_path_computes_each_pass(way):
 @pytest.mark.parametrize("way", [CORE, FALLBACK], indirect=True)
 def test_plans_say_the_dtypes_of_fp8(way):
     q, k = (x.astype(ml_dtypes.float8_e4m3fn) for x in np.ones((2, 1, 20, 16), np.float32))
-    one = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
+    one: Any = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
     plan = cuflash.FlashAttention().plan(q, k, k, q_scale=np.float32(1), **one)
     assert lines_of(plan, "precision") == ["float8_e4m3fn in q, k and v, bfloat16 out, float32 inside"]
     plan = cuflash.FlashAttention().plan(q.astype(np.float16), k, k, **one)

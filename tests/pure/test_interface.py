@@ -124,7 +124,7 @@ def test_splits_of_keys_have_no_diagonal_that_follows_lengths(where):
         if where == "streamed":
             cuflash.FlashAttention(causal="lengths").forward(q, *cuflash.streamed(q, q), kv_lengths=lengths)
         else:
-            cd.ContextParallel(cd.threads(1)[0], split="contiguous", causal="lengths")  # type: ignore[arg-type]
+            cd.ContextParallel(cd.threads(1)[0], split="contiguous", causal="lengths")  # type: ignore[call-overload]
 
 
 def test_lse_is_the_natural_logarithm():

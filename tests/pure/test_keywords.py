@@ -128,7 +128,7 @@ def test_names_without_a_meaning():
 def test_masks_of_the_other_kind():
     """An array where the constructor takes a function, and a function where forward takes an array."""
     with pytest.raises(TypeError, match=r"mask: got ndarray, .*; an array goes into mask= of forward and backward"):
-        cuflash.FlashAttention(mask=np.ones((4, 4), bool))  # type: ignore[arg-type]
+        cuflash.FlashAttention(mask=np.ones((4, 4), bool))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"mask: got function, .*; a function goes into FlashAttention\(mask=\.\.\.\)"):
         ATTN.forward(Q, Q, Q, mask=lambda i, j: i >= j)
 

@@ -1,22 +1,19 @@
 """The package as people get it: importable without CuPy and quickly, with its kernels however it was installed."""
 
-import functools
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
+from tests.packages import CHECKOUT, builder, run_backend
 
-CHECKOUT = Path(__file__).parents[2]
 DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, ml_dtypes)})
 FOLDER = CHECKOUT / "kernels"
 KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu*"))
@@ -55,46 +52,11 @@ print(core.why_not() or core.processor())
 INFO = "import cuflash.cli.main as cli; cli.main(['info'])"
 
 
-class Built(NamedTuple):
-    """A built package: its source, the wheel, the directory with its content, and what the build has shown."""
-
-    source: Path
-    wheel: Path
-    unpacked: Path
-    shown: str
-
-
-def run_backend(kind, source, built, **environment):
-    """Build a wheel or an editable one, offline; returns what is shown."""
-    code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(built)!r})"
-    env = os.environ | {"CXXFLAGS": "-O0"} | environment  # fast to compile
-    command = [sys.executable, "-c", code]
-    shown = subprocess.run(command, cwd=source, env=env, check=True, capture_output=True, text=True, timeout=300)
-    return shown.stdout + shown.stderr
-
-
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds a wheel or an editable one of a copy of the checkout, once; the copy is gone where it is a wheel."""
+    """`tests.packages.builder`."""
     pytest.importorskip("setuptools", minversion="77", reason="the wheel is built with setuptools 77 or later")
-
-    @functools.cache
-    def build(kind, compiler=None):
-        source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
-        for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-            shutil.copy(CHECKOUT / name, source)
-        without = shutil.ignore_patterns("__pycache__", "*.so", "build.txt")
-        for name in ("cuflash", "kernels"):
-            shutil.copytree(CHECKOUT / name, source / name, ignore=without)
-        shown = run_backend(kind, source, built, **({} if compiler is None else {"CXX": compiler}))
-        (wheel,) = built.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked)
-        if kind == "wheel":
-            shutil.rmtree(source)
-        return Built(source, wheel, unpacked, shown)
-
-    return build
+    return builder(tmp_path_factory)
 
 
 def test_a_checkout_works_as_it_is(tmp_path):
@@ -200,6 +162,8 @@ def test_an_editable_install_reads_the_checkout(build, tmp_path):
     source, _, unpacked, _ = build("editable")
     package, directory, *names = run_python(USE_IT, tmp_path, str(unpacked)).splitlines()
     assert Path(package).parent == source / "cuflash"
+    (path,) = unpacked.glob("*.pth")
+    assert path.read_text().strip() == str(source)  # no import hook, which type checkers do not follow
     assert Path(directory) == source / "kernels"
     assert names == KERNELS
 

@@ -3,6 +3,7 @@
 import ctypes
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_sizes_agree():
 
 
 def test_every_field_lies_where_the_kernels_look_for_it():
-    described = {}
+    described: dict[int, Any] = {}
     for name, (ctype, offset, *_) in dict(PARAMS.fields or {}).items():
         base = ctype.base if ctype.subdtype else ctype
         for n in range(ctype.itemsize // base.itemsize):
@@ -142,7 +143,7 @@ def filled(pass_=FORWARD, layout="bhsd", **options):
     """Parameters of a small problem, its plan, and its arrays."""
     rng = np.random.default_rng(0)
     axes = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-    arrays = {
+    arrays: dict[str, Any] = {
         "q": np.zeros((2, 4, 70, 24), np.float16).transpose(axes),
         "k": np.zeros((2, 2, 90, 24), np.float16).transpose(axes),
         "v": np.zeros((2, 2, 90, 48), np.float16)[..., :40].transpose(axes),

@@ -13,7 +13,7 @@ from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 BIAS_BY_TMA = "a per-pair bias that TMA can read"
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
