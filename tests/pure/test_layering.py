@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shards": {"arrays", "score_mod", "spec", "cpu", "gpu"},
     "streaming": {"arrays", "score_mod", "spec", "plan", "cpu", "shards"},
     "distributed": {"arrays", "spec", "cpu", "gpu", "shards"},
-    "": {"arrays", "score_mod", "spec", "cpu", "gpu", "shards", "streaming"},
+    "": {"arrays", "score_mod", "spec", "cpu", "gpu", "shards", "streaming", "distributed"},
 }
 MAY_IMPORT["cli"] = MAY_IMPORT[""] | {"", "plan", "testing", "emulator", "distributed"}
 

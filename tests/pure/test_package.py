@@ -76,7 +76,7 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
     assert files_of(unpacked / "cuflash" / "emulator") == files_of(CHECKOUT / "cuflash" / "emulator")
     assert run_python("import cuflash.emulator, cuflash.cli.main", tmp_path, str(unpacked)) == ""
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
-    assert wheel.stat().st_size < 1_500_000
+    assert wheel.stat().st_size < 2_000_000
     assert wheel.name.startswith(f"cuflash-{cuflash.__version__}-")
 
 
