@@ -24,7 +24,6 @@ from cuflash.emulator import EmulationError, building, passes
 from cuflash.gpu import compiler, kernel_cache, tuning
 from cuflash.gpu.progress import Bar
 from cuflash.plan import DeviceSpec
-from cuflash.spec.binding import Contiguous
 from cuflash.spec.options import Options
 from cuflash.spec.passes import PASSES
 from cuflash.spec.problem import make_problem
@@ -593,20 +592,31 @@ def test_arguments_of_the_other_kind_of_check_are_refused(capsys, command, words
 
 
 @pytest.mark.parametrize("pass_", PASSES, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1, 4), (300, 700, 40)])
-def test_the_time_on_this_cpu_is_about_right(pass_, sizes):
-    """Within a factor that a busy machine does not exceed: of heads that are more and longer."""
-    seqlen_q, seqlen_k, dim = sizes
-    q, k, v = (Contiguous((1, 4, n, dim), np.dtype(np.float32)) for n in (seqlen_q, seqlen_k, seqlen_k))
-    problem = replace(make_problem(Options(), q, k, v), moved=("q", "k", "v") if pass_.has_tangents else None)
+def test_the_time_on_this_cpu_is_about_right(pass_):
+    """Of heads that are more and longer, causal: within a factor that a busy machine does not exceed."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 16, 1100, 40), np.float32)
+    attn = FlashAttention(causal=True)
+    out, lse = attn.forward(q, k, v)
+    tangents = {"tq": q, "tk": k, "tv": v}
+    calls = {
+        "forward": lambda: attn.forward(q, k, v),
+        "backward": lambda: attn.backward(out, q, k, v, out, lse),
+        "jvp": lambda: attn.jvp(q, k, v, **tangents),
+        "backward_jvp": lambda: attn.backward_jvp(out, q, k, v, out, lse, out, lse, **tangents),
+    }
+    start = time.perf_counter()
+    calls[pass_.name]()
+    seconds = time.perf_counter() - start
+    problem = replace(
+        make_problem(Options(causal=True), q, k, v), moved=("q", "k", "v") if pass_.has_tangents else None
+    )
     rates.flops_per_s.cache_clear()
-    rate = pass_.flops(problem) / rates.about_seconds(problem, pass_)
-    assert 1e3 < rate < 1e14
-    assert rates.about_seconds(replace(problem, batch=1000), pass_) > 100 * pass_.flops(problem) / rate
-    assert rates.flops_per_s.cache_info().misses == 1
+    assert seconds / 8 < rates.about_seconds(problem, pass_) < seconds * 8
+    ten = rates.about_seconds(replace(problem, batch=10), pass_)
+    assert ten == pytest.approx(10 * rates.about_seconds(problem, pass_))
 
 
-@pytest.mark.parametrize("columns", [40, 60, 200])
+@pytest.mark.parametrize("columns", [40, 200])
 def test_lines_fit_the_terminal(capsys, monkeypatch, without_gpu, columns):
     """Plans and rows are wrapped there; a row of `info` is one line elsewhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
