@@ -185,9 +185,9 @@ class Preparation(Generic[FunctionT]):
         """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
 
         This takes seconds to minutes, mostly to compile some tens of kernels, and memory for two sets of results. It
-        shows a bar if standard error is a terminal. The results of each candidate are compared with those of the
-        table's row before it is timed. Its time is the median of several runs, and the L2 cache is filled with other
-        data before each run.
+        shows a bar if standard error is a terminal, and elsewhere writes a line a minute there. The results of each
+        candidate are compared with those of the table's row before it is timed. Its time is the median of several runs,
+        and the L2 cache is filled with other data before each run.
 
         The fastest tiles are remembered in a file next to the compiled kernels (``python -m cuflash info`` says where),
         for this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and

@@ -19,6 +19,7 @@ def in_flops(per_second: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
+    seconds = _rounded(seconds)
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
@@ -26,8 +27,14 @@ def in_seconds(seconds: float) -> str:
 
 def with_prefix(value: float, unit: str, prefixes: str) -> str:
     """Three digits and a decimal prefix; `prefixes` are those of 1, 1000, and so on, "-" for none."""
+    value = _rounded(value)
     steps = min(max(int(math.log10(value) // 3), 0), len(prefixes) - 1) if value else 0
     return f"{value / 1000**steps:.3g} {prefixes[steps].strip('-')}{unit}"
+
+
+def _rounded(value: float) -> float:
+    """To three digits, before the unit is chosen: 999.9 is 1 of the next."""
+    return float(f"{value:.3g}")
 
 
 def wrapped(lines: Iterable[str], width: int) -> str:

@@ -102,6 +102,7 @@ def launch_document(found: LaunchPlan) -> Document:
         "device": found.device.name,
         "capability": f"{found.device.arch / 10:.1f}",
         "least_seconds": found.least_seconds,
+        "about_seconds": found.about_seconds,
         "extra_bytes": found.extra_bytes,
         "memory_model": traffic
         and {

@@ -299,14 +299,15 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
     labels = ["; ".join(tile.label for tile in tiles) for tiles in (winner.tiles, plan.tiles)]
     if winner.tiles == plan.tiles:
         summary = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
-        return replace(plan, reason=f"{plan.reason}\n{summary}")
+        return replace(plan, reason=f"{plan.reason}\n{summary}", tuned_flops_per_s=1e12 * winner.tflops)
     if (why_not := _why_not(winner.tiles, plan)) is not None:
         return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {why_not}")
     summary = (
         f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
         f"({labels[1]})"
     )
-    return choose_plan(problem, device, pass_, tiles=winner.tiles, origin=summary, **arrays)
+    found = choose_plan(problem, device, pass_, tiles=winner.tiles, origin=summary, **arrays)
+    return replace(found, tuned_flops_per_s=1e12 * winner.tflops)
 
 
 def forget(plan: LaunchPlan) -> bool:

@@ -118,6 +118,7 @@ class LaunchPlan:
     models: tuple[Model | None, ...] = ()  # how `cuflash.plan.traffic` models each main kernel
     hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
+    tuned_flops_per_s: float = 0  # the rate that tuning measured on this device; 0 if it did not
 
     @property
     def scratch_layout(self) -> ScratchLayout:
@@ -148,8 +149,13 @@ class LaunchPlan:
         """The least time that memory and matrix products take, by the model of `traffic`; None where it has none."""
         return self.traffic.seconds(self.device.bytes_per_s, self._flops_per_s) if self.traffic else None
 
+    @property
+    def about_seconds(self) -> float | None:
+        """The time by the rate that tuning measured; None without one."""
+        return self.pass_.flops(self.problem) / self.tuned_flops_per_s if self.tuned_flops_per_s else None
+
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
-        """The plan in words: a line that says what runs, the least time and the extra memory, then a line a fact.
+        """The plan in words: a line that says what runs, how long, and the extra memory, then a line a fact.
 
         Parameters
         ----------
@@ -192,11 +198,13 @@ class LaunchPlan:
         return self.device.flops_16_bit if is_half else 0
 
     def _in_short(self) -> str:
-        """What runs, the least time, and the memory in addition to arguments and results."""
+        """What runs, the time as tuned or else the least, and the memory in addition to arguments and results."""
         count = sum(kernel.grid > 0 for kernel in self.kernels)
         found = [f"{count or 'no'} kernel{'' if count == 1 else 's'}"]
         seconds = self.least_seconds or 0
-        if seconds >= 1e-6:  # launches take longer than that
+        if self.about_seconds:
+            found.append(f"about {in_seconds(self.about_seconds)}")
+        elif seconds >= 1e-6:  # launches take longer than that
             found.append(f"at least {in_seconds(seconds)}")
         found.append(f"{in_bytes(self.extra_bytes) if self.extra_bytes else 'no'} extra memory")
         return ", ".join(found)

@@ -473,6 +473,10 @@ def test_errors(capsys, without_gpu, command, code, words):
         (in_seconds(0.00123), "1.23 ms"),
         (in_seconds(0.000123), "123 us"),
         (in_seconds(12.34), "12.3 s"),
+        (in_seconds(0.0009999), "1 ms"),
+        (in_seconds(0.9996), "1 s"),
+        (in_bytes(999_900), "1 MB"),
+        (in_flops(9.996e11), "1 TFLOP/s"),
     ],
 )
 def test_numbers(text, expected):

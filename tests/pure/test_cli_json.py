@@ -148,7 +148,7 @@ def test_plans_are_those_of_the_library(arguments):
 
 
 def test_keys_of_plans(document, without_compiler):
-    of_cpu = {f"plans[].{name}" for name in ("about_seconds", "core", "why_not")}
+    of_cpu = {f"plans[].{name}" for name in ("core", "why_not")}
     code, found = document("plan --arch 9.0 --causal --bias --kv-lengths --num-heads 4 --num-heads-kv 2")
     assert code == 0
     assert found["plans"][0]["problem"]["options"] == ["bias", "kv_lengths"]

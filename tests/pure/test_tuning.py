@@ -250,6 +250,9 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
     expected = (f"tuned: {found.winner.tflops:.1f} TFLOP/s on H200", f"the table's row {found.trials[0].tflops:.1f}")
     assert all(words in plan.reason for words in (*expected, plans[0].tiles[0].label))
     assert plan.reason in "\n".join(line.strip() for line in plan.describe(verbose=True, width=0).splitlines())
+    assert plan.about_seconds == pytest.approx(1e-3)
+    assert ", about 1 ms, " in plan.describe(width=0).splitlines()[0]
+    assert plans[0].about_seconds is None and "about" not in plans[0].describe(width=0).splitlines()[0]
 
 
 @pytest.mark.parametrize("need", [("dq",), ("dscale",), ("dk", "dscale")])
@@ -274,6 +277,7 @@ def test_the_first_stays_unless_something_is_faster_by_more_than_noise():
     assert plan.tiles == plans[0].tiles
     assert plan.reason.startswith(plans[0].reason)
     assert "the table's row is the fastest" in plan.reason
+    assert ", about 1 s, " in plan.describe(width=0).splitlines()[0]
 
 
 def test_what_is_wrong_or_spills_or_does_not_compile_is_not_timed():
