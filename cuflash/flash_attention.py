@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cuflash.spec.inputs import ForwardArrays, OfGradients, OfThreeGradients, ScoreGradients
     from cuflash.spec.options import OptionArguments
     from cuflash.spec.results import NumpyForwardResult
-    from cuflash.spec.type_variables import NumpyArray, ScalarT
+    from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
@@ -258,13 +258,13 @@ class FlashAttention(SecondDerivatives[FunctionT]):
     # fmt: off
     @overload
     def forward(
-        self: FlashAttention[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[ForwardArrays],
+        self: FlashAttention[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[ForwardArrays],
     ) -> NumpyForwardResult[ScalarT]: ...
     @overload
     def forward(
-        self: FlashAttention[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[ForwardArrays],
+        self: FlashAttention[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[ForwardArrays],
     ) -> ForwardResult[ArrayT, ArrayT]: ...
     @overload
     def forward(
@@ -429,12 +429,12 @@ class FlashAttention(SecondDerivatives[FunctionT]):
     @overload
     def backward(
         self: FlashAttention[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfThreeGradients],
+        seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfThreeGradients],
     ) -> Gradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
         self: FlashAttention[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfGradients],
+        need: Collection[str] = ..., seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfGradients],
     ) -> NamedGradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cuflash.distributed import ContextParallel
     from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithDlse, WithTangents
+    from cuflash.spec.type_variables import Integer
 
     Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function
     WithScores: TypeAlias = FlashAttention[WithFunction] | ContextParallel[WithFunction]
@@ -204,7 +205,7 @@ def attention(
 @overload
 def hessian_vector_product(
     attn: Plain, dout: Array, q: ArrayT, k: KeyT, v: ValueT, *, need: Collection[str] = ...,
-    seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfHessian],
+    seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfHessian],
 ) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
 @overload
 def hessian_vector_product(
@@ -277,7 +278,7 @@ def hessian_vector_product(
 @overload
 def double_backward(
     attn: Plain, cotangents: Mapping[str, Array], dout: Array, q: ArrayT, k: KeyT, v: ValueT, *,
-    need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[WithDlse],
+    need: Collection[str] = ..., seed: Integer = None, offset: Integer = None, **arrays: Unpack[WithDlse],
 ) -> DoubleGradients[ArrayT, KeyT, ValueT]: ...
 @overload
 def double_backward(
@@ -357,7 +358,7 @@ def double_backward(
 def jvp_backward(
     attn: Plain, dtout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
     tlse: Array, *, dout: Array | None = None, dlse: Array | None = None, dtlse: Array | None = None,
-    need: Collection[str] = ..., seed: int | None = None, offset: int | None = None, **arrays: Unpack[WithTangents],
+    need: Collection[str] = ..., seed: Integer = None, offset: Integer = None, **arrays: Unpack[WithTangents],
 ) -> JvpGradients[ArrayT, KeyT, ValueT]: ...
 @overload
 def jvp_backward(

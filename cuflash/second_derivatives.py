@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cuflash.spec.inputs import OfThreeTangents, ScoreGradientTangents
     from cuflash.spec.results import NumpyJvpResult
-    from cuflash.spec.type_variables import NumpyArray, ScalarT
+    from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
@@ -43,13 +43,13 @@ class SecondDerivatives(Preparation[FunctionT]):
     # fmt: off
     @overload
     def jvp(
-        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[JvpArrays],
+        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[JvpArrays],
     ) -> NumpyJvpResult[ScalarT]: ...
     @overload
     def jvp(
-        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[JvpArrays],
+        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[JvpArrays],
     ) -> JvpResult[ArrayT, ArrayT]: ...
     @overload
     def jvp(
@@ -123,12 +123,12 @@ class SecondDerivatives(Preparation[FunctionT]):
     @overload
     def backward_jvp(
         self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
-        tlse: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfThreeTangents],
+        tlse: Array, *, seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfThreeTangents],
     ) -> GradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward_jvp(
         self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
-        tlse: Array, *, need: Collection[str] = ..., seed: int | None = None, offset: int | None = None,
+        tlse: Array, *, need: Collection[str] = ..., seed: Integer = None, offset: Integer = None,
         **arrays: Unpack[BackwardJvpArrays],
     ) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cuflash.spec.inputs import OptionalArrays, ScoreGradients, WithDlse
     from cuflash.spec.options import OptionsWithoutCausal
     from cuflash.spec.results import NumpyForwardResult
-    from cuflash.spec.type_variables import NumpyArray, ScalarT
+    from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
     class RankArguments(OptionsWithoutCausal, total=False):
         """The keyword arguments of `ContextParallel`, but for functions."""
@@ -241,13 +241,13 @@ class ContextParallel(SecondDerivatives[FunctionT]):
     # fmt: off
     @overload
     def forward(
-        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **optional_inputs: Unpack[OptionalArrays],
     ) -> NumpyForwardResult[ScalarT]: ...
     @overload
     def forward(
-        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **optional_inputs: Unpack[OptionalArrays],
     ) -> ForwardResult[ArrayT, ArrayT]: ...
     @overload
     def forward(
@@ -320,12 +320,12 @@ class ContextParallel(SecondDerivatives[FunctionT]):
     @overload
     def backward(
         self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        seed: int | None = None, offset: int | None = None, **optional_inputs: Unpack[WithDlse],
+        seed: Integer = None, offset: Integer = None, **optional_inputs: Unpack[WithDlse],
     ) -> Gradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
         self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        need: Collection[str], seed: int | None = None, offset: int | None = None,
+        need: Collection[str], seed: Integer = None, offset: Integer = None,
         **optional_inputs: Unpack[WithDlse],
     ) -> NamedGradients[ArrayT, KeyT, ValueT]: ...
     @overload
@@ -414,13 +414,13 @@ class ContextParallel(SecondDerivatives[FunctionT]):
     # fmt: off
     @overload
     def decode(
-        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+        self: ContextParallel[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **optional_inputs: Unpack[OptionalArrays],
     ) -> NumpyForwardResult[ScalarT]: ...
     @overload
     def decode(
-        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **optional_inputs: Unpack[OptionalArrays],
+        self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **optional_inputs: Unpack[OptionalArrays],
     ) -> ForwardResult[ArrayT, ArrayT]: ...
     @overload
     def decode(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithTangents
     from cuflash.spec.results import NumpyJvpResult
-    from cuflash.spec.type_variables import NumpyArray, ScalarT
+    from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
@@ -35,13 +35,13 @@ class SecondDerivatives(Generic[FunctionT]):
     # fmt: off
     @overload
     def jvp(
-        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[WithTangents],
+        self: SecondDerivatives[None], q: NumpyArray[ScalarT], k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[WithTangents],
     ) -> NumpyJvpResult[ScalarT]: ...
     @overload
     def jvp(
-        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[WithTangents],
+        self: SecondDerivatives[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[WithTangents],
     ) -> JvpResult[ArrayT, ArrayT]: ...
     @overload
     def jvp(
@@ -116,14 +116,14 @@ class SecondDerivatives(Generic[FunctionT]):
     @overload
     def backward_jvp(
         self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
-        tlse: Array, *, tdout: Array | None = None, tdlse: Array | None = None, seed: int | None = None,
-        offset: int | None = None, **arrays: Unpack[OfHessian],
+        tlse: Array, *, tdout: Array | None = None, tdlse: Array | None = None, seed: Integer = None,
+        offset: Integer = None, **arrays: Unpack[OfHessian],
     ) -> GradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward_jvp(
         self: SecondDerivatives[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, tout: Array,
         tlse: Array, *, tdout: Array | None = None, tdlse: Array | None = None, need: Collection[str],
-        seed: int | None = None, offset: int | None = None, **arrays: Unpack[OfHessian],
+        seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfHessian],
     ) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward_jvp(

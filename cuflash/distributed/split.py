@@ -9,6 +9,7 @@ from typing import Any
 from cuflash.arrays.checks import as_integer, counted, type_error, typed, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.arrays.memory_ranges import Span, cut_evenly, joined
+from cuflash.spec.type_variables import ArrayT
 
 Array = Any
 _AXES = ": axis is that of the sequence, -1 in lse, -3 in layout 'bshd'"  # what messages about a wrong length add
@@ -125,7 +126,7 @@ class Split:
             first += stop - start
         raise value_error("span", span, f"rows of rank {rank}")
 
-    def part(self, array: Array, rank: int, axis: int = -2) -> Array:
+    def part(self, array: ArrayT, rank: int, axis: int = -2) -> ArrayT:
         """The rows of one rank, taken from an array with the rows of all ranks.
 
         Parameters
@@ -151,16 +152,17 @@ class Split:
         --------
         whole : Its inverse.
         """
-        rows = array.shape[axis]
+        whole: Array = array
+        rows = whole.shape[axis]
         if rows != self.seqlen:
             raise value_error(
                 "array", f"{counted(rows, 'row')} in axis {axis}", f"{self.seqlen} as the split has{_AXES}"
             )
-        moved = array.swapaxes(0, axis)
+        moved = whole.swapaxes(0, axis)
         pieces = [moved[start:stop] for start, stop in self.spans[rank]] or [moved[:0]]
-        return module_of(array).concatenate(pieces).swapaxes(0, axis)
+        return module_of(whole).concatenate(pieces).swapaxes(0, axis)
 
-    def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
+    def whole(self, parts: Sequence[ArrayT], axis: int = -2) -> ArrayT:
         """The array with the rows of all ranks, concatenated from the shards of the ranks: the inverse of `part`.
 
         Parameters
@@ -186,15 +188,16 @@ class Split:
         """
         if len(parts) != self.ranks:
             raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
-        pieces = {}
-        for rank, array in enumerate(parts):
+        pieces: dict[Span, Array] = {}
+        shards: Sequence[Array] = parts
+        for rank, array in enumerate(shards):
             if array.shape[axis] != self.rows(rank):
                 expected = f"{self.rows(rank)} as rank {rank} has{_AXES}"
                 raise value_error(f"parts[{rank}]", f"{counted(array.shape[axis], 'row')} in axis {axis}", expected)
             for span in self.spans[rank]:
                 pieces[span] = array.swapaxes(0, axis)[self.local(rank, span)]
-        pieces = pieces or {(0, 0): parts[0].swapaxes(0, axis)}
-        return module_of(parts[0]).concatenate([pieces[span] for span in sorted(pieces)]).swapaxes(0, axis)
+        pieces = pieces or {(0, 0): shards[0].swapaxes(0, axis)}
+        return module_of(shards[0]).concatenate([pieces[span] for span in sorted(pieces)]).swapaxes(0, axis)
 
 
 def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     ScalarT = TypeVar("ScalarT", bound=np.generic)  # of a NumPy array
     FunctionT = TypeVar("FunctionT", default=Any)
     NumpyArray = np.ndarray[Any, np.dtype[ScalarT]]
+    # Python's or NumPy's integer, or None. As Any, so that ``**inputs`` may be a dictionary of arrays.
+    Integer = Any
 else:
     from typing import TypeVar
 

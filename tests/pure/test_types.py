@@ -102,6 +102,10 @@ def results(
         assert_type(own.backward(half, half, k, v, half, v).dq, NDArray[np.float16])
         assert_type(own.backward(half, half, k, v, half, v, need=("dk",)).dk, NDArray[np.float64])
         assert_type(own.backward_jvp(half, half, k, v, half, v, half, v, tq=half).tdv, NDArray[np.float32])
+        bias = {"bias": half}
+        own.forward(half, k, v, seed=np.int64(1), **bias)
+        own.backward(half, half, k, v, half, v, **bias)
+        own.jvp(half, k, v, **bias, tq=half)
         on_device = cupy.zeros((5, 4))
         assert_type(own.forward(on_device, on_device, on_device).out, Any)
         assert_type(own.backward(on_device, on_device, on_device, on_device, on_device, on_device).dq, Any)
@@ -117,6 +121,9 @@ def results(
     assert_type(cuflash.attention(other, k, v), Tensor)
     assert_type(cuflash.merge([half], [v]).out, NDArray[np.float16])
     assert_type(cuflash.merge_backward(half, [half], [v], half, v).dlses, tuple[NDArray[np.float32], ...])
+    split = cd.zigzag(5, 2)
+    assert_type(split.part(half, 0), NDArray[np.float16])
+    assert_type(split.whole([other, other]), Tensor)
     assert_type(cuflash.hessian_vector_product(attn, half, half, k, v, tq=half).tdk, NDArray[np.float64])
     out = attn.forward(half, *cuflash.streamed(k, v)).out
     assert_type(out, NDArray[np.float16])
