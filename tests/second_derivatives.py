@@ -1,12 +1,15 @@
 """Cases of second derivatives that tests of all backends share: every option, several at once, with enough keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from cuflash.testing import Case
-from cuflash.testing.tangents import Moved, movable
+from cuflash.testing.rule import Report, measure
+from cuflash.testing.tangents import Moved, movable, tangent_yardsticks
+from tests.scored import Scored
 
 SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
 OPTIONS: list[dict[str, Any]] = [
@@ -55,6 +58,13 @@ def moves_of(case: Case) -> Iterator[Moved]:
     yield Moved(names=tuple(movable(case)), cotangents=cotangents)
     for name in movable(case):
         yield Moved(names=(name,))
+
+
+def judge_functions(case: Scored, tangents: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Hold tangents of results of a problem whose scores or masks are functions to the oracle rule."""
+    judges = tangent_yardsticks(replace(case.problem, moved=None), case.arrays, tangents, **case.random)
+    report = Report(measure(name, x, judges[name]) for name, x in results.items() if name not in ("out", "lse"))
+    assert report.passed, f"outside the oracle rule\n{report}\n{case}"
 
 
 def has_gradient(case: Case, gradient: str) -> bool:

@@ -227,7 +227,7 @@ def head_tangents(
         of_bias = cast(own[head.first_row : head.first_row + head.Q.shape[0], : head.K.shape[0]], compute)
         tS, others_size = tS + of_bias, others_size + abs(of_bias)
     if problem.score is not None:
-        tS, slope, reads = _by_function(problem, head, tX, tangents, others, compute)
+        tS, slope, others_size, reads = _by_function(problem, head, tX, tangents, others, compute)
     tS = xp.where(head.P == 0, 0, tS)
     tsink = xp.asarray(tangents["sinks"][h] if "sinks" in tangents else 0, compute)
     tL = (head.P * tS).sum(axis=-1, keepdims=True) + head.P_sink * tsink
@@ -244,8 +244,11 @@ def _by_function(
     tangents: Mapping[str, Array],
     others: Mapping[str, Any],
     compute: np.dtype[Any],
-) -> tuple[Array, Array, list[Array]]:
-    """Tangents of what the function of a caller makes: of scores, of their slope, and of the derivatives of reads."""
+) -> tuple[Array, Array, Array, list[Array]]:
+    """Tangents of what the function of a caller makes: of scores, of their slope, and of the derivatives of reads.
+
+    The third is what tangents of single arrays make of scores, as absolute values.
+    """
     assert problem.score is not None
     i, j = np.arange(head.Q.shape[0])[:, None], np.arange(head.K.shape[0])[None, :]
     b, h = head.index_scores
@@ -256,4 +259,8 @@ def _by_function(
     inputs = {"s": problem.scale * head.QK, "ts": tX, "i": i, "j": j, "head": h, "batch": b}
     arrays |= {f"t{name}": tangents[name] for name in moved}
     tS, slope, *reads = (np.where(head.P == 0, 0, x) for x in evaluate(roots, inputs, arrays, compute))
-    return tS, slope, reads
+    sizes = np.zeros_like(tS)
+    for name in moved:
+        alone = evaluate([problem.score_tangents((name,)).score], inputs | {"ts": np.zeros_like(tX)}, arrays, compute)
+        sizes = sizes + np.where(head.P == 0, 0, np.abs(alone[0]))
+    return tS, slope, sizes, reads

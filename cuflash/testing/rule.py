@@ -331,10 +331,7 @@ def _yardsticks(
         extra = 0.0
         if name == "dq" and problem.dtype in ("float32", "bfloat16"):
             extra = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
-        if name[1:] in dict(problem.score_args) and problem.dtype != "float64":
-            lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-            units_of_sums = MOST_READS * math.prod(2.0 ** math.ceil(math.log2(max(1, n))) for n in lengths) * 2.0**-61
-            extra = units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
+        extra += of_fixed_point(problem, name[1:], scale)
         return Yardstick(
             name=name,
             expected=own,
@@ -360,6 +357,15 @@ def _yardsticks(
             summed = Summed(axis=axis, of=yardstick("dv", next(sums), next(sums), Squares(terms, noise)))
             found[name] = replace(found[name], summed=summed)
     return found
+
+
+def of_fixed_point(problem: Problem, name: str, scale: Array) -> float:
+    """What rounding to the units of its sums makes of the gradient of an array that a score reads; 0 of any other."""
+    if name not in dict(problem.score_args) or problem.dtype == "float64":
+        return 0.0
+    lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    units_of_sums = MOST_READS * math.prod(2.0 ** math.ceil(math.log2(max(1, n))) for n in lengths) * 2.0**-61
+    return units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
 
 
 def _largest(name: str, x: Array) -> Array:

@@ -5,7 +5,9 @@ noise of results follow their formulas pair by pair. Rounding the scores moves a
 and the tangent of a score is moved by a unit in the last place of the terms that it is a sum of, and of tL, which is
 passed on rounded. Operands of the second products (Z o P, Z o P o U, dX and tdX), O and tO are rounded to the dtype of
 the inputs, as P, dS and O of the first order are: where they are subnormal, their unit is that of the smallest normal
-number, which therefore is their size as terms.
+number, which therefore is their size as terms. Of a score that is a function, the tangent is a sum of its derivative
+times that of the scaled product, and of what the tangent of each array adds; what its own arithmetic rounds is measured
+by the plain formula.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from numpy.typing import NDArray
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.spec.inputs import INPUTS, NUMBERS
 from cuflash.spec.outputs import MOVABLE, OVER_HEAD_DIM
+from cuflash.spec.problem import Problem
 from cuflash.testing import reference, reference_tangents
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.case import Case, optional
 from cuflash.testing.reference import BroadcastSum, Head
 from cuflash.testing.reference_tangents import HeadTangents
-from cuflash.testing.rule import Report, Yardstick, measure
+from cuflash.testing.rule import Report, Yardstick, gradients_of, measure, of_fixed_point
 from cuflash.testing.scales import Collector, Squares, finite, ulp
 
 Array = NDArray[Any]
@@ -111,46 +114,56 @@ def tangents_by(
 @lru_cache(maxsize=8)
 def yardsticks_of(case: Case, moved: Moved) -> dict[str, Yardstick]:
     """The yardsticks of tout, tlse and of the tangents of all gradients."""
-    problem, arrays, tangents = case.problem, case.arrays(), moved.arrays(case)
+    return tangent_yardsticks(case.problem, case.arrays(), moved.arrays(case), **case.random)
+
+
+def tangent_yardsticks(
+    problem: Problem, arrays: Mapping[str, Array], tangents: Mapping[str, Array], **random: Any
+) -> dict[str, Yardstick]:
+    """The same of any problem on NumPy arrays, with what its functions read; `random` as `yardsticks` has it.
+
+    Tangents have the names of their arrays after a t, as `tdout` and `tdlse` do.
+    """
     exact = np.dtype(np.longdouble if problem.dtype == "float64" else np.float64)
     with np.errstate(all="ignore"):
-        expected = _compute(case, arrays, tangents, exact)
-        plain = _compute(case, arrays, tangents, arrays["q"].dtype)
-        squares, zeros = _TangentCollector(case, arrays, tangents, expected).found()
+        expected = _compute(problem, arrays, tangents, random, exact)
+        plain = _compute(problem, arrays, tangents, random, arrays["q"].dtype)
+        squares, zeros = _TangentCollector(problem, arrays, tangents, random, expected).found()
         return {
-            name: _yardstick(case, name, x, plain[name], squares[name], zeros.get(name))
+            name: _yardstick(problem, name, x, plain[name], squares[name], zeros.get(name))
             for name, x in expected.items()
             if name in squares
         }
 
 
-def _compute(case: Case, arrays: Mapping[str, Array], tangents: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+def _inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """q, k, v, the optional inputs, and what functions read."""
+    return {name: arrays[name] for name in (*INPUTS, *(name for name, _ in problem.score_args))} | optional(arrays)
+
+
+def _compute(
+    problem: Problem, arrays: Mapping[str, Array], tangents: Mapping[str, Array], random: Mapping[str, Any], dtype: Any
+) -> dict[str, Array]:
     """out, lse and results by the plain formula."""
-    problem = case.problem
-    inputs: dict[str, Any] = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
-    inputs |= {"dtype": dtype, **case.random}
+    inputs = _inputs(problem, arrays) | {"dtype": dtype, **random}
     of_inputs = {name[1:]: x for name, x in tangents.items() if name not in COTANGENTS}
     found = dict(zip(("out", "lse"), reference.forward(problem, **inputs), strict=True))
     found |= zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True)
     cotangents: dict[str, Any] = {name: x for name, x in tangents.items() if name in COTANGENTS}
     if "dlse" in arrays:
         cotangents["dlse"] = arrays["dlse"]
+    need = gradients_of(problem)
     gradients = reference_tangents.backward_jvp(
-        problem, arrays["dout"], tangents=of_inputs, need=problem.gradients, **inputs, **cotangents
+        problem, arrays["dout"], tangents=of_inputs, need=need, **inputs, **cotangents
     )
-    present = {name: x for name, x in zip(problem.gradients, gradients, strict=True)}
-    return found | {f"t{name}": x for name, x in present.items() if _exists(case, name)}
+    return found | {f"t{name}": x for name, x in zip(need, gradients, strict=True)}
 
 
-def _exists(case: Case, gradient: str) -> bool:
-    name = gradient[1:]
-    return name in ("q", "k", "v", "scale") or getattr(case.problem, name, None) is not None
-
-
-def _yardstick(case: Case, name: str, own: Array, plain: Array, squares: Squares, zero: Array | None) -> Yardstick:
+def _yardstick(
+    problem: Problem, name: str, own: Array, plain: Array, squares: Squares, zero: Array | None
+) -> Yardstick:
     """As `cuflash.testing.rule` makes those of the first order."""
-    problem = case.problem
-    dtype = numpy_dtype(case.dtype)
+    dtype = numpy_dtype(problem.dtype)
     factor = 1 if problem.dtype == "float32" else 2
     unit = ulp(problem.softmax_dtype if name == "tlse" else dtype)
     errors = np.abs(plain.astype(own.dtype) - own)
@@ -170,7 +183,7 @@ def _yardstick(case: Case, name: str, own: Array, plain: Array, squares: Squares
         plain_error=plain_error,
         scale=scale,
         strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
-        tolerance=factor * plain_error + units + noise,
+        tolerance=factor * plain_error + units + noise + of_fixed_point(problem, name[2:], scale),
     )
 
 
@@ -178,12 +191,16 @@ class _TangentCollector(Collector):
     """Adds up what contributes to the tangents of results, head by head: squares of terms, and of their noise."""
 
     def __init__(
-        self, case: Case, arrays: Mapping[str, Array], tangents: Mapping[str, Array], expected: Mapping[str, Array]
+        self,
+        problem: Problem,
+        arrays: Mapping[str, Array],
+        tangents: Mapping[str, Array],
+        random: Mapping[str, Any],
+        expected: Mapping[str, Array],
     ) -> None:
-        problem = case.problem
         own = {"out": expected["out"], "dq": expected["tdq"], "dk": expected["tdk"], "dv": expected["tdv"]}
         super().__init__(problem, arrays, own | {"lse": expected["lse"]})
-        self.case, self.tangents = case, tangents
+        self.tangents, self.random = tangents, random
         self.tout = finite(view_4d(expected["tout"].astype(np.float64), problem.layout))
         self.squares["out"], self.squares["lse"] = (Squares.zeros(*self.squares[x].terms.shape) for x in ("out", "lse"))
 
@@ -202,10 +219,9 @@ class _TangentCollector(Collector):
 
     def found(self) -> tuple[dict[str, Squares], dict[str, Array]]:
         """Squares by result, and where results are zero."""
-        arrays, problem = self.arrays, self.problem
-        inputs = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
+        problem, inputs = self.problem, _inputs(self.problem, self.arrays)
         of_inputs = {name[1:]: x for name, x in self.tangents.items() if name not in COTANGENTS}
-        for head in reference.each_head(problem, compute=np.float64, **inputs, **self.case.random):
+        for head in reference.each_head(problem, compute=np.float64, **inputs, **self.random):
             t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
             self.add_tangents(head, t)
         found, zeros = {}, {}
@@ -218,6 +234,7 @@ class _TangentCollector(Collector):
             zeros[f"t{name}"] = self._as_result(name, of_rows[..., None])
         found["tlse"] = Squares(*(x.reshape(problem.lse_shape) for x in vars(self.squares["lse"]).values()))
         found["tdsinks"] = self.squares["dsinks"]
+        found |= {f"td{name}": self.squares[f"d{name}"] for name, _ in problem.score_args}
         for name, (terms, noise, count) in self.sums.items():
             found[f"t{name}"] = Squares(terms.value, noise.value)
             if name == "dbias":
@@ -250,6 +267,10 @@ class _TangentCollector(Collector):
             if name == "dsoftcap":
                 td2 = np.maximum(td2, least**2)
             self._put(name, head, *(tx * d2 + x * td2 for tx, x in zip(tdS, dS, strict=True)))
+        for (name, entry, derivative), moved in zip(head.reads, t.reads, strict=True):
+            total = self.squares[f"d{name}"]
+            for sums, tx, x in zip((total.terms, total.noise), tdS, dS, strict=True):
+                np.add.at(sums.reshape(-1), entry, tx * derivative**2 + x * moved**2)
 
     def _put(self, name: str, head: Head, terms: Array, noise: Array) -> None:
         if name not in self.sums:

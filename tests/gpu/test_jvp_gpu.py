@@ -8,7 +8,7 @@ from cuflash.testing import Case, check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
 from tests.cuda_scores import CUDA_SCORES
 from tests.scored import few_tiles
-from tests.second_derivatives import CASES, NAMES, moves_of
+from tests.second_derivatives import CASES, NAMES, judge_functions, moves_of
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -135,26 +135,16 @@ def test_the_double_backward_pass_is_that_of_differences(options):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("score", ["distance", "capped", "gated", "with_pairs", "gathered", "of_rows", *CUDA_SCORES])
 def test_functions(score, dtype):
-    """By the NumPy path, which the formulas in float64 judge elsewhere."""
     case = few_tiles((score, "documents"), dtype)
     random = np.random.default_rng(3)
-    wide = {name: x.astype(float) if x.dtype.kind in "fV" else x for name, x in case.arrays.items()}
     names = [name[1:] for name in case.problem.gradients if name[1:] in case.arrays]
     tangents = {
-        name: np.asarray(random.standard_normal(case.arrays[name].shape), case.arrays[name].dtype) for name in names
+        f"t{name}": np.asarray(random.standard_normal(case.arrays[name].shape), case.arrays[name].dtype)
+        for name in names
     }
+    given, moved = ({name: cupy.asarray(x) for name, x in own.items()} for own in (case.arrays, tangents))
+    dout = given.pop("dout")
+    results = case.attention.jvp(**given, **moved)
     need = ("tdscale", *(f"td{name}" for name in names))
-
-    def both(convert, arrays):
-        given = {name: convert(x) for name, x in arrays.items()}
-        moved = {f"t{name}": convert(x.astype(arrays[name].dtype)) for name, x in tangents.items()}
-        dout = given.pop("dout")
-        results = case.attention.jvp(**given, **moved)
-        gradients = case.attention.backward_jvp(dout, **given, **results._asdict(), **moved, need=need)
-        return results._asdict() | gradients._asdict()
-
-    limit = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[dtype]
-    expected = both(np.asarray, wide)
-    for name, x in both(cupy.asarray, case.arrays).items():
-        y = expected[name]
-        np.testing.assert_allclose(x.get().astype(float), y, rtol=0, atol=limit * max(1, abs(y).max()), err_msg=name)
+    gradients = case.attention.backward_jvp(dout, **given, **results._asdict(), **moved, need=need)
+    judge_functions(case, tangents, results._asdict() | gradients._asdict())

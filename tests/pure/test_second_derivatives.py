@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.cpu import fallback
+from cuflash.spec.inputs import INPUTS
 from cuflash.testing import cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.sampling import examples
-from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, moved_by
+from tests.scored import CONDITIONED, scored
+from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, judge_functions, moved_by
 
 WAYS = [way for _, way in (NUMPY, *INSTRUCTION_SETS)]
 TWO_WAYS = WAYS[:2]  # NumPy, and the best instruction set
@@ -258,6 +260,28 @@ SCORES: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "bias": (lambda s, i, j, *, pairs, head: s + pairs[head, i, j], {"pairs": (4, 33, 33)}),
     "distance": (lambda s, i, j, *, table: s + table[abs(i - j)], {"table": (33,)}),
 }
+
+
+@settings(max_examples=examples(80))
+@given(scored(max_seqlen=60, scores=CONDITIONED, head_dims=(1, 8)), st.data())
+def test_functions_by_the_oracle_rule(case, data):
+    arrays, problem = dict(case.arrays), case.problem
+    cotangents = {name: arrays.pop(name) for name in ("dout", "dlse") if name in arrays}
+    names = [x for x in (*INPUTS, "scale", "bias", "alibi_slopes", "sinks") if x in arrays or x == "scale"]
+    names += [name[1:] for name in problem.score_arg_gradients]
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+
+    def tangent_of(name):
+        model = case.arrays.get(name, np.zeros((), problem.softmax_dtype))
+        return np.asarray(random.standard_normal(model.shape), model.dtype)
+
+    moved = data.draw(st.lists(st.sampled_from(names), unique=True))
+    of_inputs, of_cotangents = ({f"t{name}": tangent_of(name) for name in own} for own in (moved, cotangents))
+    attention: Any = case.attention
+    results = attention.jvp(**arrays, **of_inputs, **case.random)._asdict()
+    tangents, need = of_inputs | of_cotangents, [f"td{name}" for name in names]
+    found = attention.backward_jvp(**cotangents, **arrays, **results, **tangents, need=need, **case.random)
+    judge_functions(case, tangents, results | found._asdict())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
