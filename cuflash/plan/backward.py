@@ -390,5 +390,6 @@ def add_convert(
 
 
 def _has_wide(draft: Draft, *names: str) -> bool:
-    """Whether one of these gradients is wanted in the dtype of sums, which is not the dtype of the inputs."""
-    return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in names)
+    """Whether one of these gradients, or its tangent, is wanted in the dtype of sums, not in that of the inputs."""
+    wanted = (f"t{name}" if draft.pass_.has_tangents else name for name in names)
+    return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in wanted)

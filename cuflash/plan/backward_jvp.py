@@ -17,9 +17,9 @@ from cuflash.spec.outputs import DEFAULT_NEED
 def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the pass, with the tiles that are given, or those of the tables.
 
-    tdk and tdv have a kernel whose blocks own keys. In some families these add to tdq as well, in no fixed order. In
-    others tdq has a kernel whose blocks own queries; and tangents of score gradients have one of their own. There
-    nothing is added up in memory in an order that changes: results are the same, bit for bit, run after run.
+    tdk and tdv have a kernel whose blocks own keys, and with most tiles add to tdq as well, in no fixed order. Where
+    results have to be the same, bit for bit, run after run, or where tdq alone is wanted, tdq has a kernel whose blocks
+    own queries. Tangents of score gradients have one of their own.
     """
     problem, need = draft.problem, draft.need
     of_scores = (*score_gradients(draft), *draft.score_arg_gradients)
@@ -32,12 +32,16 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if of_keys is None and (makes_keys or ("tdq" in need and _may_make_tdq_alone(draft))):
         family, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
-    makes_tdq = family is not None and family.makes_tdq and "tdq" in need
+    makes_tdq = family is not None and family.adds_to_tdq(draft, of_keys) and "tdq" in need
     if makes_tdq:
         of_queries = None
     elif of_queries is None and "tdq" in need:
         _, of_queries, reason = choose_family(DQ_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
+        if family is not None and draft.problem.deterministic:
+            draft.reasons.append(
+                "deterministic: tdq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            )
     if of_pairs is None and of_scores:
         _, of_pairs, reason = choose_family(SCORES_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
@@ -85,7 +89,7 @@ def _add_scores(draft: Draft, tile: Tile) -> None:
 
 def _may_make_tdq_alone(draft: Draft) -> bool:
     """Whether a family that adds to tdq serves the problem: it is preferred to kernels of tdq alone."""
-    return any(family.makes_tdq and family.why_not_served(draft) is None for family in BACKWARD_JVP_FAMILIES)
+    return any(family.serves_tdq_alone and family.why_not_served(draft) is None for family in BACKWARD_JVP_FAMILIES)
 
 
 def _is_wide(draft: Draft, name: str) -> bool:

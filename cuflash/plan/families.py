@@ -104,8 +104,12 @@ class ForwardFamily(Family[Row]):
 class BackwardJvpFamily(ForwardFamily[Row]):
     """A family of the tangents of gradients, whose blocks own keys: those of dk and dv and, in some, that of dq."""
 
-    makes_tdq: ClassVar[bool] = False  # whether blocks add to tdq in memory; otherwise tdq has a kernel of its own
+    serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
+
+    def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
+        """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
+        return not draft.problem.deterministic
 
     def dq_in_order(self, main: Row) -> bool:
         """Whether blocks add to tdq in a fixed order."""

@@ -47,16 +47,6 @@ CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
   load_pair(address + 16, stats[2], stats[3]);
 }
 
-template <class T>
-CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&value)[4]) {
-  if constexpr (kReducesFour) {
-    ptx::reduce_add_x4(accumulator + accumulator_offset(n_tile, 0), value);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(n_tile, i), value[i]);
-  }
-}
-
 CUFLASH_DEVICE void backward(const Params& params) {
   if (!is_chosen(params)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
@@ -230,11 +220,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         Real dq[kDqMTiles][kDqNTiles][4];
         set_zero(dq);
         multiply<kBlockN / kStep>(dq, a, b);
-        Real* accumulator = (Real*)params.dq_accumulator + row_tile(current) * (kBlockM * kDim);
-#pragma unroll
-        for (int m = 0; m < kDqMTiles; ++m)
-#pragma unroll
-          for (int n = 0; n < kDqNTiles; ++n) add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
+        add_to_dq(params, row_tile(current), dq);
       }
     };
     if constexpr (!kOwnOperands) add_dq();

@@ -1,44 +1,54 @@
-// Tangents of dk and dv on mma.sync tensor cores (compute capability 7.0 and later), in a fixed order of additions:
+// Tangents of dk, dv and dq on mma.sync tensor cores (compute capability 7.0 and later):
 //
 //   S' = K Q'    tX' = tK Q' + K tQ'    dP' = V dO'    tdP' = tV dO' + V tdO'         (X' is X transposed)
 //   tdV = (P u)' dO + P' tdO            tdK = scale (tdX' Q + dX' tQ) + tscale dX' Q
+//   tdQ += tdX K + dX tK
 //
 // A block owns kBlockN keys of one key/value head and iterates over the tiles of queries, and over the query heads that
-// share its keys. A warp owns 16 of its keys, so that its fragments are operands of both sums; or kWarpsD warps share
-// them, each with a slice of the columns. common/score/gradient_tangents.cuh has what is made of the products.
+// share its keys. A warp owns 16 of its keys, so that its fragments are operands of tdV and tdK. Or kWarpsD warps own
+// them, each with a slice of the columns of the sums. With kShares, each of these has some of the queries of the products
+// of scores (or none, where a tile has too few), and leaves what it makes of them in shared memory, from where it comes
+// to tdQ, too; without, each makes all of these products. tdQ is left to a kernel of its own without kShares, and where
+// the order of additions has to be fixed. common/score/gradient_tangents.cuh has what is made of the products.
 #include "common/schedule/query_iterator.cuh"
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/gradient_tangents.cuh"
+#include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-constexpr int kWarpsD = CUFLASH_WARPS_D;
-constexpr int kWarpsN = kNumWarps / kWarpsD;
-constexpr int kQueryTiles = kBlockM / 8;              // n-tiles of 8 queries
-constexpr int kColumnTiles = kDim / (8 * kWarpsD);    // n-tiles of 8 columns of dK of a warp
-constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);  // and of dV
+constexpr bool kShares = CUFLASH_SHARES;
+constexpr bool kOwnOperands = kWarpsD == 1 || !kShares;  // what is made of the products reaches the sums in registers
+constexpr int kWarpsP = kOwnOperands ? 1 : kWarpsQ;      // warps among which the queries of the products are divided
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsP);     // n-tiles of 8 queries of a warp
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
-static_assert(kBlockN == 16 * kWarpsN && kNumStages == 1, "a warp owns one fragment of keys");
+constexpr int kRowS = row_bytes(kBlockM);
+static_assert(kKeyTiles == 1, "a warp owns one fragment of keys");
+static_assert(kShares || !kDqByReduction, "tdQ is made of what warps share");
+static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
 
-// Shared memory: K, tK, V, tV, then a tile of Q, tQ, dO, tdO.
+// Shared memory: K, tK, V, tV, the stages of Q, tQ, dO, tdO, then tdX' and dX', and (P u)' and P' where warps share them.
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
-static_assert(2 * (kBytesK + kBytesV + kBytesQ + kBytesDo) == CUFLASH_SHARED_BYTES,
+constexpr u32 kBytesStage = 2 * (kBytesQ + kBytesDo);
+constexpr u32 kBytesS = tile_bytes(kBlockN, kBlockM);
+constexpr int kSharedTiles = !kShares ? 0 : kWarpsD == 1 ? 2 : 4;
+static_assert(2 * (kBytesK + kBytesV) + kNumStages * kBytesStage + kSharedTiles * kBytesS == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct BackwardJvp {
   const Params& params;
   const Entry batch;
-  const int head_kv, first_key, seqlen_q, key_stop;
+  const int head_kv, first_key, seqlen_q, key_stop, num_m_blocks;
   const bool has_tdout;
-  const u32 s_k, s_tk, s_v, s_tv, s_q, s_tq, s_do, s_tdo;
-  const int warp_key, warp_d, lane_key;
+  const u32 s_k, s_tk, s_v, s_tv, s_stages, s_tdx, s_dx, s_pu, s_p;
+  const int warp_key, warp_d, warp_p, lane_key;
 
   Real tdk[1][kColumnTiles][4], tdv[1][kColumnTilesV][4];
 
@@ -49,17 +59,20 @@ struct BackwardJvp {
         first_key(work.block * kBlockN),
         seqlen_q(seqlen_q_of(params, work.batch)),
         key_stop(key_stop_of(params, work.batch)),
+        num_m_blocks(num_tiles_of(params, params.seqlen_q, kBlockM)),
         has_tdout(params.tdout.data != nullptr),
         s_k(ptx::dynamic_shared()),
         s_tk(s_k + kBytesK),
         s_v(s_tk + kBytesK),
         s_tv(s_v + kBytesV),
-        s_q(s_tv + kBytesV),
-        s_tq(s_q + kBytesQ),
-        s_do(s_tq + kBytesQ),
-        s_tdo(s_do + kBytesDo),
+        s_stages(s_tv + kBytesV),
+        s_tdx(s_stages + kNumStages * kBytesStage),
+        s_dx(s_tdx + kBytesS),
+        s_pu(s_dx + kBytesS),
+        s_p(s_pu + kBytesS),
         warp_key(warp_index() / kWarpsD * 16),
         warp_d(warp_index() % kWarpsD),
+        warp_p(kOwnOperands ? 0 : warp_d),
         lane_key(first_key + warp_key + fragment_row()) {
     set_zero(tdk);
     set_zero(tdv);
@@ -79,56 +92,93 @@ struct BackwardJvp {
   CUFLASH_DEVICE void load_rows(u32 tile, const Tensor& tensor, int head, int m_block) const {
     load_tile<kBlockM, columns>(tile, queries_of(tensor, batch, head), tensor.row_stride, m_block * kBlockM, seqlen_q);
   }
-  CUFLASH_DEVICE void load_queries(int head, int m_block) const {
-    load_rows<kHeadDim>(s_q, params.q, head, m_block);
-    load_rows<kHeadDimV>(s_do, params.dout, head, m_block);
-    if constexpr (kMovesQ) load_rows<kHeadDim>(s_tq, params.tq, head, m_block);
-    if (has_tdout) load_rows<kHeadDimV>(s_tdo, params.tdout, head, m_block);
+  CUFLASH_DEVICE void load_queries(const QueryTileIterator& at, int stage) const {
+    const Stage s(s_stages, stage);
+    load_rows<kHeadDim>(s.q, params.q, at.head, at.m_block);
+    load_rows<kHeadDimV>(s.dout, params.dout, at.head, at.m_block);
+    if constexpr (kMovesQ) load_rows<kHeadDim>(s.tq, params.tq, at.head, at.m_block);
+    if (has_tdout) load_rows<kHeadDimV>(s.tdout, params.tdout, at.head, at.m_block);
   }
 
-  CUFLASH_DEVICE void step(int head, int m_block, bool masked) {
-    ptx::sync_block();
-    load_queries(head, m_block);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
-    ptx::sync_block();
+  // Where the operands of a stage are.
+  struct Stage {
+    const u32 q, tq, dout, tdout;
 
+    CUFLASH_DEVICE Stage(u32 stages, int stage)
+        : q(stages + stage * kBytesStage), tq(q + kBytesQ), dout(tq + kBytesQ), tdout(dout + kBytesDo) {}
+  };
+
+  CUFLASH_DEVICE void step(const QueryTileIterator& at, int stage, bool masked) {
+    const Stage s(s_stages, stage);
     // [1] The products of scores, [2] what is made of them.
     Real p[1][kQueryTiles][4], pu[1][kQueryTiles][4], dx[1][kQueryTiles][4], tdx[1][kQueryTiles][4];
-    set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
-    const auto of_qk = [&](auto& sum, u32 keys, u32 queries) __attribute__((always_inline)) {
-      multiply<kDim / kStep>(sum, RowMajorA<kRow>(keys, warp_key), ColumnMajorB<kRow, 1>(queries));
-    };
-    const auto of_dp = [&](auto& sum, u32 values, u32 rows) __attribute__((always_inline)) {
-      multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(values, warp_key), ColumnMajorB<kRowV, 1>(rows));
-    };
-    of_qk(p, s_k, s_q);
-    if constexpr (kMovesQ) of_qk(pu, s_k, s_tq);
-    if constexpr (kMovesK) of_qk(pu, s_tk, s_q);
-    of_dp(dx, s_v, s_do);
-    if constexpr (kMovesV) of_dp(tdx, s_tv, s_do);
-    if (has_tdout) of_dp(tdx, s_v, s_tdo);
-    make_gradients(p, pu, dx, tdx, head, m_block, masked);
+    if (warp_p < kWarpsP) {
+      set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
+      const auto of_qk = [&](auto& sum, u32 keys, u32 queries) __attribute__((always_inline)) {
+        multiply<kDim / kStep>(sum, RowMajorA<kRow>(keys, warp_key), ColumnMajorB<kRow, kWarpsP>(queries, warp_p));
+      };
+      const auto of_dp = [&](auto& sum, u32 values, u32 rows) __attribute__((always_inline)) {
+        multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(values, warp_key), ColumnMajorB<kRowV, kWarpsP>(rows, warp_p));
+      };
+      of_qk(p, s_k, s.q);
+      if constexpr (kMovesQ) of_qk(pu, s_k, s.tq);
+      if constexpr (kMovesK) of_qk(pu, s_tk, s.q);
+      of_dp(dx, s_v, s.dout);
+      if constexpr (kMovesV) of_dp(tdx, s_tv, s.dout);
+      if (has_tdout) of_dp(tdx, s_v, s.tdout);
+      make_gradients(p, pu, dx, tdx, at.head, at.m_block, masked);
+      share(p, pu, dx, tdx);
+    }
+    if constexpr (!kOwnOperands) ptx::sync_block();
 
     // [3] The sums.
-    const auto add_v = [&](const auto& weights, u32 rows) __attribute__((always_inline)) {
-      add_product<kBlockM / kStep>(
-          tdv, [&](int m, int k, Fragment& a) { to_operand(weights[m], k, a); },
-          RowMajorB<kRowV, kWarpsD>(rows, warp_d));
-    };
-    const auto add_k = [&](const auto& gradients, u32 rows) __attribute__((always_inline)) {
-      add_product<kBlockM / kStep>(
-          tdk, [&](int m, int k, Fragment& a) { to_operand(gradients[m], k, a); },
-          RowMajorB<kRow, kWarpsD>(rows, warp_d));
+    const auto add_to = [&](auto& sum, const auto& own, u32 shared, auto rows) __attribute__((always_inline)) {
+      if constexpr (kOwnOperands)
+        add_product<kBlockM / kStep>(sum, [&](int m, int k, Fragment& a) { to_operand(own[m], k, a); }, rows);
+      else
+        add_product<kBlockM / kStep>(sum, RowMajorA<kRowS>(shared, warp_key), rows);
     };
     if constexpr (kNeedsDv) {
-      if constexpr (kMovesScores) add_v(pu, s_do);
-      if (has_tdout) add_v(p, s_tdo);
+      if constexpr (kMovesScores) add_to(tdv, pu, s_pu, RowMajorB<kRowV, kWarpsD>(s.dout, warp_d));
+      if (has_tdout) add_to(tdv, p, s_p, RowMajorB<kRowV, kWarpsD>(s.tdout, warp_d));
     }
     if constexpr (kNeedsDk) {
-      add_k(tdx, s_q);
-      if constexpr (kMovesQ) add_k(dx, s_tq);
+      add_to(tdk, tdx, s_tdx, RowMajorB<kRow, kWarpsD>(s.q, warp_d));
+      if constexpr (kMovesQ) add_to(tdk, dx, s_dx, RowMajorB<kRow, kWarpsD>(s.tq, warp_d));
     }
+    if constexpr (kDqByReduction) {
+      if constexpr (kOwnOperands) ptx::sync_block();
+      add_tdq(at);
+    }
+  }
+
+  // Leaves what other warps need of the products of this one.
+  template <class Tile>
+  CUFLASH_DEVICE void share(const Tile& p, const Tile& pu, const Tile& dx, const Tile& tdx) const {
+    const auto leave = [&](u32 tile, const Tile& value) __attribute__((always_inline)) {
+      store_fragments<Order::kPlain, kRowS, kWarpsP>(tile, warp_key, warp_p, value, [](int, int) { return (Real)1; });
+    };
+    if constexpr ((!kOwnOperands && kNeedsDk) || kDqByReduction) {
+      leave(s_tdx, tdx);
+      if constexpr (kMovesQ || kMovesK) leave(s_dx, dx);
+    }
+    if constexpr (!kOwnOperands && kNeedsDv) {
+      if constexpr (kMovesScores) leave(s_pu, pu);
+      if (has_tdout) leave(s_p, p);
+    }
+  }
+
+  CUFLASH_DEVICE void add_tdq(const QueryTileIterator& at) const {
+    const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
+    Real tdq[kDqMTiles][kDqNTiles][4];
+    set_zero(tdq);
+    const auto add = [&](u32 gradients, u32 keys) __attribute__((always_inline)) {
+      multiply<kBlockN / kStep>(tdq, ColumnMajorA<kRowS>(gradients, dq_warp_m * kDqMTiles),
+                                RowMajorB<kRow, kDqWarpsD>(keys, dq_warp_d));
+    };
+    add(s_tdx, s_k);
+    if constexpr (kMovesK) add(s_dx, s_tk);
+    add_to_dq(params, m_tile_of(params, num_m_blocks, batch, at.head, at.m_block), tdq);
   }
 
   template <class Tile>
@@ -139,7 +189,7 @@ struct BackwardJvp {
     [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      const int query = lane_query + 8 * n;
+      const int query = lane_query + column_of<kWarpsP>(warp_p, n);
       const RowWithTangents rows[2] = {{params, batch, head, query}, {params, batch, head, query + 1}};
       if (kHasDropout && n % 2 == 0) kept = dropout.transposed(query, lane_key);
 #pragma unroll
@@ -185,11 +235,24 @@ CUFLASH_DEVICE void backward_jvp(const Params& params) {
   const int group = params.num_heads / params.num_heads_kv, first_head = work.head * group;
   QueryTiles tiles;
   const int num_steps = find_queries(params, work, first_head, first_head + group, own.key_stop, tiles);
+  // K and V arrive with the first tile of queries.
+  QueryTileIterator at = QueryTileIterator::first(tiles, first_head), next = at;
   own.load_k_and_v();
-  ptx::copy_async_commit();
-  QueryTileIterator at = QueryTileIterator::first(tiles, first_head);
+#pragma unroll
+  for (int i = 0; i < kNumStages; ++i) {
+    if (i < num_steps) own.load_queries(next, i), next.advance(tiles);
+    ptx::copy_async_commit();
+  }
 #pragma unroll 1
-  for (int step = 0; step < num_steps; ++step, at.advance(tiles)) own.step(at.head, at.m_block, at.needs_mask(tiles));
+  for (int step = 0; step < num_steps; ++step, at.advance(tiles)) {
+    const int stage = step % kNumStages;
+    ptx::copy_async_wait<kNumStages - 1>();
+    ptx::sync_block();
+    own.step(at, stage, at.needs_mask(tiles));
+    ptx::sync_block();
+    if (step + kNumStages < num_steps) own.load_queries(next, stage), next.advance(tiles);
+    ptx::copy_async_commit();
+  }
   own.finish();
 }
 

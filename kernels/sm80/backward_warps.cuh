@@ -31,3 +31,22 @@ CUFLASH_DEVICE int accumulator_offset(int n_tile, int element) {
   const int thread = ptx::thread_index();
   return kReducesFour ? (n_tile * kNumThreads + thread) * 4 + element : (n_tile * 4 + element) * kNumThreads + thread;
 }
+
+template <class T>
+CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&value)[4]) {
+  if constexpr (kReducesFour) {
+    ptx::reduce_add_x4(accumulator + accumulator_offset(n_tile, 0), value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::reduce_add(accumulator + accumulator_offset(n_tile, i), value[i]);
+  }
+}
+
+// Adds the fragments of dq of a tile of queries to its accumulator; `m_tile` is its index among all of them.
+CUFLASH_DEVICE void add_to_dq(const Params& params, i64 m_tile, const Real (&dq)[kDqMTiles][kDqNTiles][4]) {
+  Real* accumulator = (Real*)params.dq_accumulator + m_tile * (kBlockM * kDim);
+#pragma unroll
+  for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kDqNTiles; ++n) add_to_accumulator(accumulator, m * kDqNTiles + n, dq[m][n]);
+}

@@ -4,8 +4,9 @@
 //   O = P V       A = P (tS - c) V + P tV                 out = O / l        tout = (A - (r / l) O) / l
 //
 // as in forward.cu: a block owns kBlockM queries of one head and iterates over the tiles of keys from the last to the
-// first; a warp owns 16 of its rows, or kWarpsD warps share them, each with a slice of the columns of O and A. Products
-// of tangents that are not given are left out (CUFLASH_TANGENTS).
+// first; a warp owns 16 of its rows, or kWarpsD warps share them, each with a slice of the columns of O and A. Of S and tS
+// each of these makes some columns, where there are 16 for it, and gets the others through shared memory. Products of
+// tangents that are not given are left out (CUFLASH_TANGENTS).
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
@@ -17,20 +18,27 @@
 #include "common/softmax/tangents.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
+#include "sm80/shared_sums.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsM = kNumWarps / kWarpsD;
 constexpr int kNTiles = kBlockN / 8;
+constexpr int kWarpsS = min_of(kWarpsD, kNTiles / 2);  // warps of the same rows among which S is divided
+constexpr bool kSharesScores = kWarpsS > 1;
+constexpr int kOwnNTiles = kNTiles / kWarpsS;
 constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
 constexpr int kRowQ = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 static_assert(kBlockM == 16 * kWarpsM && kNumStages == 1, "a warp owns one fragment of rows");
+static_assert(kOwnNTiles * kWarpsS == kNTiles && kOwnNTiles % 2 == 0, "columns of S divide among the warps");
 
-// Shared memory: Q and tQ (the results replace Q at the end), then a tile of K, tK, V and tV.
+// Shared memory: Q and tQ (the results replace Q at the end), then a tile of K, tK, V and tV, then one of S and tS.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, max_of(kDim, kDimV));
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
-static_assert(2 * (kBytesQ + kBytesK + kBytesV) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+constexpr u32 kBytesS = kSharesScores ? kBlockM * kBlockN * sizeof(Real) : 0;
+static_assert(2 * (kBytesQ + kBytesK + kBytesV + kBytesS) == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
 
 // A block's queries of one head, the keys that they attend to, and what a warp sums of them.
 struct Jvp {
@@ -39,7 +47,7 @@ struct Jvp {
   const int head, head_kv, first_row, seqlen_q, key_stop;
   const Entry batch;
   const KeyTiles tiles;
-  const u32 s_q, s_tq, s_k, s_tk, s_v, s_tv;
+  const u32 s_q, s_tq, s_k, s_tk, s_v, s_tv, s_s, s_ts;
   const int warp_row, warp_d, lane_row;
   const Score score;
   const ScoreTangents tangents;
@@ -66,6 +74,8 @@ struct Jvp {
         s_tk(s_k + kBytesK),
         s_v(s_tk + kBytesK),
         s_tv(s_v + kBytesV),
+        s_s(s_tv + kBytesV + warp_index() / kWarpsD * kNTiles * kBytesOfSums),
+        s_ts(s_s + kBytesS),
         warp_row(warp_index() / kWarpsD * 16),
         warp_d(warp_index() % kWarpsD),
         lane_row(first_row + warp_row + fragment_row()),
@@ -110,19 +120,23 @@ struct Jvp {
 
     // [2] S = Q K^T and tQ K^T + Q tK^T.
     Real s[1][kNTiles][4], ts[1][kNTiles][4];
-    set_zero(s);
-    set_zero(ts);
-    const auto product = [&](auto& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
-      multiply<kDim / kStep>(sum, RowMajorA<kRowQ>(queries, warp_row), ColumnMajorB<kRowQ, 1>(keys));
-    };
-    product(s, s_q, s_k);
-    if constexpr (kMovesQ) product(ts, s_tq, s_k);
-    if constexpr (kMovesK) product(ts, s_q, s_tk);
+    if constexpr (!kSharesScores) {
+      multiply_scores(s, ts, 0);
+    } else if (warp_d < kWarpsS) {
+      Real own_s[1][kOwnNTiles][4], own_ts[1][kOwnNTiles][4];
+      multiply_scores(own_s, own_ts, warp_d);
+      share_sums<kWarpsS>(s_s, warp_d, own_s[0]);
+      share_sums<kWarpsS>(s_ts, warp_d, own_ts[0]);
+    }
 
     ptx::copy_async_wait<0>();
     ptx::sync_block();
     if (n_block > tiles.start) load_k(n_block - 1);
     ptx::copy_async_commit();
+    if constexpr (kSharesScores) {
+      load_shared_sums(s_s, s[0]);
+      load_shared_sums(s_ts, ts[0]);
+    }
 
     // [3] Scores, P and P (tS - c).
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
@@ -154,6 +168,19 @@ struct Jvp {
     add(o, s, s_v);
     if constexpr (kMovesScores) add(a, ts, s_v);
     if constexpr (kMovesV) add(a, s, s_tv);
+  }
+
+  // The products of S and tS of the columns that are dealt to `warp` of kWarpsS.
+  template <int n_tiles>
+  CUFLASH_DEVICE void multiply_scores(Real (&s)[1][n_tiles][4], Real (&ts)[1][n_tiles][4], int warp) const {
+    set_zero(s);
+    set_zero(ts);
+    const auto product = [&](auto& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
+      multiply<kDim / kStep>(sum, RowMajorA<kRowQ>(queries, warp_row), ColumnMajorB<kRowQ, kWarpsS>(keys, warp));
+    };
+    product(s, s_q, s_k);
+    if constexpr (kMovesQ) product(ts, s_tq, s_k);
+    if constexpr (kMovesK) product(ts, s_q, s_tk);
   }
 
   // [5] The results, through the shared memory of Q so that the stores to global memory are wide.

@@ -54,12 +54,16 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
 }
 
 // The same where both operands are in shared memory, so that any step can be read at any time. Long rows become a loop:
-// code for all of their steps would take long to compile, above all for float32, whose operands have two terms.
+// code for all of their steps would take long to compile, above all for float32, whose operands have two terms. Kernels
+// with tangents have more than twice the products; unrolled, these spill accumulators of wide elements, for the sake of
+// the addresses of their many loads.
 //
 // Tensor cores cut their sums off, on compute capability 7.5 once for every 8 columns: there long rows are summed in
 // partial sums, which are then added with rounding.
-constexpr bool kLoopsEarly = kElementBytes == 4, kPartialSums = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
-constexpr int kUnrolledSteps = (kLoopsEarly || kPartialSums ? 128 : 256) / kStep;
+constexpr bool kManyProducts = kWide && CUFLASH_TANGENTS;
+constexpr bool kLoopsEarly = kElementBytes == 4 || kManyProducts;
+constexpr bool kPartialSums = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
+constexpr int kUnrolledSteps = (kManyProducts ? 32 : kLoopsEarly || kPartialSums ? 128 : 256) / kStep;
 constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kPartialSums ? 128 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {

@@ -15,9 +15,9 @@ from tests.scored import Scored
 from tests.second_derivatives import has_gradient, judge_functions
 
 
-def check(case: Case, moved: Moved, arch: str, **options: Any) -> None:
+def check(case: Case, moved: Moved, arch: str, deterministic: bool = False, **options: Any) -> None:
     """Hold the results of both passes to the oracle rule, and out and lse to those of the forward pass."""
-    arrays, tangents, problem = case.arrays(), moved.arrays(case), case.problem
+    arrays, tangents, problem = case.arrays(), moved.arrays(case), replace(case.problem, deterministic=deterministic)
     of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
     given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
     options = {"arch": arch, **case.random, **options}
@@ -78,9 +78,9 @@ def check_functions(case: Scored, moved: Collection[str], arch: str = "8.0", see
     judge_functions(case, tangents | {"tdout": tdout}, found)
 
 
-def check_partials(case: Case, moved: Moved, arch: str, **options: Any) -> None:
+def check_partials(case: Case, moved: Moved, arch: str, deterministic: bool = False, **options: Any) -> None:
     """Results in the dtype of sums, which are merged with others or added to them, are those that are rounded."""
-    arrays, tangents, problem = case.arrays(), moved.arrays(case), case.problem
+    arrays, tangents, problem = case.arrays(), moved.arrays(case), replace(case.problem, deterministic=deterministic)
     given = {name: x for name, x in (arrays | tangents).items() if name not in ("dout", "dlse", "tdout", "tdlse")}
     options = {"arch": arch, **case.random, **options}
     names = ("out", "lse", "tout", "tlse")

@@ -29,22 +29,28 @@ LARGEST = {"bfloat16": 512, "float32": 256, "float64": 192}  # head dimensions o
 
 
 @pytest.mark.parametrize(
-    ("case", "arch"),
+    ("case", "arch", "deterministic"),
     sample(
-        [(case, arch) for case in CASES for arch in ("8.0", "7.5", "9.0") if case.dtype != "float64" or arch != "7.5"],
-        9,
+        [
+            (case, arch, deterministic)
+            for case in CASES
+            for arch in ("8.0", "7.5", "9.0")
+            for deterministic in (False, True)
+            if case.dtype != "float64" or arch != "7.5"
+        ],
+        18,
     ),
     ids=str,
 )
-def test_every_option(case, arch):
-    check(case, everything(case), arch)
+def test_every_option(case, arch, deterministic):
+    check(case, everything(case), arch, deterministic)
 
 
 @settings(max_examples=examples(12))
 @given(cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**14), st.data())
 def test_options_together(case, data):
     archs = ("8.0", "9.0", "7.5")[: 2 if case.dtype == "float64" else 3]
-    check(case, data.draw(moved_by(case)), data.draw(st.sampled_from(archs)))
+    check(case, data.draw(moved_by(case)), data.draw(st.sampled_from(archs)), data.draw(st.booleans()))
 
 
 @settings(max_examples=examples(12))

@@ -38,7 +38,7 @@ class Jvp(ForwardFamily[JvpTile]):
 
 
 class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
-    """Each tile of keys has a block, which makes the tangents of dk and dv."""
+    """Each tile of keys has a block, which makes the tangents of dk and dv and, in most rows, adds to that of dq."""
 
     kernel = "sm80/backward_jvp"
     has_functions = True
@@ -49,6 +49,9 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
 
     def table(self, problem: Problem) -> tuple[BackwardJvpTile, ...]:
         return BACKWARD_JVP_TILES
+
+    def adds_to_tdq(self, draft: Draft, main: BackwardJvpTile) -> bool:
+        return main.shares and super().adds_to_tdq(draft, main)
 
     def draft(self, draft: Draft, tile: BackwardJvpTile) -> None:
         draft.add_block_index(tile, "query_index")

@@ -87,7 +87,9 @@ class JvpTile(Sm80Tile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         queries = tile_bytes(self.block_m, max(dim, dim_v), size)
-        return 2 * (queries + tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
+        # Warps of the same rows share the scores that each makes, where there are 16 keys for more than one of them.
+        scores = self.block_m * self.block_n * max(size, 4) if min(self.warps_d, self.block_n // 16) > 1 else 0
+        return 2 * (queries + tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size) + scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +101,6 @@ class DqJvpTile(JvpTile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         rows = (self.block_m, self.block_n)
         return 2 * sum(tile_bytes(n, d, self.element_bytes) for n in rows for d in (dim, dim_v))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardJvpTile(DqJvpTile):
-    """One way to cut the kernel of the tangents of dk and dv. A block owns block_n keys, shared likewise."""
-
-    role = "main"
-    variations: ClassVar = {"block_m": (16, 32, 64), "min_blocks": (1, 2)}
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.block_n * self.warps_d == 16 * self.num_warps, "one fragment of keys for every warp"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +139,30 @@ class BackwardTile(Sm80Tile):
         stats = self.block_m * 2 * max(size, 4)
         queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size) + stats
         return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardJvpTile(BackwardTile):
+    """One way to cut the tangents of gradients. A block owns block_n keys, 16 of which warps_d warps share.
+
+    Either these divide the products of scores, share what they make of them, and add to tdq. Or each makes all of them,
+    for itself, and tdq has a kernel of its own: that takes less shared memory.
+    """
+
+    num_stages: int = 1
+    shares: bool = True
+
+    defined = (*BackwardTile.defined, "shares")
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        one = (self.block_n * self.warps_d == 16 * self.num_warps, "one fragment of keys for every warp")
+        return (*super().rules(), one)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        keys, queries = (sum(tile_bytes(n, d, size) for d in (dim, dim_v)) for n in (self.block_n, self.block_m))
+        tiles = 0 if not self.shares else 2 if self.warps_d == 1 else 4  # tdx and dx; P u and P
+        return 2 * (keys + self.num_stages * queries) + tiles * tile_bytes(self.block_n, self.block_m, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +232,13 @@ class ScoresJvpTile(ScoresTile):
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _jvp = maker(JvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
-_backward_jvp = maker(BackwardJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _dq_jvp = maker(DqJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _backward = maker(
     BackwardTile,
+    "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
+)
+_backward_jvp = maker(
+    BackwardJvpTile,
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
 )
 _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
@@ -282,35 +300,43 @@ JVP_TILES = (
     _jvp(1024, 16, 16, 8, 1, 8, 0, ARITHMETIC),
 
     _jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
-    _jvp(128, 64, 16, 8, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _jvp(128, 64, 32, 8, 1, 2, 0, ARITHMETIC, element_bytes=4),
     _jvp(128, 32, 16, 4, 1, 2, 0, SMALL, element_bytes=4),
     _jvp(256, 32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
     _jvp(256, 16, 16, 4, 1, 4, 0, SMALL, element_bytes=4),
     _jvp(512, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=4),
 
-    _jvp(64,  32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
-    _jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  64, 32, 8, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  32, 16, 4, 1, 2, 0, SMALL, element_bytes=8),
+    _jvp(128, 32, 32, 8, 1, 4, 0, ARITHMETIC, element_bytes=8),
+    _jvp(128, 32, 16, 4, 1, 2, 0, MEDIUM, element_bytes=8),
     _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
     _jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 
 BACKWARD_JVP_TILES = (
-    #             max_dim m   n  warps blocks warps_d ahead
-    _backward_jvp(64,  32, 64, 4, 2, 1, 0, ARITHMETIC),
-    _backward_jvp(128, 32, 64, 8, 1, 2, 0, ARITHMETIC),
-    _backward_jvp(128, 16, 32, 2, 1, 1, 0, TINY),
-    _backward_jvp(256, 16, 64, 8, 1, 2, 0, ARITHMETIC),
-    _backward_jvp(256, 16, 32, 8, 1, 4, 0, SMALL),
-    _backward_jvp(512, 16, 32, 8, 1, 4, 0, ARITHMETIC),
+    #             max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
+    _backward_jvp(64,  32, 64, 4, 1, 2, 1, 1, 0, ARITHMETIC),
+    _backward_jvp(128, 32, 64, 8, 1, 1, 2, 2, 0, ARITHMETIC),
+    _backward_jvp(128, 16, 32, 2, 1, 1, 1, 1, 0, TINY),
+    _backward_jvp(256, 32, 32, 8, 1, 1, 4, 2, 0, ARITHMETIC),
+    _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, SMALL),
+    _backward_jvp(512, 16, 32, 8, 1, 1, 4, 1, 0, ARITHMETIC),
 
-    _backward_jvp(64,  16, 64, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
-    _backward_jvp(64,  16, 32, 4, 1, 2, 0, TINY, element_bytes=4),
-    _backward_jvp(128, 16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=4),
-    _backward_jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(64,  32, 64, 4, 1, 1, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(64,  16, 32, 4, 1, 1, 2, 1, 0, TINY, element_bytes=4),
+    _backward_jvp(128, 32, 64, 8, 1, 1, 2, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(128, 16, 32, 4, 1, 1, 2, 1, 0, MEDIUM, element_bytes=4),
+    _backward_jvp(128, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=4),
+    _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=4, shares=False),
 
-    _backward_jvp(64,  16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
-    _backward_jvp(128, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
-    _backward_jvp(192, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(64,  32, 32, 4, 1, 1, 2, 2, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(64,  16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8),
+    _backward_jvp(128, 16, 32, 8, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(128, 16, 16, 4, 1, 1, 4, 1, 0, MEDIUM, element_bytes=8),
+    _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8, shares=False),
 )
 
 DQ_JVP_TILES = (

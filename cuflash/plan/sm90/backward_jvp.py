@@ -74,7 +74,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
     model = "keys"
     tile = BackwardJvpSm90Tile
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
-    makes_tdq = True
+    serves_tdq_alone = True
     has_functions = True
     unknown = ("pages",)
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}

@@ -29,11 +29,12 @@ class TangentTrial:
     moved: Moved | None = None  # everything, where none is said
     arch: str = "8.0"
     is_partial: bool = False  # results are not rounded
+    deterministic: bool = False  # tdq has a kernel of its own
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         run = check_partials if self.is_partial else check
-        run(self.case, self.moved or everything(self.case), self.arch, kernels=kernels)
+        run(self.case, self.moved or everything(self.case), self.arch, self.deterministic, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,8 @@ TRIALS: dict[str, AnyTrial] = {
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
+    "tangents in order": TangentTrial(case=replace(CASES[0], dtype="float32"), deterministic=True),
+    "tangents of windows in order": TangentTrial(case=CASES[1], deterministic=True),
     "tangents of biases": TangentTrial(case=CASES[2]),
     "tangents of large scores": TangentTrial(case=CASES[6]),
     "tangents without a scale": TangentTrial(case=replace(CASES[9], dtype="float32")),
