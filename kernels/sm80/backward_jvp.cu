@@ -18,7 +18,7 @@
 #include "common/score/gradient_tangents.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/dual_products.cuh"
 
 constexpr bool kShares = CUFLASH_SHARES;
 constexpr bool kOwnOperands = kWarpsD == 1 || !kShares;  // what is made of the products reaches the sums in registers
@@ -114,18 +114,13 @@ struct BackwardJvp {
     Real p[1][kQueryTiles][4], pu[1][kQueryTiles][4], dx[1][kQueryTiles][4], tdx[1][kQueryTiles][4];
     if (warp_p < kWarpsP) {
       set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
-      const auto of_qk = [&](auto& sum, u32 keys, u32 queries) __attribute__((always_inline)) {
-        multiply<kDim / kStep>(sum, RowMajorA<kRow>(keys, warp_key), ColumnMajorB<kRow, kWarpsP>(queries, warp_p));
-      };
-      const auto of_dp = [&](auto& sum, u32 values, u32 rows) __attribute__((always_inline)) {
-        multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(values, warp_key), ColumnMajorB<kRowV, kWarpsP>(rows, warp_p));
-      };
-      of_qk(p, s_k, s.q);
-      if constexpr (kMovesQ) of_qk(pu, s_k, s.tq);
-      if constexpr (kMovesK) of_qk(pu, s_tk, s.q);
-      of_dp(dx, s_v, s.dout);
-      if constexpr (kMovesV) of_dp(tdx, s_tv, s.dout);
-      if (has_tdout) of_dp(tdx, s_v, s.tdout);
+      const RowMajorA<kRow> k(s_k, warp_key), tk(s_tk, warp_key);
+      const ColumnMajorB<kRow, kWarpsP> q(s.q, warp_p), tq(s.tq, warp_p);
+      multiply_dual<kDim / kStep, kMovesK, kMovesQ>(p, pu, k, tk, q, tq);
+      const RowMajorA<kRowV> v(s_v, warp_key), tv(s_tv, warp_key);
+      const ColumnMajorB<kRowV, kWarpsP> rows(s.dout, warp_p), tangents(s.tdout, warp_p);
+      multiply_dual<kDimV / kStep, kMovesV, false>(dx, tdx, v, tv, rows, tangents);
+      if (has_tdout) multiply<kDimV / kStep>(tdx, v, tangents);
       make_gradients(p, pu, dx, tdx, at.head, at.m_block, masked);
       share(p, pu, dx, tdx);
     }
@@ -145,10 +140,6 @@ struct BackwardJvp {
     if constexpr (kNeedsDk) {
       add_to(tdk, tdx, s_tdx, RowMajorB<kRow, kWarpsD>(s.q, warp_d));
       if constexpr (kMovesQ) add_to(tdk, dx, s_dx, RowMajorB<kRow, kWarpsD>(s.tq, warp_d));
-    }
-    if constexpr (kDqByReduction) {
-      if constexpr (kOwnOperands) ptx::sync_block();
-      add_tdq(at);
     }
   }
 
@@ -250,8 +241,10 @@ CUFLASH_DEVICE void backward_jvp(const Params& params) {
     ptx::sync_block();
     own.step(at, stage, at.needs_mask(tiles));
     ptx::sync_block();
+    // tdQ takes nothing of the stage: the next tile of queries arrives meanwhile.
     if (step + kNumStages < num_steps) own.load_queries(next, stage), next.advance(tiles);
     ptx::copy_async_commit();
+    if constexpr (kDqByReduction) own.add_tdq(at);
   }
   own.finish();
 }

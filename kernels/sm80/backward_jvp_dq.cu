@@ -11,7 +11,7 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/gradient_tangents.cuh"
 #include "sm80/copy.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/dual_products.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsM = kNumWarps / kWarpsD;
@@ -99,18 +99,13 @@ struct BackwardJvpDq {
     // [1] The products of scores, [2] what is made of them.
     Real p[1][kNTiles][4], pu[1][kNTiles][4], dx[1][kNTiles][4], tdx[1][kNTiles][4];
     set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
-    const auto of_qk = [&](auto& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
-      multiply<kDim / kStep>(sum, RowMajorA<kRow>(queries, warp_row), ColumnMajorB<kRow, 1>(keys));
-    };
-    const auto of_dp = [&](auto& sum, u32 gradients, u32 values) __attribute__((always_inline)) {
-      multiply<kDimV / kStep>(sum, RowMajorA<kRowV>(gradients, warp_row), ColumnMajorB<kRowV, 1>(values));
-    };
-    of_qk(p, s_q, s_k);
-    if constexpr (kMovesQ) of_qk(pu, s_tq, s_k);
-    if constexpr (kMovesK) of_qk(pu, s_q, s_tk);
-    of_dp(dx, s_do, s_v);
-    if constexpr (kMovesV) of_dp(tdx, s_do, s_tv);
-    if (has_tdout) of_dp(tdx, s_tdo, s_v);
+    const RowMajorA<kRow> q(s_q, warp_row), tq(s_tq, warp_row);
+    const ColumnMajorB<kRow, 1> k(s_k), tk(s_tk);
+    multiply_dual<kDim / kStep, kMovesQ, kMovesK>(p, pu, q, tq, k, tk);
+    const RowMajorA<kRowV> gradients(s_do, warp_row), tangents(s_tdo, warp_row);
+    const ColumnMajorB<kRowV, 1> v(s_v), tv(s_tv);
+    multiply_dual<kDimV / kStep, false, kMovesV>(dx, tdx, gradients, tangents, v, tv);
+    if (has_tdout) multiply<kDimV / kStep>(tdx, tangents, v);
 
     const int lane_key = first_key + fragment_column();
     [[maybe_unused]] KeptWeights<false> kept;

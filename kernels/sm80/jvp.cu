@@ -17,7 +17,7 @@
 #include "common/softmax/store_lse.cuh"
 #include "common/softmax/tangents.cuh"
 #include "sm80/copy.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/dual_products.cuh"
 #include "sm80/shared_sums.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
@@ -159,15 +159,11 @@ struct Jvp {
     }
 
     // [4] O += P V and A += P (tS - c) V + P tV.
-    const auto add = [&](auto& sum, const auto& weights, u32 values) __attribute__((always_inline)) {
-      const RowMajorB<kRowV, kWarpsD> operand(values, warp_d);
-      add_product<kBlockN / kStep>(
-          sum, [&](int m, int k, Fragment& fragment) { to_operand(weights[m], k, fragment); },
-          [&](int n, int k, Fragment& fragment) { operand(n, k, fragment); });
+    const auto operand = [](const auto& weights) __attribute__((always_inline)) {
+      return [&weights](int m, int k, Fragment& fragment) { to_operand(weights[m], k, fragment); };
     };
-    add(o, s, s_v);
-    if constexpr (kMovesScores) add(a, ts, s_v);
-    if constexpr (kMovesV) add(a, s, s_tv);
+    const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d), operand_tv(s_tv, warp_d);
+    add_dual_product<kBlockN / kStep, kMovesScores, kMovesV>(o, a, operand(s), operand(ts), operand_v, operand_tv);
   }
 
   // The products of S and tS of the columns that are dealt to `warp` of kWarpsS.
@@ -175,12 +171,9 @@ struct Jvp {
   CUFLASH_DEVICE void multiply_scores(Real (&s)[1][n_tiles][4], Real (&ts)[1][n_tiles][4], int warp) const {
     set_zero(s);
     set_zero(ts);
-    const auto product = [&](auto& sum, u32 queries, u32 keys) __attribute__((always_inline)) {
-      multiply<kDim / kStep>(sum, RowMajorA<kRowQ>(queries, warp_row), ColumnMajorB<kRowQ, kWarpsS>(keys, warp));
-    };
-    product(s, s_q, s_k);
-    if constexpr (kMovesQ) product(ts, s_tq, s_k);
-    if constexpr (kMovesK) product(ts, s_q, s_tk);
+    const RowMajorA<kRowQ> operand_q(s_q, warp_row), operand_tq(s_tq, warp_row);
+    const ColumnMajorB<kRowQ, kWarpsS> operand_k(s_k, warp), operand_tk(s_tk, warp);
+    multiply_dual<kDim / kStep, kMovesQ, kMovesK>(s, ts, operand_q, operand_tq, operand_k, operand_tk);
   }
 
   // [5] The results, through the shared memory of Q so that the stores to global memory are wide.

@@ -10,6 +10,7 @@ OF_PAIRS = "sm80/backward_jvp_scores.cu"
 HYPER = "common/score/hyper.cuh"
 SCORE_ARGS = "common/score/score_args_gradients.cuh"
 SHARED = "sm80/shared_sums.cuh"
+DUAL = "sm80/dual_products.cuh"
 SOFTMAX = "common/softmax/tangents.cuh"
 SCORES = "common/score/score_tangents.cuh"
 GRADIENTS = "common/score/gradient_tangents.cuh"
@@ -19,9 +20,19 @@ SINKS = "helpers/sinks.cu"
 # fmt: off
 MUTANTS = (
     # ---- sm80/jvp.cu
-    mutant("tQ K^T is forgotten", JVP, "if constexpr (kMovesQ) product(ts, s_tq, s_k);", "", "tangents"),
-    mutant("Q tK^T with K", JVP, "product(ts, s_q, s_tk);", "product(ts, s_q, s_k);", "tangents"),
-    mutant("tV with weights of tangents", JVP, "add(a, s, s_tv);", "add(a, ts, s_tv);", "tangents"),
+    mutant("tQ K^T is forgotten", JVP, "multiply_dual<kDim / kStep, kMovesQ, kMovesK>(s, ts,",
+           "multiply_dual<kDim / kStep, false, kMovesK>(s, ts,", "tangents"),
+    mutant("Q tK^T with K", JVP, "operand_tk(s_tk, warp)", "operand_tk(s_k, warp)", "tangents"),
+    mutant("tV with V", JVP, "operand_tv(s_tv, warp_d)", "operand_tv(s_v, warp_d)", "tangents"),
+    # ---- sm80/dual_products.cuh
+    mutant("the tangent of A with the tangent of B", DUAL, "ta[m], b, half);", "ta[m], tb, half);", "tangents"),
+    mutant("the tangent of B with that of A", DUAL, "a[m], tb, half);", "ta[m], tb, half);", "tangents"),
+    mutant("fragments of A are those of the first step", DUAL, "m < m_tiles && n == 0; ++m) {",
+           "m < m_tiles && n == 0 && k == 0; ++m) {", "tangents"),
+    mutant("the loop repeats its first steps", DUAL, "load(i, first + k, fragment);", "load(i, k, fragment);",
+           "tangents of wide heads"),
+    mutant("steps that do not fill the loop are left out", DUAL,
+           "if constexpr (kRest > 0) multiply_from(0, Integer<kRest>{});", "", "tangents of wide heads"),
     mutant("tangents of pairs that dropout drops", JVP,
            "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key, kept_scale);\n", "", "tangents"),
     mutant("tangents of hidden pairs", JVP, "s[0][n][i] == -ptx::infinity() ? 0 : tangents.of",
@@ -126,7 +137,7 @@ MUTANTS = (
     mutant("partial tdV with the factor of tdK", OF_KEYS, "warp_d, of_v, per_key", "warp_d, of_k, per_key",
            "partial tangents"),
     mutant("partial tdQ without the scale", OF_QUERIES, "(tdq, warp_row, warp_d, factor, row_values",
-           "(tdq, warp_row, warp_d, [&](int, int) { return (Real)1; }, row_values", "partial tangents"),
+           "(tdq, warp_row, warp_d, [&](int, int) { return (Real)1; }, row_values", "partial tangents in order"),
     # ---- common/softmax/tangents.cuh
     mutant("A keeps the old row max", SOFTMAX,
            "    Base::rescale(a, raised.factor);\n", "", "tangents of windows"),
@@ -202,8 +213,10 @@ MUTANTS = (
     mutant("tdV of P", OF_KEYS, "add_to(tdv, pu, s_pu,", "add_to(tdv, p, s_p,", "tangents"),
     mutant("tdK without dX' tQ", OF_KEYS,
            "if constexpr (kMovesQ) add_to(tdk, dx, s_dx, RowMajorB<kRow, kWarpsD>(s.tq, warp_d));", "", "tangents"),
-    mutant("tdP' of V alone", OF_KEYS, "of_dp(tdx, s_tv, s.dout);", "of_dp(tdx, s_v, s.dout);", "tangents"),
-    mutant("K tQ' is forgotten", OF_KEYS, "if constexpr (kMovesQ) of_qk(pu, s_k, s.tq);", "", "tangents"),
+    mutant("tdP' of V alone", OF_KEYS, "tv(s_tv, warp_key)", "tv(s_v, warp_key)", "tangents"),
+    mutant("tdP' without V tdO'", OF_KEYS, "if (has_tdout) multiply<kDimV / kStep>(tdx, v, tangents);", "", "tangents"),
+    mutant("K tQ' is forgotten", OF_KEYS, "multiply_dual<kDim / kStep, kMovesK, kMovesQ>",
+           "multiply_dual<kDim / kStep, kMovesK, false>", "tangents"),
     mutant("tdQ without dX tK", OF_KEYS, "if constexpr (kMovesK) add(s_dx, s_tk);", "", "tangents"),
     mutant("tdQ of dX", OF_KEYS, "add(s_tdx, s_k);", "add(s_dx, s_k);", "tangents"),
     mutant("tdQ of the first head of a group", OF_KEYS, "batch, at.head, at.m_block), tdq);",
@@ -213,23 +226,25 @@ MUTANTS = (
            "find_queries(params, work, first_head, first_head + group, own.key_stop, tiles);",
            "find_queries(params, work, first_head, first_head + 1, own.key_stop, tiles);", "tangents"),
     mutant("queries arrive before all have read the last tile", OF_KEYS,
-           "    ptx::sync_block();\n    if (step + kNumStages < num_steps)", "    if (step + kNumStages < num_steps)",
+           "    ptx::sync_block();\n    // tdQ takes", "    // tdQ takes",
            "tangents of windows"),
     mutant("no wait for a tile of queries", OF_KEYS, "    ptx::copy_async_wait<kNumStages - 1>();\n", "",
            "tangents of windows"),
     mutant("operands of sums are read before all have shared them", OF_KEYS,
            "    if constexpr (!kOwnOperands) ptx::sync_block();\n", "", "tangents of windows"),
-    mutant("operands of tdQ are read before all have shared them", OF_KEYS,
-           "      if constexpr (kOwnOperands) ptx::sync_block();\n", "", "tangents"),
+    mutant("dX is shared before all have read that of the last tile", OF_KEYS,
+           "    ptx::copy_async_wait<kNumStages - 1>();\n    ptx::sync_block();\n",
+           "    ptx::copy_async_wait<kNumStages - 1>();\n", "tangents"),
     mutant("warps make the products of the same queries", OF_KEYS, "warp_p(kOwnOperands ? 0 : warp_d),", "warp_p(0),",
            "tangents of windows"),
     mutant("queries of a warp are those of the first", OF_KEYS, "column_of<kWarpsP>(warp_p, n);",
            "column_of<kWarpsP>(0, n);", "tangents of windows"),
     # ---- sm80/backward_jvp_dq.cu
     mutant("tdQ without dX tK", OF_QUERIES, "if constexpr (kMovesK) add(dx, s_tk);", "", "tangents in order"),
-    mutant("tdP without tdO V'", OF_QUERIES, "if (has_tdout) of_dp(tdx, s_tdo, s_v);", "", "tangents in order"),
-    mutant("tdP without dO tV'", OF_QUERIES, "if constexpr (kMovesV) of_dp(tdx, s_do, s_tv);", "",
+    mutant("tdP without tdO V'", OF_QUERIES, "if (has_tdout) multiply<kDimV / kStep>(tdx, tangents, v);", "",
            "tangents in order"),
+    mutant("tdP without dO tV'", OF_QUERIES, "multiply_dual<kDimV / kStep, false, kMovesV>",
+           "multiply_dual<kDimV / kStep, false, false>", "tangents in order"),
     mutant("rows of one half", OF_QUERIES, "rows[i / 2]);", "rows[0]);", "tangents in order"),
     mutant("tdQ without the scale", OF_QUERIES, "return made.scaled.factor;", "return (Real)1;", "tangents in order"),
     mutant("keys arrive before all have read the last tile", OF_QUERIES,

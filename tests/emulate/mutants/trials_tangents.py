@@ -152,6 +152,9 @@ TRIALS: dict[str, AnyTrial] = {
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
+    "tangents of wide heads": TangentTrial(
+        case=Case(dtype="float32", seqlen_q=40, seqlen_k=70, head_dim=80, num_heads=2, batch=1, causal=True)
+    ),
     "tangents in order": TangentTrial(case=replace(CASES[0], dtype="float32"), deterministic=True),
     "tangents of windows in order": TangentTrial(case=CASES[1], deterministic=True),
     "tangents of biases": TangentTrial(case=CASES[2]),
@@ -170,5 +173,8 @@ TRIALS: dict[str, AnyTrial] = {
     **{name: sm90(own) for name, own in OF_SM90.items()},
     "tangents of a heavy sink": HeavySinkTrial(),
     "partial tangents": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16), is_partial=True),
+    "partial tangents in order": TangentTrial(
+        case=replace(CASES[3], head_dim=40, head_dim_v=16), is_partial=True, deterministic=True
+    ),
     "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
 }
