@@ -6,10 +6,11 @@
 //
 // A block owns kBlockN keys of one key/value head and iterates over the tiles of queries, and over the query heads that
 // share its keys. A warp owns 16 of its keys, so that its fragments are operands of tdV and tdK. Or kWarpsD warps own
-// them, each with a slice of the columns of the sums. With kShares, each of these has some of the queries of the products
-// of scores (or none, where a tile has too few), and leaves what it makes of them in shared memory, from where it comes
-// to tdQ, too; without, each makes all of these products. tdQ is left to a kernel of its own without kShares, and where
-// the order of additions has to be fixed. common/score/gradient_tangents.cuh has what is made of the products.
+// them, each with a slice of the columns of the sums. With kShares, these divide the products of scores: by 16 queries
+// and, where a tile has too few, two of them by columns of q and v. What they make of them lies in shared memory, from
+// where it comes to tdQ, too. Without, each makes all of these products. tdQ is left to a kernel of its own without
+// kShares, and where the order of additions has to be fixed. common/score/gradient_tangents.cuh has what is made of the
+// products.
 #include "common/schedule/query_iterator.cuh"
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
@@ -24,11 +25,15 @@ constexpr bool kShares = CUFLASH_SHARES;
 constexpr bool kOwnOperands = kWarpsD == 1 || !kShares;  // what is made of the products reaches the sums in registers
 constexpr int kWarpsP = kOwnOperands ? 1 : kWarpsQ;      // warps among which the queries of the products are divided
 constexpr int kQueryTiles = kBlockM / (8 * kWarpsP);     // n-tiles of 8 queries of a warp
+// Two warps with the same queries each sum half of the columns. Then each has the sums of one of the two n-tiles.
+constexpr int kWarpsK = kWide && !kOwnOperands && kWarpsQ < kWarpsD ? 2 : 1;
 constexpr int kRow = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 constexpr int kRowS = row_bytes(kBlockM);
 static_assert(kKeyTiles == 1, "a warp owns one fragment of keys");
 static_assert(kShares || !kDqByReduction, "tdQ is made of what warps share");
+static_assert(kWarpsK == 1 || (kQueryTiles == 2 && kDim * kElementBytes % 256 == 0 && kDimV * kElementBytes % 256 == 0),
+              "halves of the columns are whole lines");
 static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
 
 // Shared memory: K, tK, V, tV, the stages of Q, tQ, dO, tdO, then tdX' and dX', and (P u)' and P' where warps share them.
@@ -48,7 +53,7 @@ struct BackwardJvp {
   const int head_kv, first_key, seqlen_q, key_stop, num_m_blocks;
   const bool has_tdout;
   const u32 s_k, s_tk, s_v, s_tv, s_stages, s_tdx, s_dx, s_pu, s_p;
-  const int warp_key, warp_d, warp_p, lane_key;
+  const int warp_key, warp_d, warp_p, warp_k, lane_key;
 
   Real tdk[1][kColumnTiles][4], tdv[1][kColumnTilesV][4];
 
@@ -72,7 +77,8 @@ struct BackwardJvp {
         s_p(s_pu + kBytesS),
         warp_key(warp_index() / kWarpsD * 16),
         warp_d(warp_index() % kWarpsD),
-        warp_p(kOwnOperands ? 0 : warp_d),
+        warp_p(kOwnOperands ? 0 : warp_d % kWarpsP),
+        warp_k(kOwnOperands ? 0 : warp_d / kWarpsP),
         lane_key(first_key + warp_key + fragment_row()) {
     set_zero(tdk);
     set_zero(tdv);
@@ -112,17 +118,28 @@ struct BackwardJvp {
     const Stage s(s_stages, stage);
     // [1] The products of scores, [2] what is made of them.
     Real p[1][kQueryTiles][4], pu[1][kQueryTiles][4], dx[1][kQueryTiles][4], tdx[1][kQueryTiles][4];
-    if (warp_p < kWarpsP) {
-      set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
-      const RowMajorA<kRow> k(s_k, warp_key), tk(s_tk, warp_key);
-      const ColumnMajorB<kRow, kWarpsP> q(s.q, warp_p), tq(s.tq, warp_p);
-      multiply_dual<kDim / kStep, kMovesK, kMovesQ>(p, pu, k, tk, q, tq);
-      const RowMajorA<kRowV> v(s_v, warp_key), tv(s_tv, warp_key);
-      const ColumnMajorB<kRowV, kWarpsP> rows(s.dout, warp_p), tangents(s.tdout, warp_p);
-      multiply_dual<kDimV / kStep, kMovesV, false>(dx, tdx, v, tv, rows, tangents);
-      if (has_tdout) multiply<kDimV / kStep>(tdx, v, tangents);
-      make_gradients(p, pu, dx, tdx, at.head, at.m_block, masked);
-      share(p, pu, dx, tdx);
+    const bool has_products = warp_k < kWarpsK;
+    if (has_products) multiply_scores(s, p, pu, dx, tdx);
+    if constexpr (kWarpsK == 1) {
+      if (has_products) {
+        make_gradients(p, pu, dx, tdx, at, masked, 0);
+        share(p, pu, dx, tdx, 0);
+      }
+    } else {
+      // Each warp leaves the other one half of its sums, where that one will share what it makes of them.
+      if (has_products) {
+        const int other = 1 - warp_k;
+        leave(s_p, of_tile(p, other), other), leave(s_pu, of_tile(pu, other), other);
+        leave(s_dx, of_tile(dx, other), other), leave(s_tdx, of_tile(tdx, other), other);
+      }
+      ptx::sync_block();
+      if (has_products) {
+        SumsOfTile own_p = of_tile(p, warp_k), own_pu = of_tile(pu, warp_k);
+        SumsOfTile own_dx = of_tile(dx, warp_k), own_tdx = of_tile(tdx, warp_k);
+        add_left(own_p, s_p), add_left(own_pu, s_pu), add_left(own_dx, s_dx), add_left(own_tdx, s_tdx);
+        make_gradients(own_p.value, own_pu.value, own_dx.value, own_tdx.value, at, masked, warp_k);
+        share(own_p.value, own_pu.value, own_dx.value, own_tdx.value, warp_k);
+      }
     }
     if constexpr (!kOwnOperands) ptx::sync_block();
 
@@ -143,19 +160,76 @@ struct BackwardJvp {
     }
   }
 
-  // Leaves what other warps need of the products of this one.
+  // [1] The products of scores, over the columns that are this warp's.
+  template <class Sums>
+  CUFLASH_DEVICE void multiply_scores(const Stage& s, Sums& p, Sums& pu, Sums& dx, Sums& tdx) const {
+    set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
+    const auto own = [&](const auto& operand, u32 row_bytes) __attribute__((always_inline)) {
+      return shifted(operand, kWarpsK == 1 ? 0 : warp_k * (row_bytes / kWarpsK));
+    };
+    const auto key_rows = [&](u32 tile) { return own(RowMajorA<kRow>(tile, warp_key), kDim * kElementBytes); };
+    const auto query_rows = [&](u32 tile) {
+      return own(ColumnMajorB<kRow, kWarpsP>(tile, warp_p), kDim * kElementBytes);
+    };
+    const auto value_rows = [&](u32 tile) { return own(RowMajorA<kRowV>(tile, warp_key), kDimV * kElementBytes); };
+    const auto gradient_rows = [&](u32 tile) {
+      return own(ColumnMajorB<kRowV, kWarpsP>(tile, warp_p), kDimV * kElementBytes);
+    };
+    multiply_dual<kDim / kStep / kWarpsK, kMovesK, kMovesQ>(p, pu, key_rows(s_k), key_rows(s_tk), query_rows(s.q),
+                                                            query_rows(s.tq));
+    multiply_dual<kDimV / kStep / kWarpsK, kMovesV, false>(dx, tdx, value_rows(s_v), value_rows(s_tv),
+                                                           gradient_rows(s.dout), gradient_rows(s.tdout));
+    if (has_tdout) multiply<kDimV / kStep / kWarpsK>(tdx, value_rows(s_v), gradient_rows(s.tdout));
+  }
+
+  // The sums of an n-tile of this warp's keys and queries.
+  struct SumsOfTile {
+    Real value[1][1][4];
+  };
+  CUFLASH_DEVICE static SumsOfTile of_tile(const Real (&sums)[1][kQueryTiles][4], int n) {
+    SumsOfTile own;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own.value[0][0][i] = n == 0 ? sums[0][0][i] : sums[0][kQueryTiles - 1][i];
+    return own;
+  }
+  // Where the upper or the lower `half` of its rows lies, as RowMajorA and ColumnMajorA read it.
+  CUFLASH_DEVICE u32 pair_of_tile(u32 tile, int n, int half) const {
+    const int row = fragment_row() + 8 * half;
+    const u32 start = tile + (warp_key + row) * kRowS + ((fragment_column() * kElementBytes) ^ row_swizzle<kRowS>(row));
+    return along_row(start, (16 * warp_p + 8 * n) * kElementBytes);
+  }
+  CUFLASH_DEVICE void leave(u32 tile, const SumsOfTile& sums, int n) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Real pair[2] = {sums.value[0][0][2 * half], sums.value[0][0][2 * half + 1]};
+      ptx::store_shared_x2(pair_of_tile(tile, n, half), pair);
+    }
+  }
+  CUFLASH_DEVICE void add_left(SumsOfTile& sums, u32 tile) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Real first, second;
+      load_pair(pair_of_tile(tile, warp_k, half), first, second);
+      sums.value[0][0][2 * half] += first, sums.value[0][0][2 * half + 1] += second;
+    }
+  }
+
+  // Leaves what other warps need of the products of this one, whose first n-tile is `n`.
   template <class Tile>
-  CUFLASH_DEVICE void share(const Tile& p, const Tile& pu, const Tile& dx, const Tile& tdx) const {
-    const auto leave = [&](u32 tile, const Tile& value) __attribute__((always_inline)) {
-      store_fragments<Order::kPlain, kRowS, kWarpsP>(tile, warp_key, warp_p, value, [](int, int) { return (Real)1; });
+  CUFLASH_DEVICE void share(const Tile& p, const Tile& pu, const Tile& dx, const Tile& tdx, int n) const {
+    const auto store = [&](u32 tile, const Tile& value) __attribute__((always_inline)) {
+      if constexpr (kWarpsK == 1)
+        store_fragments<Order::kPlain, kRowS, kWarpsP>(tile, warp_key, warp_p, value, [](int, int) { return (Real)1; });
+      else
+        leave(tile, {{{{value[0][0][0], value[0][0][1], value[0][0][2], value[0][0][3]}}}}, n);
     };
     if constexpr ((!kOwnOperands && kNeedsDk) || kDqByReduction) {
-      leave(s_tdx, tdx);
-      if constexpr (kMovesQ || kMovesK) leave(s_dx, dx);
+      store(s_tdx, tdx);
+      if constexpr (kMovesQ || kMovesK) store(s_dx, dx);
     }
     if constexpr (!kOwnOperands && kNeedsDv) {
-      if constexpr (kMovesScores) leave(s_pu, pu);
-      if (has_tdout) leave(s_p, p);
+      if constexpr (kMovesScores) store(s_pu, pu);
+      if (has_tdout) store(s_p, p);
     }
   }
 
@@ -172,21 +246,24 @@ struct BackwardJvp {
     add_to_dq(params, m_tile_of(params, num_m_blocks, batch, at.head, at.m_block), tdq);
   }
 
-  template <class Tile>
-  CUFLASH_DEVICE void make_gradients(Tile& p, Tile& pu, Tile& dx, Tile& tdx, int head, int m_block, bool masked) const {
-    const GradientTangents made(params, batch, head, key_stop);
-    const Dropout dropout(params, batch, head);
-    const int lane_query = m_block * kBlockM + fragment_column();
+  // Makes the gradients of n-tiles from `first` on.
+  template <int n_tiles>
+  CUFLASH_DEVICE void make_gradients(Real (&p)[1][n_tiles][4], Real (&pu)[1][n_tiles][4], Real (&dx)[1][n_tiles][4],
+                                     Real (&tdx)[1][n_tiles][4], const QueryTileIterator& at, bool masked,
+                                     int first) const {
+    const GradientTangents made(params, batch, at.head, key_stop);
+    const Dropout dropout(params, batch, at.head);
+    const int lane_query = at.m_block * kBlockM + fragment_column();
     [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      const int query = lane_query + column_of<kWarpsP>(warp_p, n);
-      const RowWithTangents rows[2] = {{params, batch, head, query}, {params, batch, head, query + 1}};
-      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(query, lane_key);
+    for (int n = 0; n < n_tiles; ++n) {
+      const int of_pair = lane_query + column_of<kWarpsP>(warp_p, n), query = of_pair + 8 * first;
+      const RowWithTangents rows[2] = {{params, batch, at.head, query}, {params, batch, at.head, query + 1}};
+      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(of_pair, lane_key);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         made.apply(p[0][n][i], pu[0][n][i], dx[0][n][i], tdx[0][n][i], query + i % 2, lane_key + i / 2 * 8, masked,
-                   !kHasDropout || kept.keeps(n, i), rows[i % 2]);
+                   !kHasDropout || kept.keeps(n + first, i), rows[i % 2]);
     }
   }
 

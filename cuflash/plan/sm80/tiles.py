@@ -306,8 +306,8 @@ JVP_TILES = (
     _jvp(256, 16, 16, 4, 1, 4, 0, SMALL, element_bytes=4),
     _jvp(512, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=4),
 
-    _jvp(64,  64, 32, 8, 1, 2, 0, ARITHMETIC, element_bytes=8),
-    _jvp(64,  32, 16, 4, 1, 2, 0, SMALL, element_bytes=8),
+    _jvp(64,  128, 32, 8, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  64, 16, 4, 1, 1, 0, SMALL, element_bytes=8),
     _jvp(128, 32, 32, 8, 1, 4, 0, ARITHMETIC, element_bytes=8),
     _jvp(128, 32, 16, 4, 1, 2, 0, MEDIUM, element_bytes=8),
     _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
@@ -331,9 +331,9 @@ BACKWARD_JVP_TILES = (
     _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=4),
     _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=4, shares=False),
 
-    _backward_jvp(64,  32, 32, 4, 1, 1, 2, 2, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(64,  16, 32, 4, 1, 1, 2, 1, 0, ARITHMETIC, element_bytes=8),
     _backward_jvp(64,  16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8),
-    _backward_jvp(128, 16, 32, 8, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(128, 32, 16, 4, 1, 1, 4, 2, 0, ARITHMETIC, element_bytes=8),
     _backward_jvp(128, 16, 16, 4, 1, 1, 4, 1, 0, MEDIUM, element_bytes=8),
     _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
     _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8, shares=False),

@@ -152,8 +152,11 @@ TRIALS: dict[str, AnyTrial] = {
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
-    "tangents of wide heads": TangentTrial(
-        case=Case(dtype="float32", seqlen_q=40, seqlen_k=70, head_dim=80, num_heads=2, batch=1, causal=True)
+    "tangents of three steps": TangentTrial(
+        case=Case(dtype="float32", seqlen_q=40, seqlen_k=70, head_dim=40, num_heads=2, batch=1, causal=True)
+    ),
+    "tangents of queries": TangentTrial(
+        case=Case(dtype="bfloat16", seqlen_q=40, seqlen_k=70, head_dim=80, num_heads=2, batch=1, causal=True)
     ),
     "tangents in order": TangentTrial(case=replace(CASES[0], dtype="float32"), deterministic=True),
     "tangents of windows in order": TangentTrial(case=CASES[1], deterministic=True),
