@@ -312,16 +312,22 @@ CUFLASH_DEVICE void backward_jvp(const Params& params) {
     ptx::copy_async_commit();
   }
 #pragma unroll 1
-  for (int step = 0; step < num_steps; ++step, at.advance(tiles)) {
+  for (int step = 0; step < num_steps; ++step) {
     const int stage = step % kNumStages;
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
     own.step(at, stage, at.needs_mask(tiles));
     ptx::sync_block();
     // tdQ takes nothing of the stage: the next tile of queries arrives meanwhile.
-    if (step + kNumStages < num_steps) own.load_queries(next, stage), next.advance(tiles);
+    const QueryTileIterator now = at;
+    at.advance(tiles);
+    if constexpr (kNumStages == 1) next = at;  // one iterator takes fewer registers than two
+    if (step + kNumStages < num_steps) {
+      own.load_queries(next, stage);
+      if constexpr (kNumStages > 1) next.advance(tiles);
+    }
     ptx::copy_async_commit();
-    if constexpr (kDqByReduction) own.add_tdq(at);
+    if constexpr (kDqByReduction) own.add_tdq(now);
   }
   own.finish();
 }

@@ -153,6 +153,7 @@ class BackwardJvpTile(BackwardTile):
     shares: bool = True
 
     defined = (*BackwardTile.defined, "shares")
+    variations: ClassVar = {"block_m": (16, 32, 64), "num_stages": (1, 2), "min_blocks": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         one = (self.block_n * self.warps_d == 16 * self.num_warps, "one fragment of keys for every warp")
@@ -245,6 +246,15 @@ _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 _scores_jvp = maker(ScoresJvpTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 
+
+def _with_tangents(here: float, times: float, of_pass: str, others: str, length: int) -> str:
+    """What was measured of a row for tangents, over 6 products of jvp or 10 of backward_jvp."""
+    return (
+        f"on an H200 {here} TFLOP/s, {times} times the {of_pass} pass's time, {others} (batch 2, heads 16, "
+        f"seqlen {length}, head_dim max_dim)"
+    )
+
+
 # Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
 # elements, so these get smaller tiles, and at large head dimensions several warps to a row.
 # fmt: off
@@ -299,16 +309,22 @@ JVP_TILES = (
     _jvp(512, 16, 16, 4, 1, 4, 0, SMALL),
     _jvp(1024, 16, 16, 8, 1, 8, 0, ARITHMETIC),
 
-    _jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
-    _jvp(128, 64, 32, 8, 1, 2, 0, ARITHMETIC, element_bytes=4),
-    _jvp(128, 32, 16, 4, 1, 2, 0, SMALL, element_bytes=4),
+    _jvp(64,  64, 16, 4, 1, 1, 0,
+         _with_tangents(50.5, 6.1, "forward", "128 x 32 with 8 warps 50.9", 2048), element_bytes=4),
+    _jvp(128, 64, 16, 4, 1, 1, 0,
+         _with_tangents(48.3, 7.0, "forward", "128 x 16 with 8 warps 47.8, 64 x 32 with 8 warps, of which two share "
+                        "rows, 46.5", 2048), element_bytes=4),
+    _jvp(128, 32, 16, 4, 1, 2, 0, TINY, element_bytes=4),
     _jvp(256, 32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
     _jvp(256, 16, 16, 4, 1, 4, 0, SMALL, element_bytes=4),
     _jvp(512, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=4),
 
-    _jvp(64,  128, 32, 8, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  128, 32, 8, 1, 1, 0,
+         _with_tangents(35.0, 2.9, "forward", "128 x 16 33.3, 64 x 32, where two warps share rows, 29.9", 1024),
+         element_bytes=8),
     _jvp(64,  64, 16, 4, 1, 1, 0, SMALL, element_bytes=8),
-    _jvp(128, 32, 32, 8, 1, 4, 0, ARITHMETIC, element_bytes=8),
+    _jvp(128, 64, 16, 8, 1, 2, 0,
+         _with_tangents(25.5, 4.7, "forward", "32 x 32, where four warps share rows, 23.9", 1024), element_bytes=8),
     _jvp(128, 32, 16, 4, 1, 2, 0, MEDIUM, element_bytes=8),
     _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
     _jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
@@ -323,17 +339,22 @@ BACKWARD_JVP_TILES = (
     _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, SMALL),
     _backward_jvp(512, 16, 32, 8, 1, 1, 4, 1, 0, ARITHMETIC),
 
-    _backward_jvp(64,  32, 64, 4, 1, 1, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(64,  32, 64, 4, 1, 1, 1, 2, 0,
+                  _with_tangents(50.2, 4.1, "backward", "32 x 32 46.2, 16 x 64 45.5", 2048), element_bytes=4),
     _backward_jvp(64,  16, 32, 4, 1, 1, 2, 1, 0, TINY, element_bytes=4),
-    _backward_jvp(128, 32, 64, 8, 1, 1, 2, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(128, 32, 64, 8, 1, 1, 2, 2, 0,
+                  _with_tangents(48.5, 4.6, "backward", "32 x 32 with 4 warps 38.7", 2048), element_bytes=4),
     _backward_jvp(128, 16, 32, 4, 1, 1, 2, 1, 0, MEDIUM, element_bytes=4),
     _backward_jvp(128, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=4),
     _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=4),
     _backward_jvp(256, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=4, shares=False),
 
-    _backward_jvp(64,  16, 32, 4, 1, 1, 2, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(64,  16, 32, 4, 1, 1, 2, 1, 0,
+                  _with_tangents(27.4, 2.5, "backward", "32 x 32 24.5, 16 x 64, where each warp has keys of its own, "
+                                 "23.0", 1024), element_bytes=8),
     _backward_jvp(64,  16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8),
-    _backward_jvp(128, 32, 16, 4, 1, 1, 4, 2, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(128, 32, 16, 4, 1, 1, 4, 2, 0,
+                  _with_tangents(17.3, 4.0, "backward", "16 x 32 with 8 warps 16.9", 1024), element_bytes=8),
     _backward_jvp(128, 16, 16, 4, 1, 1, 4, 1, 0, MEDIUM, element_bytes=8),
     _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
     _backward_jvp(192, 16, 16, 4, 1, 1, 4, 1, 0, SMALL, element_bytes=8, shares=False),
