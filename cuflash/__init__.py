@@ -10,7 +10,7 @@ from cuflash import block_masks
 from cuflash.arrays.fp8 import fp8
 from cuflash.cpu import cpu_threads
 from cuflash.flash_attention import FlashAttention
-from cuflash.functional import attention, double_backward, hessian_vector_product, jvp_backward
+from cuflash.functional import attention, double_backward, hessian_vector_product, jvp_backward, logsumexp
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
@@ -59,6 +59,7 @@ __all__ = [
     "hessian_vector_product",
     "jvp_backward",
     "log",
+    "logsumexp",
     "maximum",
     "merge",
     "merge_backward",

@@ -214,6 +214,68 @@ def hessian_vector_product(
 # fmt: on
 
 
+def logsumexp(
+    q: Array,
+    k: Array,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    precision: Literal["highest", "tf32"] = "highest",
+    block_size: int | tuple[int, int] = BLOCK_SIZE,
+    score: Function | Score | None = None,
+    mask: Array | Function | None = None,
+    **arrays: Array,
+) -> Array:
+    """The logarithm of the sum of exponentials of each row of scores, ``logsumexp(scale * q @ k.T + ..., axis=-1)``.
+
+    It is the lse of `FlashAttention.forward` with ``v=None``, in memory linear in the sequence length. For gradients,
+    give ``None`` for v, dout and out to `FlashAttention.backward`, and dlse.
+
+    Parameters
+    ----------
+    q, k : array
+        As `attention` takes them.
+    causal, scale, window, softcap, layout, precision, block_size, score, mask :
+        As `attention` takes them.
+    **arrays : array, optional
+        bias, kv_lengths, alibi_slopes, sinks and so on, as `FlashAttention.forward` takes them, what functions read,
+        and lse, to be written to.
+
+    Returns
+    -------
+    array
+        (..., num_heads, seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `FlashAttention` and `FlashAttention.forward` do.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x, y = np.random.default_rng(0).standard_normal((2, 5, 3))
+    >>> np.allclose(cuflash.logsumexp(x, y, scale=1.0), np.log(np.exp(x @ y.T).sum(axis=-1)))
+    True
+    """
+    is_function = callable(mask)
+    attn = FlashAttention(
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        layout=layout,
+        precision=precision,
+        block_size=block_size,
+        score=score,
+        mask=cast(Function, mask) if is_function else None,
+    )
+    return attn.forward(q, k, None, mask=None if is_function else mask, **arrays).lse
+
+
 def hessian_vector_product(
     attn: FlashAttention | ContextParallel,
     dout: Array,

@@ -66,7 +66,7 @@ def multiply(a: Array, b: Array, out: Array) -> None:
     depth = a.shape[-1]
     for own, m, height in _blocks(a.shape[-2], PRODUCT_BLOCK):
         for of, n, width in _blocks(b.shape[-1], PRODUCT_BLOCK):
-            for first in range(0, depth, PRODUCT_DEPTH):
+            for first in range(0, max(depth, 1), PRODUCT_DEPTH):  # of no terms, the sum is 0
                 terms, count = slice(first, first + PRODUCT_DEPTH), min(PRODUCT_DEPTH, depth - first)
                 x = a[..., own, terms].reshape(*a.shape[:-2], m, 1, height, count)
                 y = b[..., terms, of].reshape(*b.shape[:-2], 1, count, n, width).swapaxes(-3, -2)

@@ -218,7 +218,7 @@ def widest_accesses(
 
 def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
     """Whether v is a view of the first columns of k; `of_k` and `of_v` are their addresses."""
-    return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
+    return of_k == of_v and k.strides == v.strides and 0 < v.shape[-1] <= k.shape[-1]
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
@@ -302,6 +302,8 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
 def _aligned_bytes(operands: tuple[Operand, ...], addresses: Iterable[int]) -> int:
     alignment = math.gcd(16, *addresses)
     for operand in operands:
+        if 0 in operand.shape:
+            continue
         for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
             if size > 1:
                 alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])

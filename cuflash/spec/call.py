@@ -15,7 +15,8 @@ from cuflash.spec.array_imports import are_cupy, import_arguments, numpy_arrays
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import model_of
 from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.streamed import OF_KEYS, import_with_streamed, is_streamed
+from cuflash.spec.streamed import OF_KEYS, Streamed, import_with_streamed, is_streamed
+from cuflash.spec.without_values import OF_VALUES, check_without_values, with_no_columns
 
 Backend = Literal["numpy", "cupy", "streamed"]
 
@@ -32,6 +33,7 @@ class Call(NamedTuple):
     rewrite: Equivalent | None
     imported: Imported | None  # None where the arrays of the caller are those of the backend
     is_direct: bool  # what the backend computes are the results of the caller
+    has_values: bool = True  # whether the caller gives v
 
     def exported(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
         """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
@@ -44,7 +46,13 @@ class Call(NamedTuple):
         return self.rewrite.gradients(computed, self.given, self.wanted)
 
     def as_callers(self, results: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
-        """The results that the caller wants as arrays of the caller's library, or those of `own` that are given."""
+        """The results that the caller wants as arrays of the caller's library, or those of `own` that are given.
+
+        Those over the columns of v are None without v.
+        """
+        if not self.has_values:
+            named = zip(self.wanted, self._replace(has_values=True).as_callers(results, own), strict=True)
+            return [None if name in OF_VALUES else x for name, x in named]
         if self.imported is None:
             return results
         libraries = dict.fromkeys(self.wanted, self.imported)
@@ -75,6 +83,34 @@ def prepare(
     that results are written to, `required` those that have to be there. Unless it `rewrites` them, functions stay: a
     rank does not know yet which options they spell out, and calls `Call.rewritten`. Raises as `import_arguments` does.
     """
+    if arrays["v"] is None:
+        return _without_values(options, arrays, required, wanted, written, rewrites)
+    call = _imported(options, arrays, required, wanted, written)
+    rewrite = equivalent(options, call.given) if rewrites else None
+    return call if rewrite is None else call.rewritten(rewrite)
+
+
+def _without_values(
+    options: Options,
+    arrays: dict[str, Any],
+    required: Sequence[str],
+    wanted: tuple[str, ...],
+    written: Sequence[str],
+    rewrites: bool,
+) -> Call:
+    own = check_without_values(arrays, required)
+    if isinstance(arrays["k"], Streamed):
+        arrays = {**arrays, "v": arrays["k"].with_array(arrays["k"].array[..., :0])}
+    call = _imported(options, arrays, own, wanted, written)
+    given = with_no_columns(call.given, required, options.layout)
+    call = call._replace(arrays=given, given=given, is_direct=False, has_values=False)
+    return call.rewritten(equivalent(options, given) if rewrites else None)
+
+
+def _imported(
+    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...], written: Sequence[str]
+) -> Call:
+    """The call with its functions."""
     imported, given = None, arrays
     if are_cupy(arrays, required):
         backend: Backend = "cupy"
@@ -86,6 +122,4 @@ def prepare(
     else:
         imported = import_arguments(arrays, required=required, written=written)
         backend, given = imported.backend, imported.of_backend
-    rewrite = equivalent(options, given) if rewrites else None
-    call = Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)
-    return call if rewrite is None else call.rewritten(rewrite)
+    return Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)

@@ -465,9 +465,8 @@ def make_problem(
     for axis, what in as_k:
         if v4.shape[axis] != k4.shape[axis]:
             raise value_error("v", f"{what} {v4.shape[axis]}", f"{what} {k4.shape[axis]} as k has")
-    for name, operand in (("q", q4), ("v", v4)):
-        if operand.shape[3] < 1:
-            raise value_error(name, f"last axis of length {operand.shape[3]}", "a head dimension of at least 1")
+    if head_dim < 1:
+        raise value_error("q", f"last axis of length {head_dim}", "a head dimension of at least 1")
     for name, seqlen in (("q", seqlen_q), ("k" if block_table is None else "block_table", seqlen_k)):
         if seqlen > MAX_SEQLEN:
             raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")

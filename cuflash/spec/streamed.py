@@ -58,17 +58,18 @@ class StreamedPair(NamedTuple):
     """The result of `streamed`: the second and third argument of `cuflash.FlashAttention.forward`."""
 
     k: Any  # `Streamed`, whose gradients are arrays
-    v: Any
+    v: Any  # the same, or None
 
 
-def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
+def streamed(k: Array, v: Array | None, *, chunk: int | None = None) -> StreamedPair:
     """Wrap keys and values that stay in host memory, for queries on a GPU or in host memory.
 
     Parameters
     ----------
     k, v : array
         Arrays in host memory: NumPy arrays, memory maps, pinned memory (``cupyx.empty_pinned``), or arrays of another
-        library with ``__dlpack__``, in the shapes that `cuflash.FlashAttention.forward` takes. They may be read-only.
+        library with ``__dlpack__``, in the shapes that `cuflash.FlashAttention.forward` takes. They may be read-only;
+        v may be None, as there.
     chunk : int, optional
         The number of keys in a chunk. Two chunks are on the device at a time: one that is computed with, and one that
         is being copied. The default is as many keys as fit into 128 MiB of k and v. With dropout it must be a multiple
@@ -112,12 +113,14 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
         chunk = as_integer("chunk", chunk)
         if chunk < 1:
             raise value_error("chunk", chunk, "an integer >= 1")
-    imported = import_from_host({"k": k, "v": v}, required=("k", "v"))
+    given = {"k": k} if v is None else {"k": k, "v": v}
+    imported = import_from_host(given, required=tuple(given))
     for name, array in imported.arrays.items():
         if array.dtype.name in FLOAT8:
             remedy = "numbers of the dtype of q: fp8 keys and values are not streamed"
             raise NotImplementedError(f"{name}: got dtype {array.dtype.name}, expected {remedy}")
-    return StreamedPair(*(Streamed(imported.arrays[name], chunk, imported) for name in ("k", "v")))
+    wrapped = {name: Streamed(array, chunk, imported) for name, array in imported.arrays.items()}
+    return StreamedPair(wrapped["k"], wrapped.get("v"))
 
 
 def import_from_host(

@@ -34,6 +34,8 @@ class Case(Numbers):
         Sizes of the problem.
     batch, num_heads, num_heads_kv, head_dim_v : int
         Default to 1, 1, `num_heads` and `head_dim` (0 stands for these two).
+    has_values : bool
+        Whether there are values; without them `head_dim_v` is 0, and v and dout have no columns.
     dtype : str
         "float16", "bfloat16", "float32" (default) or "float64".
     ndim : int
@@ -133,6 +135,7 @@ class Case(Numbers):
     num_heads: int = 1
     num_heads_kv: int = 0
     head_dim_v: int = 0
+    has_values: bool = True
     dtype: str = "float32"
     ndim: int = 4
     axes: tuple[int, ...] | None = None
@@ -174,7 +177,7 @@ class Case(Numbers):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
-        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        object.__setattr__(self, "head_dim_v", (self.head_dim_v or self.head_dim) if self.has_values else 0)
         if self.axes is not None:
             object.__setattr__(self, "batch", math.prod(self.axes))
             object.__setattr__(self, "ndim", len(self.axes) + 3)
@@ -231,6 +234,7 @@ class Case(Numbers):
             num_heads=problem.num_heads,
             num_heads_kv=problem.num_heads_kv,
             head_dim_v=problem.head_dim_v,
+            has_values=problem.head_dim_v > 0,
             dtype=problem.dtype,
             ndim=problem.ndim,
             bias=distinct("bias", scores_shape),

@@ -89,6 +89,11 @@ constexpr long SUM_LENGTH = 96;
 template <class T, class M = Numbers<T>>
 inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
                             long b_stride, T *c, long c_stride, bool adds = false) {
+    if (length == 0) {  // values without columns: dP is 0
+        for (long i = 0; i < num_rows && !adds; ++i)
+            for (long j = 0; j < num_columns; ++j) c[i * c_stride + j] = T(0);
+        return;
+    }
     const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
     for (long j = 0; j < num_columns; j += 2 * LANES<T>) {
         for (long k = 0; k < length; k += step) {

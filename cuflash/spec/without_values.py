@@ -1,0 +1,46 @@
+"""Calls without values, ``v=None``: lse alone, and its derivatives.
+
+What a backend computes for them has values without columns, and out, dout and dv have none either. So every product
+over the columns of v is a sum of no terms, which no kernel computes: QK^T is left of the forward pass; and of the
+backward pass, where dP and delta are 0 and ``dS = P * dlse``, QK^T, dQ and dK are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.arrays.checks import value_error
+from cuflash.arrays.dlpack import module_of
+
+# What lies over the columns of v, or belongs to it: without v none is given, and none is returned.
+OF_VALUES = ("v_scale", "out", "dout", "tv", "tout", "tdout", "dv", "tdv")
+_LIKE_OUT = ("out", "dout", "tout")
+
+
+def check_without_values(arrays: Mapping[str, Any], required: Iterable[str]) -> tuple[str, ...]:
+    """What a call requires that has no v. Refuses arrays that go with v, and a backward pass of nothing."""
+    for name in OF_VALUES:
+        if arrays.get(name) is not None:
+            raise value_error(name, "an array", "None as v is: without values there are lse and its derivatives alone")
+    if "dout" in required and arrays.get("dlse") is None and arrays.get("tdlse") is None:
+        raise value_error("dlse", "None", "the gradient with respect to lse, the only result without values")
+    return tuple(name for name in required if name not in ("v", *_LIKE_OUT))
+
+
+def with_no_columns(arrays: Mapping[str, Any], required: Iterable[str], layout: str) -> dict[str, Any]:
+    """The arrays of a backend, with values that have no columns, and with what else a call requires."""
+    q, k = arrays["q"], arrays["k"]
+    given = dict(arrays)
+    if given.get("v") is None:  # which streamed keys bring along
+        given["v"] = k[..., :0]
+    if k.dtype.name in FLOAT8:
+        given["v_scale"] = arrays.get("k_scale")
+    shape = [*given["lse"].shape, 0] if "lse" in required else []
+    if layout == "bshd" and len(shape) > 2:
+        shape[-3:-1] = shape[-2], shape[-3]
+    for name in (name for name in _LIKE_OUT if name in required):
+        given.pop(name, None)  # last of all: a message about a wrong shape is then one about lse
+        given[name] = module_of(q).empty(tuple(shape), q.dtype)
+    return given

@@ -1,0 +1,206 @@
+"""Calls without values: lse alone and its derivatives, on the CPU, streamed and over ranks."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash.cpu import core
+from cuflash.testing.tangents import assert_tangents, everything, tangents_by
+from tests.pure import test_streamed, test_streamed_tangents
+from tests.pure.test_distributed import is_clear
+from tests.pure.test_schedule import splits
+from tests.pure.test_streamed import chunks_for
+from tests.ranks import judge as judge_ranks
+from tests.ranks import on_threads
+from tests.ranks import results_of as results_of_ranks
+from tests.sampling import examples
+from tests.second_derivatives import moved_by
+
+SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES)
+
+
+def cases(features=FEATURES, **options):
+    """Cases without values, all of which have a gradient of lse."""
+    drawn = ct.cases(features=features, **SMALL | options)
+    return drawn.map(lambda case: replace(case, has_values=False, dlse=True))
+
+
+WAYS = pytest.mark.parametrize("way", ["core", "NumPy"])
+
+
+@contextlib.contextmanager
+def computed_by(way):
+    """The compiled core computes, or NumPy does in its place."""
+    if way == "core":
+        if core.why_not() is not None:
+            pytest.skip(f"no compiled core: {core.why_not()}")
+        yield
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUFLASH_NO_CORE_WARNING", "1")
+            patch.setattr(core, "why_not", lambda problem=None: "a test of both ways")
+            yield
+
+
+@WAYS
+@settings(max_examples=examples(200))
+@given(case=cases((*FEATURES, "dropout", "packed", "lengths", "empty"), min_seqlen=0))
+def test_lse_and_its_gradients_keep_the_oracle_rule(way, case):
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    arrays = case.arrays()
+    optional, need = ct.optional(arrays) | case.random, ct.gradients_of(case.problem)
+    with computed_by(way):
+        out, lse = attn.forward(arrays["q"], arrays["k"], None, **optional)
+        found = attn.backward(
+            None, arrays["q"], arrays["k"], None, None, lse, need=need, dlse=arrays["dlse"], **optional
+        )
+    assert out is found.dv is None
+    ct.assert_forward(case, np.empty(case.problem.out_shape, case.arrays()["q"].dtype), lse)
+    ct.assert_backward(case, **{name: x for name, x in found._asdict().items() if x is not None})
+
+
+@WAYS
+@settings(max_examples=examples(120))
+@given(case=cases((*FEATURES, "dropout", "packed", "lengths"), max_seqlen=65))
+def test_tangents_keep_the_oracle_rule(way, case):
+    moved = everything(case)
+    with computed_by(way):
+        assert_tangents(case, moved, tangents_by(cuflash.FlashAttention(**case.keywords), case, moved))
+
+
+@settings(max_examples=examples(80))
+@given(case=ct.with_axes(cases((*FEATURES, "dropout"), ndims=(4,))))
+def test_batch_axes_keep_the_oracle_rule(case):
+    arrays = case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    optional = ct.optional(arrays) | case.random
+    out, lse = attn.forward(arrays["q"], arrays["k"], None, **optional)
+    need = ct.gradients_of(case.problem)
+    found = attn.backward(None, arrays["q"], arrays["k"], None, out, lse, need=need, dlse=arrays["dlse"], **optional)
+    ct.assert_forward(case, arrays["dout"], lse)
+    ct.assert_backward(case, **{name: x for name, x in found._asdict().items() if x is not None})
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data(), case=cases(test_streamed.FEATURES, max_seqlen=100, max_head_dim=24, score_spreads=(1.0, 8.0)))
+def test_streamed_keys_keep_the_oracle_rule(data, case):
+    test_streamed.judge(case, test_streamed.results_of(case, chunks_for(data, case)))
+    moved = data.draw(moved_by(case))
+    found = test_streamed_tangents.results_of(case, moved, chunks_for(data, case))
+    test_streamed_tangents.judge(case, moved, found)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(data=st.data(), case=cases(test_streamed.FEATURES, max_seqlen=100, max_head_dim=24), ranks=st.integers(1, 5))
+def test_ranks_keep_the_oracle_rule(data, case, ranks):
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
+    assume(is_clear(case, split_q))
+    judge_ranks(case, results_of_ranks(case, split_q, split_k))
+
+
+# ---- The interface ---------------------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+Q, K = RNG.standard_normal((2, 4, 70, 33), np.float32), RNG.standard_normal((2, 2, 90, 33), np.float32)
+DLSE = RNG.standard_normal((2, 4, 70), np.float32)
+ATTENTION: Any = cuflash.FlashAttention(causal=True)
+LSE = ATTENTION.forward(Q, K, None).lse
+TQ = RNG.standard_normal(Q.shape, np.float32)
+
+
+def test_lse_is_that_of_attention_with_values():
+    v = RNG.standard_normal((2, 2, 90, 7), np.float32)
+    np.testing.assert_array_equal(LSE, ATTENTION.forward(Q, K, v).lse)
+    np.testing.assert_array_equal(LSE, cuflash.logsumexp(Q, K, causal=True))
+    np.testing.assert_array_equal(LSE, ATTENTION.forward(q=Q, k=K, v=None).lse)
+    into = np.empty_like(LSE)
+    assert cuflash.logsumexp(Q, K, causal=True, lse=into) is into
+    np.testing.assert_array_equal(into, LSE)
+
+
+def test_functions_and_vectors_of_rows_and_columns():
+    f, g = RNG.standard_normal(70, np.float32), RNG.standard_normal(90, np.float32)
+    by_function = cuflash.logsumexp(Q, K, score=lambda s, i, j, *, f, g: s + f[i] + g[j], f=f, g=g)
+    expected = f + cuflash.logsumexp(Q, K, bias=g[None])
+    np.testing.assert_allclose(by_function, expected, rtol=0, atol=4e-6)
+    hidden = cuflash.logsumexp(Q, K, mask=lambda i, j: j <= i + 20)
+    np.testing.assert_allclose(hidden, LSE, rtol=0, atol=4e-6)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'bais'"):
+        cuflash.logsumexp(Q, K, bais=g)
+
+
+def test_streamed_keys_and_ranks_take_none():
+    keys = cuflash.streamed(K, None, chunk=32)
+    out, lse = ATTENTION.forward(Q, *keys)
+    assert out is None
+    np.testing.assert_allclose(lse, LSE, rtol=0, atol=2e-6)
+    gradients = ATTENTION.backward(None, Q, K, None, None, LSE, dlse=DLSE)
+    found = ATTENTION.backward(None, Q, *keys, None, LSE, dlse=DLSE)
+    moved = ATTENTION.jvp(Q, *keys, tq=TQ)
+    assert found.dv is gradients.dv is moved.out is moved.tout is None
+    for x, y in (
+        (found.dq, gradients.dq),
+        (found.dk, gradients.dk),
+        (moved.tlse, ATTENTION.jvp(Q, K, None, tq=TQ).tlse),
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-6)
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, causal=True, split="contiguous", timeout=30)
+        rows, keys = (cd.contiguous(n, 2).part(x, comm.rank, -2) for n, x in ((70, Q), (90, K)))
+        dlse = cd.contiguous(70, 2).part(DLSE, comm.rank, -1)
+        out, lse = attn.forward(rows, keys, None)
+        found = attn.backward(None, rows, keys, None, None, lse, dlse=dlse)
+        assert out is found.dv is None
+        return lse, found.dq
+
+    of_ranks = [np.concatenate(x, axis=2) for x in zip(*on_threads(2, work), strict=True)]
+    for x, y in zip(of_ranks, (LSE, gradients.dq), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-6)
+
+
+def test_second_derivatives_take_none():
+    moved = ATTENTION.jvp(Q, K, None, tq=TQ)
+    found = ATTENTION.backward_jvp(None, Q, K, None, None, moved.lse, None, moved.tlse, dlse=DLSE, tq=TQ)
+    product = cuflash.hessian_vector_product(ATTENTION, None, Q, K, None, dlse=DLSE, tq=TQ)
+    for name in ("tdq", "tdk"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(product, name))
+    assert found.tdv is product.tdv is None
+    twice = cuflash.double_backward(ATTENTION, {"dq": TQ}, None, Q, K, None, dlse=DLSE)
+    assert twice.ddout is None
+    np.testing.assert_array_equal(twice.ddlse, moved.tlse)
+    back = cuflash.jvp_backward(ATTENTION, None, Q, K, None, None, LSE, None, moved.tlse, dtlse=DLSE, tq=TQ)
+    np.testing.assert_array_equal(back.of_tangents.dk, ATTENTION.backward(None, Q, K, None, None, LSE, dlse=DLSE).dk)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ATTENTION.backward(None, Q, K, None, None, LSE), "dlse: got None, expected the gradient with respect"),
+        (lambda: ATTENTION.forward(Q, K, None, out=Q), "out: got an array, expected None as v is"),
+        (lambda: ATTENTION.backward(None, Q, K, None, None, LSE, dlse=DLSE, dv=K), "dv: got an array, expected None"),
+        (lambda: ATTENTION.backward(Q, Q, K, None, None, LSE, dlse=DLSE), "dout: got an array, expected None as v is"),
+        (lambda: ATTENTION.backward(None, Q, K, None, None, LSE[0], dlse=DLSE), r"lse: got shape \(4, 70\)"),
+        (lambda: ATTENTION.forward(Q[..., :0], K[..., :0], None), "q: got last axis of length 0, expected a head dim"),
+        (lambda: ATTENTION.jvp(Q, K, None, tv=K), "tv: got an array, expected None as v is"),
+    ],
+)
+def test_what_goes_with_values_is_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+def test_forgotten_values_are_an_error():
+    with pytest.raises(TypeError, match="v"):
+        ATTENTION.forward(Q, K)
+    with pytest.raises(TypeError, match=r"^k: got None, expected an array"):
+        ATTENTION.forward(Q, None, None)
