@@ -17,6 +17,7 @@ from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
+from cuflash.spec.outputs import gradient_of
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
@@ -74,7 +75,7 @@ def choose_plan(
         arrays=arrays,
         defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem)),
         has_sinks=problem.sinks is not None,
-        need=tuple(name for name in pass_.results_in(problem) if name in need),
+        need=tuple(name for name in pass_.results_in(problem) if name in need and not _is_empty(name, problem)),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
         program=seen.hoisted,
@@ -106,6 +107,11 @@ def choose_plan(
 def _has_keys_elsewhere(problem: Problem) -> bool:
     """Whether an array other than k, v and a block table has an axis of keys."""
     return any(row.has_keys and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
+
+
+def _is_empty(name: str, problem: Problem) -> bool:
+    """Whether a gradient has no elements because there are no values."""
+    return gradient_of(name) == "dv" and problem.head_dim_v == 0
 
 
 def _without_softmax_inputs(problem: Problem) -> Problem:

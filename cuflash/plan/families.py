@@ -33,6 +33,7 @@ class Family(ABC, Generic[Row]):
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
+    serves_no_values: ClassVar[bool] = False  # it serves ``v=None``
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
     multiplies_float8: ClassVar[bool] = False  # they are all fp8, which it multiplies as they are
     reads_keys_once: ClassVar[bool] = False  # it reads a key once for all query heads that share it
@@ -68,7 +69,9 @@ class Family(ABC, Generic[Row]):
         return None
 
     def why_not_served(self, draft: Draft) -> str | None:
-        """The same, including score_mod and mask_mod and fp8 numbers."""
+        """The same, including score_mod and mask_mod, fp8 numbers and ``v=None``."""
+        if draft.problem.head_dim_v == 0 and not self.serves_no_values:
+            return "it needs values"
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
         if unknown := [name for name in draft.problem.acting if self.known is not None and name not in self.known]:

@@ -63,7 +63,7 @@ def add_sharing_kernel(
     draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
     draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
     dims = draft.padded_dims(tile)
-    pieces = rows * -(-dims[1] // COMBINE_COLUMNS)
+    pieces = rows * max(-(-dims[1] // COMBINE_COLUMNS), 1)
     key_bytes = heads * visible_keys(problem) * sum(dims) * ITEMSIZE[problem.k.dtype]
     combines = combines and not whole_heads and pieces <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES
     defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}

@@ -65,6 +65,8 @@ def round_up(value: int, multiple: int) -> int:
 def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
     """Shared memory of a tile, in lines of 128 bytes or fractions of one; kernels/common/config.cuh has the same."""
     row = columns * element_bytes
+    if row == 0:
+        return 0
     if element_bytes > 2 or row > 64:
         return rows * round_up(row, 128)
     return rows * (64 if row > 32 else 32)

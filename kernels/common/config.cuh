@@ -40,15 +40,18 @@ constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
 // The scales of keys and of values: 0 (there are none), 1 (all keys of a head share one) or 2 (blocks of keys have
 // their own).
 constexpr int kKScale = CUFLASH_K_SCALE;
-constexpr int kVScale = CUFLASH_V_SCALE;
+constexpr int kVScale = CUFLASH_HEAD_DIM_V > 0 ? CUFLASH_V_SCALE : 0;
 constexpr bool kQScale = CUFLASH_Q_SCALE;                // whether queries have scales
 constexpr bool kFloat8Queries = CUFLASH_FLOAT8_QUERIES;  // q has fp8 elements, too
 constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;   // float32 with precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // head dimension of q and k, unpadded
 constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // the same of v and out
-constexpr int kBlockM = CUFLASH_BLOCK_M;       // queries of a tile
-constexpr int kBlockN = CUFLASH_BLOCK_N;       // keys of a tile
+// Whether there are values. Without them lse is the only result, and the products over the columns of V, dO and O, of
+// which there are none, leave no instruction in the kernel.
+constexpr bool kHasValues = kHeadDimV > 0;
+constexpr int kBlockM = CUFLASH_BLOCK_M;  // queries of a tile
+constexpr int kBlockN = CUFLASH_BLOCK_N;  // keys of a tile
 constexpr int kNumWarps = CUFLASH_NUM_WARPS;
 constexpr int kNumStages = CUFLASH_NUM_STAGES;            // stages of the ring of the streamed operands
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // blocks per SM that registers must allow
@@ -66,7 +69,8 @@ constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 #ifndef CUFLASH_TANGENTS
 #define CUFLASH_TANGENTS 0
 #endif
-constexpr bool kMovesQ = CUFLASH_TANGENTS & 2, kMovesK = CUFLASH_TANGENTS & 4, kMovesV = CUFLASH_TANGENTS & 8;
+constexpr bool kMovesQ = CUFLASH_TANGENTS & 2, kMovesK = CUFLASH_TANGENTS & 4,
+               kMovesV = kHasValues && CUFLASH_TANGENTS & 8;
 constexpr bool kMovesBias = CUFLASH_TANGENTS & 16, kMovesAlibi = CUFLASH_TANGENTS & 32;
 constexpr bool kMovesSinks = CUFLASH_TANGENTS & 64, kMovesScale = CUFLASH_TANGENTS & 128;
 constexpr bool kMovesSoftcap = CUFLASH_TANGENTS & 256;
@@ -150,7 +154,7 @@ CUFLASH_DEVICE constexpr int row_bytes(int columns, int element_bytes = kElement
   return element_bytes > 2 || bytes > 64 ? round_up(bytes, 128) : bytes > 32 ? 64 : 32;
 }
 CUFLASH_DEVICE constexpr u32 tile_bytes(int rows, int columns, int element_bytes = kElementBytes) {
-  return rows * row_bytes(columns, element_bytes);
+  return columns == 0 ? 0 : rows * row_bytes(columns, element_bytes);
 }
 
 // In row `r` of a tile with rows of `row` bytes, the byte offset of a vector within its line is xored with this.

@@ -86,8 +86,9 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   };
   if (is_dk)
     convert_as(Integer<kDkWide>{}, params.dk, partial, Integer<kHeadDim>{}, scale_of(params));
-  else
-    convert_as(Integer<kDvWide>{}, params.dv, partial + kBlockN * kDim, Integer<kHeadDimV>{}, kept_scale_of(params));
+  else if constexpr (kHasValues)
+    convert_as(Integer<kDvWide>{}, params.dv, partial + kBlockN * kDim, Integer<max_of(kHeadDimV, 1)>{},
+               kept_scale_of(params));
 }
 
 CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {

@@ -18,9 +18,9 @@ static_assert((kDqMTiles & (kDqMTiles - 1)) == 0, "rows of a warp start at a mul
 // How the kernel that owns keys divides its warps: along keys, and along the columns of dk and dv.
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsN = kNumWarps / kWarpsD;
-constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);   // m-tiles of 16 keys of a warp
-constexpr int kColumnTiles = kDim / (8 * kWarpsD);    // n-tiles of 8 columns of dk of a warp
-constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);  // and of dv
+constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);              // m-tiles of 16 keys of a warp
+constexpr int kColumnTiles = kDim / (8 * kWarpsD);               // n-tiles of 8 columns of dk of a warp
+constexpr int kColumnTilesV = max_of(kDimV / (8 * kWarpsD), 2);  // and of dv
 // Warps along the queries of P' and dS', which they share through shared memory.
 constexpr int kWarpsQ = CUFLASH_WARPS_Q;
 

@@ -93,8 +93,8 @@ template <int rows, int columns>
 CUFLASH_DEVICE void store_tile(u32 tile, Storage* head, i64 row_stride, int first_row, int row_stop) {
   constexpr int kRow = row_bytes(round_up(columns, CUFLASH_DIM_MULTIPLE));
   constexpr int kVector = columns % (kStoreBytes / kElementBytes) == 0 ? kStoreBytes / kElementBytes : 1;
-  constexpr int kVectors = columns / kVector;
-  constexpr int kTotal = rows * kVectors;
+  constexpr int kVectors = max_of(columns / kVector, 1);
+  constexpr int kTotal = columns == 0 ? 0 : rows * kVectors;
   const int thread = ptx::thread_index();
 #pragma unroll 4
   for (int vector = thread; vector < kTotal; vector += kNumThreads) {

@@ -30,7 +30,7 @@ constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsPerGroup = kBlockM / 16 * kWarpsD, kThreadsPerGroup = 32 * kWarpsPerGroup;
 constexpr int kWarpGroups = kNumWarps / kWarpsPerGroup;
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
+constexpr int kColumnTiles = max_of(kDimV / (8 * kWarpsD), 2);  // n-tiles of 8 columns of O of a warp
 static_assert(kWarpGroups * kWarpsPerGroup == kNumWarps, "whole groups");
 static_assert(!kIsPacked, "packed sequences are served by sm80/forward.cu");
 
@@ -232,9 +232,11 @@ CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const Lan
     ptx::copy_async_wait<2 * kNumStages - 2>();
     group.sync();
     load_k(kNumStages, stage);
-    add_product<kBlockN / kStep>(
-        sums.out, [&](int, int k, Fragment& a) { to_operand(s[0], k, a); },
-        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+    if constexpr (kHasValues) {
+      add_product<kBlockN / kStep>(
+          sums.out, [&](int, int k, Fragment& a) { to_operand(s[0], k, a); },
+          [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+    }
 #pragma unroll
     for (int i = 0; i < kNumStages; ++i) tile[i] = tile[i + 1];
     tile[kNumStages] = tiles.next();
@@ -279,7 +281,7 @@ CUFLASH_DEVICE void take_head(const Params& params, const HeadScheduler& schedul
     return sums.value_scales.row_factor(sums.softmax.inverse_sum(0, half) * kept_scale, v_scale);
   };
   const auto visit_pairs = [&](int half, auto visit) {
-    visit_row_pairs<kWarpsD>(sums.out[0], group.warp_d, half, visit);
+    if constexpr (kHasValues) visit_row_pairs<kWarpsD>(sums.out[0], group.warp_d, half, visit);
   };
   store_rows(params, scheduler, work, rows, group.lane_row, sums.softmax, sums.out, factor_of, visit_pairs,
              group.warp_d == 0);

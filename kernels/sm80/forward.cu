@@ -24,7 +24,7 @@ constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsM = kNumWarps / kWarpsD;
 constexpr int kMTiles = kBlockM / (16 * kWarpsM);
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
+constexpr int kColumnTiles = max_of(kDimV / (8 * kWarpsD), 2);  // n-tiles of 8 columns of O of a warp
 constexpr int kRowQ = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 static_assert(kMTiles * 16 * kWarpsM == kBlockM, "every warp owns the same number of whole fragments");
@@ -148,9 +148,11 @@ CUFLASH_DEVICE void forward(const Params& params) {
       multiply_columns<kVScale>(s, scale, v_scale);
     }
 
-    add_product<kBlockN / kStep>(
-        o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
-        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+    if constexpr (kHasValues) {
+      add_product<kBlockN / kStep>(
+          o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
+          [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+    }
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   };
 
@@ -178,10 +180,10 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const auto factor_of = [&](int m, int half) {
     return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
   };
-  if constexpr (CUFLASH_OUT_WIDE) {
+  if constexpr (CUFLASH_OUT_WIDE && kHasValues) {
     store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_values_of(params.out, batch, head),
                                    params.out.row_stride, first_row, seqlen_q);
-  } else {
+  } else if constexpr (kHasValues) {
     store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, factor_of);
     ptx::sync_block();
     store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride, first_row,

@@ -26,7 +26,7 @@ constexpr int kNTiles = kBlockN / 8;
 constexpr int kWarpsS = min_of(kWarpsD, kNTiles / 2);  // warps of the same rows among which S is divided
 constexpr bool kSharesScores = kWarpsS > 1;
 constexpr int kOwnNTiles = kNTiles / kWarpsS;
-constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
+constexpr int kColumnTiles = max_of(kDimV / (8 * kWarpsD), 2);  // n-tiles of 8 columns of O of a warp
 constexpr int kRowQ = row_bytes(kDim);
 constexpr int kRowV = row_bytes(kDimV);
 static_assert(kBlockM == 16 * kWarpsM && kNumStages == 1, "a warp owns one fragment of rows");
@@ -162,8 +162,10 @@ struct Jvp {
     const auto operand = [](const auto& weights) __attribute__((always_inline)) {
       return [&weights](int m, int k, Fragment& fragment) { to_operand(weights[m], k, fragment); };
     };
-    const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d), operand_tv(s_tv, warp_d);
-    add_dual_product<kBlockN / kStep, kMovesScores, kMovesV>(o, a, operand(s), operand(ts), operand_v, operand_tv);
+    if constexpr (kHasValues) {
+      const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d), operand_tv(s_tv, warp_d);
+      add_dual_product<kBlockN / kStep, kMovesScores, kMovesV>(o, a, operand(s), operand(ts), operand_v, operand_tv);
+    }
   }
 
   // The products of S and tS of the columns that are dealt to `warp` of kWarpsS.
@@ -186,8 +188,10 @@ struct Jvp {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[0][n][i] -= mean[i / 2] * o[0][n][i];
     ptx::copy_async_wait<0>();
-    store(o, params.out);
-    store(a, params.tout);
+    if constexpr (kHasValues) {
+      store(o, params.out);
+      store(a, params.tout);
+    }
 
     Real* g_lse = row_values_of(params.lse, batch, head);
     Real* g_tlse = row_values_of(params.tlse, batch, head);

@@ -67,7 +67,8 @@ constexpr int kUnrolledSteps = (kManyProducts ? 32 : kLoopsEarly || kPartialSums
 constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kPartialSums ? 128 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
-  if constexpr (k_steps <= kUnrolledSteps) {
+  if constexpr (k_steps == 0) {  // over the columns of values that there are not
+  } else if constexpr (k_steps <= kUnrolledSteps) {
     multiply_unrolled<k_steps>(d, load_a, load_b);
   } else {
     constexpr int kRest = k_steps % kStepsOfLoop;

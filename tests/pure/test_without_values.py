@@ -1,6 +1,5 @@
 """Calls without values: lse alone and its derivatives, on the CPU, streamed and over ranks."""
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.cpu import core
 from cuflash.testing.tangents import assert_tangents, everything, tangents_by
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.pure import test_streamed, test_streamed_tangents
 from tests.pure.test_distributed import is_clear
 from tests.pure.test_schedule import splits
@@ -21,7 +20,7 @@ from tests.pure.test_streamed import chunks_for
 from tests.ranks import judge as judge_ranks
 from tests.ranks import on_threads
 from tests.ranks import results_of as results_of_ranks
-from tests.sampling import examples
+from tests.sampling import examples, sample
 from tests.second_derivatives import moved_by
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
@@ -34,31 +33,17 @@ def cases(features=FEATURES, **options):
     return drawn.map(lambda case: replace(case, has_values=False, dlse=True))
 
 
-WAYS = pytest.mark.parametrize("way", ["core", "NumPy"])
-
-
-@contextlib.contextmanager
-def computed_by(way):
-    """The compiled core computes, or NumPy does in its place."""
-    if way == "core":
-        if core.why_not() is not None:
-            pytest.skip(f"no compiled core: {core.why_not()}")
-        yield
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CUFLASH_NO_CORE_WARNING", "1")
-            patch.setattr(core, "why_not", lambda problem=None: "a test of both ways")
-            yield
+WAYS = pytest.mark.parametrize(("name", "way"), sample((*INSTRUCTION_SETS, NUMPY), 1), ids=str)
 
 
 @WAYS
 @settings(max_examples=examples(200))
 @given(case=cases((*FEATURES, "dropout", "packed", "lengths", "empty"), min_seqlen=0))
-def test_lse_and_its_gradients_keep_the_oracle_rule(way, case):
+def test_lse_and_its_gradients_keep_the_oracle_rule(name, way, case):
     attn: Any = cuflash.FlashAttention(**case.keywords)
     arrays = case.arrays()
     optional, need = ct.optional(arrays) | case.random, ct.gradients_of(case.problem)
-    with computed_by(way):
+    with way_taken(way):
         out, lse = attn.forward(arrays["q"], arrays["k"], None, **optional)
         found = attn.backward(
             None, arrays["q"], arrays["k"], None, None, lse, need=need, dlse=arrays["dlse"], **optional
@@ -71,9 +56,9 @@ def test_lse_and_its_gradients_keep_the_oracle_rule(way, case):
 @WAYS
 @settings(max_examples=examples(120))
 @given(case=cases((*FEATURES, "dropout", "packed", "lengths"), max_seqlen=65))
-def test_tangents_keep_the_oracle_rule(way, case):
+def test_tangents_keep_the_oracle_rule(name, way, case):
     moved = everything(case)
-    with computed_by(way):
+    with way_taken(way):
         assert_tangents(case, moved, tangents_by(cuflash.FlashAttention(**case.keywords), case, moved))
 
 

@@ -15,6 +15,7 @@ class Backward(BackwardFamily[BackwardTile]):
 
     kernel = "sm80/backward"
     has_functions = True
+    serves_no_values = True
     tile = BackwardTile
     model = "keys"
 
@@ -25,6 +26,7 @@ class Backward(BackwardFamily[BackwardTile]):
 class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
     has_functions = True
+    serves_no_values = True
     tile = DqTile
     model = "queries of dq"
 
@@ -38,6 +40,7 @@ class Dq(DqFamily[DqTile]):
 class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
+    serves_no_values = True
     tile = ScoresTile
 
     def table(self, problem: Problem) -> tuple[ScoresTile, ...]:

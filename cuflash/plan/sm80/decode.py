@@ -64,7 +64,7 @@ class DecodeTile(Sm80Tile):
         size = self.element_bytes
         keys = sum(tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
         number = max(size, 4)
-        sums = 16 * dim_v // self.warps_d * number + 32 * number + 16  # that a warp hands over
+        sums = max(16 * dim_v // self.warps_d, 256) * number + 32 * number + 16  # that a warp hands over
         warp_group = max(self.num_stages * keys, self.warps_per_group * sums if self.warp_groups > 1 else 0)
         return tile_bytes(self.block_m, dim, size) + self.warp_groups * round_up(warp_group, 128)
 
@@ -121,6 +121,7 @@ class Decode(ForwardFamily[DecodeTile]):
 
     kernel = "sm80/decode"
     has_functions = True
+    serves_no_values = True
     has_float8 = True
     tile = DecodeTile
     model = "shares of keys"

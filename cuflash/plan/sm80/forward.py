@@ -13,6 +13,7 @@ class Forward(ForwardFamily[ForwardTile]):
 
     kernel = "sm80/forward"
     has_functions = True
+    serves_no_values = True
     has_float8 = True
     tile = ForwardTile
     model = "queries"

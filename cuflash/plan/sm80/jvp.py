@@ -23,6 +23,7 @@ class Jvp(ForwardFamily[JvpTile]):
 
     kernel = "sm80/jvp"
     has_functions = True
+    serves_no_values = True
     model = "queries"
     serves_all_tangents = True
     tile = JvpTile
@@ -42,6 +43,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
 
     kernel = "sm80/backward_jvp"
     has_functions = True
+    serves_no_values = True
     model = "keys"
     serves_all_tangents = True
     tile = BackwardJvpTile
@@ -65,6 +67,7 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 
     kernel = "sm80/backward_jvp_dq"
     has_functions = True
+    serves_no_values = True
     model = "queries of dq"
     serves_all_tangents = True
     tile = DqJvpTile
@@ -82,6 +85,7 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 class ScoresJvp(ScoresFamily[ScoresJvpTile]):
     kernel = "sm80/backward_jvp_scores"
     has_functions = True
+    serves_no_values = True
     tile = ScoresJvpTile
 
     def table(self, problem: Problem) -> tuple[ScoresJvpTile, ...]:

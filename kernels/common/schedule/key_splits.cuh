@@ -98,7 +98,7 @@ struct Arrivals {
 // several groups of lanes have all of them, each for other blocks. The order of additions is fixed, and is the same for
 // all widths of chunks: each of kWays sums has every kWays-th block, and then the sums are added in pairs.
 constexpr int kWays = 4;
-constexpr int chunks_of_row(int columns) { return (kDimV + columns - 1) / columns; }
+constexpr int chunks_of_row(int columns) { return kHasValues ? (kDimV + columns - 1) / columns : 1; }
 
 // The sum of the exponentials of a row over some keys, and the row max that it is relative to. Storing both
 // has a smaller rounding error than storing the logarithm of the sum.

@@ -26,7 +26,7 @@ CUFLASH_DEVICE int num_group_splits_of(const Params& params) { return params.num
 
 // Which of dk and dv are wanted. A gradient that is not wanted stays zero in registers and is not stored.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
-constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
+constexpr bool kNeedsDv = CUFLASH_NEEDS_DV && kHasValues;
 // The other gradients (of the inputs of scores other than q and k) that this kernel computes, or whose partial sums it
 // adds.
 constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;

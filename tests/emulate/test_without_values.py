@@ -1,0 +1,86 @@
+"""Calls without values by the kernels in the emulator: lse alone and its derivatives, by the oracle rule."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.emulator import passes
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.testing.tangents import everything
+from tests.emulate.tangents import check as check_tangents
+from tests.sampling import examples, sample
+
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
+SIZES: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "dropout": 0.2, "sinks": True},
+    {"softcap": 5.0, "alibi_slopes": (4,), "window": (40, 9)},
+    {"bias": (1, 4, 113, 203), "mask": (113, 203), "head_dim": 3},
+    {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
+    {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 1},
+    {"seqlen_q": 1, "seqlen_k": 1300, "num_heads": 8, "num_heads_kv": 1},  # decode, whose blocks share heads
+    {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "seqlen_q": 3, "seqlen_k": 900},
+    {"page_size": 16, "seqlen_k": 208},
+)
+
+
+def of(**options: Any) -> ct.Case:
+    return ct.Case(**SIZES | options, has_values=False, dlse=True)
+
+
+def check(case: ct.Case, arch: str | DeviceSpec, **options: Any) -> None:
+    arrays, problem = case.arrays(), case.problem
+    given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    out, lse = passes.forward(problem, given, arch=arch, **case.random)
+    ct.assert_forward(case, out, lse)
+    if "dout" not in arrays:
+        return
+    need = ct.gradients_of(problem)
+    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, **case.random, **options)
+    ct.assert_backward(case, **dict(zip(need, found, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    sample(
+        [
+            (of(dtype=dtype, **options), arch)
+            for options in OPTIONS
+            for dtype in ("bfloat16", "float32", "float64")
+            for arch in ("8.0", "7.5", "9.0")
+            if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
+        ],
+        9,
+    ),
+    ids=str,
+)
+def test_every_option(case, arch):
+    check(case, arch)
+
+
+@settings(max_examples=examples(16))
+@given(ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13), st.sampled_from(("8.0", "9.0")))
+def test_options_together(case, arch):
+    check(replace(case, has_values=False, dlse=True), arch)
+
+
+@settings(max_examples=examples(8))
+@given(ct.cases(features=FEATURES, max_seqlen=65, max_head_dim=64, max_scores=2**12), st.sampled_from(("8.0", "9.0")))
+def test_tangents(case, arch):
+    case = replace(case, has_values=False, dlse=True)
+    check_tangents(case, everything(case), arch)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD], ids=str)
+def test_products_over_the_columns_of_v_are_not_planned(pass_, arch):
+    case = ct.Case(seqlen_q=256, seqlen_k=256, head_dim=64, dtype="bfloat16", has_values=False)
+    plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_)
+    assert "dv" not in plan.need
+    assert pass_.flops(case.problem) == {FORWARD: 1, BACKWARD: 3}[pass_] * 2 * 256**2 * 64
