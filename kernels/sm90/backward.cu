@@ -58,7 +58,7 @@
 template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
-  static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
+  static constexpr int kGradientGroups = (makes_dv && kHasValues) + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
   // Keeping the lane in a register makes a step 3 to 5 % faster where one is to spare, and 1 to 2 % slower elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
 
@@ -75,7 +75,7 @@ struct Consumer {
   const float kept_scale;
   const PingPong<kPingPong, kConsumers, kPingPongBarrier> ping_pong;
 
-  float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
+  float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv && kHasValues ? kDimV / 8 : 1][4];
   Fragment k_operand[kHoldsK ? kDim / 16 : 1];
   Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // both of the step before
   Position<kNumStages> at;
@@ -119,7 +119,7 @@ struct Consumer {
       if (valid < kBlockN) {
         if (index == 0) {
           zero_rows<kBlockN, kDim>(shared.k, valid, thread);
-          zero_rows<kBlockN, kDimV>(shared.v, valid, thread);
+          if constexpr (kHasValues) zero_rows<kBlockN, kDimV>(shared.v, valid, thread);
           ptx::fence_async_proxy();
         }
         ptx::sync_named(kAll, kConsumerThreads);
@@ -131,14 +131,14 @@ struct Consumer {
   // Waits for Q, and for dO unless step() waits for it before [GEMM 2]. Clears rows past the last query, too.
   CUFLASH_DEVICE void wait_for_queries(u32 s_q, u32 s_do) {
     shared.q_ring.full(at).wait(at.parity);
-    if constexpr (!kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
+    if constexpr (!kIssuesDpEarly && kHasValues) shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
       const int valid = seqlen_q_of(common, batch) - m_tile.m_block * kBlockM;
       if (valid < kBlockM) {
         if (index == 0) {
-          shared.do_ring.full(at).wait(at.parity);
+          if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
           zero_last_of_64<kBlockM, kDim>(s_q, valid, thread);
-          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);
+          if constexpr (kHasValues) zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);
           ptx::fence_async_proxy();
         }
         ptx::sync_named(kAll, kConsumerThreads);
@@ -164,6 +164,7 @@ struct Consumer {
 
   // [GEMM 2] dP' = V dO'.
   CUFLASH_DEVICE void issue_dp(float (&ds)[kQueryTiles][4], u32 s_do) {
+    if constexpr (!kHasValues) return set_zero((float (&)[1][kQueryTiles][4])ds);
     issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
   }
 
@@ -178,7 +179,8 @@ struct Consumer {
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
     ptx::wgmma_fence();
-    if constexpr (makes_dv) issue_columns<kBlockM>(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
+    if constexpr (makes_dv && kHasValues)
+      issue_columns<kBlockM>(dv, [&](int k) -> auto& { return p_operand[k]; }, dout, adds);
     if constexpr (makes_dk && kDkFromShared)
       issue_columns<kBlockM>(dk, [&](int k) { return along_k<kBlockN>(ds, k); }, q, adds);
     else if constexpr (makes_dk)
@@ -424,12 +426,12 @@ struct Consumer {
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
     if constexpr (kIssuesDpEarly) {
-      shared.do_ring.full(at).wait(at.parity);
+      if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
       issue_dp(ds, s_do);
     }
     issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
-    constexpr int kPending = kGradientGroups + kIssuesDpEarly;
+    constexpr int kPending = kGradientGroups + (kIssuesDpEarly && kHasValues);
 #if CUFLASH_HAS_SCORE_FUNCTION
     if constexpr (makes_dv || kSumsScoreArgs) row_values.store();
     if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
@@ -466,7 +468,7 @@ struct Consumer {
       if constexpr (makes_dv) to_weights(p, derivative);
       ptx::wgmma_wait<0>();
     }
-    ptx::fence_operand(ds);
+    if constexpr (kHasValues) ptx::fence_operand(ds);
     make_ds(p, ds, derivative, s_stats);
     if constexpr (kIssuesDpEarly) {
       finish_gradients(frees);
@@ -546,7 +548,8 @@ struct Consumer {
 
   // Rounds dK and dV and stores them by way of shared memory: over their rows of K and V, which nothing reads again.
   CUFLASH_DEVICE void store_gradients() {
-    if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
+    if constexpr (makes_dv && kHasValues)
+      store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
     if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
     ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);
@@ -565,8 +568,9 @@ struct Consumer {
     if (elected && first_key < common.seqlen_k) {
       const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
       if constexpr (makes_dv && kNeedsDv)
-        store_chunks<kBlockN, kDimV>(params.dout[1 + kNeedsDk], rows_v, row, work.head_kv, entry);
-      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dout[1], rows_k, row, work.head_kv, entry);
+        store_chunks<kBlockN, kDimV>(params.maps[kMapResults + kNeedsDk], rows_v, row, work.head_kv, entry);
+      if constexpr (makes_dk && kNeedsDk)
+        store_chunks<kBlockN, kDim>(params.maps[kMapResults], rows_k, row, work.head_kv, entry);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }

@@ -28,8 +28,9 @@ struct Producer {
     if (!ptx::elect_lane()) return;
     shared.kv_full.arrive_expect(kBytesK + kBytesV);
     const int first_key = key_start_of(tile.work.batch) + tile.first_key, batch = entry_of(tile.work.batch);
-    load_chunks<kBlockN, kDim>(shared.k, params.k, shared.kv_full, first_key, tile.head_kv, batch);
-    load_chunks<kBlockN, kDimV>(shared.v, params.v, shared.kv_full, first_key, tile.head_kv, batch);
+    load_chunks<kBlockN, kDim>(shared.k, params.maps[kMapK], shared.kv_full, first_key, tile.head_kv, batch);
+    if constexpr (kHasValues)
+      load_chunks<kBlockN, kDimV>(shared.v, params.maps[kMapV], shared.kv_full, first_key, tile.head_kv, batch);
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
@@ -44,20 +45,23 @@ struct Producer {
     const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
     const auto load_dout = [&]() {
-      do_full.arrive_expect(kBytesDo);
-      load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout[0], do_full, first_row, next.head,
-                                  entry_of(batch));
+      if constexpr (kHasValues) {
+        do_full.arrive_expect(kBytesDo);
+        load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.maps[kMapDout], do_full, first_row,
+                                    next.head, entry_of(batch));
+      }
     };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     if constexpr (kSplitsRoles) load_dout();  // the consumer that makes dV gives its stage back before the other does
     shared.q_ring.empty(at).wait(at.parity ^ 1);
     q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
-    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.q, q_full, first_row, next.head, entry_of(batch));
+    load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.maps[kMapQ], q_full, first_row, next.head,
+                               entry_of(batch));
     ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
                    kBytesStats, q_full.address);
     if constexpr (kBiasOfPairs)
-      load_bias(params.common, shared.bias + at.stage * kBytesBias, params.dout[1 + kResultMaps], q_full, row,
-                tile.first_key, next.head, entry_of(batch));
+      load_bias(params.common, shared.bias + at.stage * kBytesBias, params.maps[kMapBias], q_full, row, tile.first_key,
+                next.head, entry_of(batch));
     if constexpr (!kSplitsRoles) load_dout();
   }
 };

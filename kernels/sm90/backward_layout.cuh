@@ -22,7 +22,7 @@ enum class Schedule {
 };
 constexpr Schedule kSchedule = Schedule::CUFLASH_SCHEDULE;
 constexpr bool kHoldsK = kSchedule == Schedule::kHoldK;
-constexpr bool kDpEarly = kSchedule != Schedule::kSharedDs;
+constexpr bool kDpEarly = kSchedule != Schedule::kSharedDs || !kHasValues;
 constexpr bool kDkFromShared = kSchedule == Schedule::kSharedDs;
 constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
@@ -146,9 +146,12 @@ constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPi
 
 // TMA writes those of dk and dv that are wanted, unless results are stored by rows.
 constexpr int kResultMaps = kStoresByRows ? 0 : kNeedsDk + kNeedsDv;
+// The tensor maps: q and k, v and dout, dk and dv, the bias.
+constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3, kMapResults = kHasValues ? 4 : 2;
+constexpr int kMapBias = kMapResults + kResultMaps;
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout[1 + kResultMaps + kBiasOfPairs];  // dout, and after it dk and dv, and the bias
+  TensorMap maps[kMapBias + kBiasOfPairs];
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 

@@ -48,8 +48,8 @@
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
-constexpr int kQStages = CUFLASH_Q_STAGES;       // tiles of queries
-constexpr int kOutColumns = min_of(kDimV, 128);  // columns of the output that are stored at a time
+constexpr int kQStages = CUFLASH_Q_STAGES;                        // tiles of queries
+constexpr int kOutColumns = kHasValues ? min_of(kDimV, 128) : 8;  // columns of the output that are stored at a time
 // Whether dropout waits until the product O of the previous tile is done. It can then use the registers of that
 // product's weights.
 constexpr bool kDropsLate = kDimV > 192;
@@ -65,7 +65,7 @@ constexpr float kFoldsRowMax = 1024.0f;
 
 // Shared memory: the ring of Q, a slice of the output, the rings of K, V, bias and per-key values, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
-constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
+constexpr u32 kBytesOut = kHasValues ? chunked_bytes(kBlockM, kOutColumns) : 0;
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
@@ -87,9 +87,12 @@ CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
 constexpr float kMaxSum = max_sum(Element{});
 
+// The tensor maps after those of q and k: v; then out, where TMA writes it; then the bias.
+constexpr int kMapV = 2, kMapOut = 3, kMapBias = kHasValues ? 3 + !kStoresByRows : 2;
+
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v[1 + !kStoresByRows + kBiasOfPairs];  // v; then out, where TMA writes it; then the bias
+  TensorMap maps[kMapBias + kBiasOfPairs];
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -124,7 +127,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       const Barrier q_full = shared.q_ring.full(query);
       shared.q_ring.empty(query).wait(query.parity ^ 1);
       q_full.arrive_expect(kBytesQ);
-      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.q, q_full,
+      load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.maps[0], q_full,
                                  query_start_of(tile.work.batch) + tile.first_row, tile.work.head, batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
@@ -133,13 +136,15 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
                          key_start_of(tile.work.batch));
       shared.k_ring.empty(key).wait(key.parity ^ 1);
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
-      keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full, kBytesBias);
+      keys.load<kDim>(shared.k + key.stage * kBytesK, params.maps[1], k_full, kBytesBias);
       if constexpr (kBiasOfPairs)
-        load_bias(params.common, shared.bias + key.stage * kBytesBias, params.v[1 + !kStoresByRows], k_full,
-                  tile.first_row, tile.keys.at(n_block) * kBlockN, tile.work.head, batch);
+        load_bias(params.common, shared.bias + key.stage * kBytesBias, params.maps[kMapBias], k_full, tile.first_row,
+                  tile.keys.at(n_block) * kBlockN, tile.work.head, batch);
       if (n_block == tile.keys.stop - 1) load_q();
-      shared.v_ring.empty(key).wait(key.parity ^ 1);
-      keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v[0], v_full);
+      if constexpr (kHasValues) {
+        shared.v_ring.empty(key).wait(key.parity ^ 1);
+        keys.load<kDimV>(shared.v + key.stage * kBytesV, params.maps[kMapV], v_full);
+      }
     }
   }
 }
@@ -188,7 +193,7 @@ struct Consumer {
 
   OnlineSoftmax<1> softmax;
   float factor[1][2];
-  float s[1][kNTiles][4], o[1][kDimV / 8][4];
+  float s[1][kNTiles][4], o[1][kHasValues ? kDimV / 8 : 1][4];
   Fragment p[kBlockN / 16];
   bool all_started = false;                           // rows of the warp have row maxima that exponents may fold
   const u32* mask_words = nullptr;                    // of this lane, for the first tile of keys
@@ -253,8 +258,18 @@ struct Consumer {
 
   // [GEMM 3] O += P V, with the values in stage `at`.
   CUFLASH_DEVICE void issue_o(const Position<kNumStages>& at) {
-    shared.v_ring.full(at).wait(at.parity);
-    issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
+    if constexpr (kHasValues) {
+      shared.v_ring.full(at).wait(at.parity);
+      issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
+    }
+  }
+
+  // Waits for that product, and gives back the values.
+  CUFLASH_DEVICE void finish_o(const Position<kNumStages>& at) {
+    if constexpr (kHasValues) {
+      wait_for<0>(o[0]);
+      release(shared.v_ring.empty(at));
+    }
   }
 
   // The bias terms of the scores of the tile of keys in stage `key`.
@@ -452,10 +467,10 @@ struct Consumer {
     ping_pong.wait();
     ping_pong.pass();
     shared.k_ring.full(key).wait(key.parity);
-    shared.v_ring.full(key).wait(key.parity);
+    if constexpr (kHasValues) shared.v_ring.full(key).wait(key.parity);
     sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
     release_by_warp(shared.k_ring.empty(key));
-    release(shared.v_ring.empty(key));
+    if constexpr (kHasValues) release(shared.v_ring.empty(key));
     key.advance();
   }
 
@@ -482,12 +497,12 @@ struct Consumer {
     issue_s();
     issue_o(before);
     ping_pong.pass();
-    wait_for<1>(s[0]);
+    wait_for<kHasValues>(s[0]);
     const bool grows = softmax_step(n_block, masked);
     // With ping-pong the softmax has to overlap the product O, but the assembler would sink it past the wait.
-    if constexpr (kPingPong) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
-    wait_for<0>(o[0]);
-    release(shared.v_ring.empty(before));
+    if constexpr (kPingPong && kHasValues)
+      ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
+    finish_o(before);
     if (grows) softmax.rescale(o, factor);
     to_weights(n_block);
   }
@@ -508,8 +523,7 @@ struct Consumer {
     }
     release_by_warp(empty);
     issue_o(key);
-    wait_for<0>(o[0]);
-    release(shared.v_ring.empty(key));
+    finish_o(key);
     key.advance();
   }
 
@@ -526,7 +540,7 @@ struct Consumer {
   }
   // Clears values of keys past the last one: their weights are 0, but what lies there may be NaN, and 0 * NaN is NaN.
   CUFLASH_DEVICE void clear_values() const {
-    if constexpr (kHidesLastKeys) {
+    if constexpr (kHidesLastKeys && kHasValues) {
       const int valid = tile.key_stop - tile.keys.at(tile.keys.stop - 1) * kBlockN;
       if (tile.keys.start < tile.keys.stop && valid < kBlockN) {
         if (index == 0) {
@@ -616,10 +630,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return to_row_max(sink_of(common, tile.work.head)); });
-    if constexpr (CUFLASH_OUT_WIDE)
+    if constexpr (CUFLASH_OUT_WIDE && kHasValues)
       consumer.store_wide_out(row_stop);
-    else
-      consumer.store_out(params.v[1], row_stop);
+    else if constexpr (kHasValues)
+      consumer.store_out(params.maps[kMapOut], row_stop);
     store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();

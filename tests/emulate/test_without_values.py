@@ -34,15 +34,15 @@ def of(**options: Any) -> ct.Case:
     return ct.Case(**SIZES | options, has_values=False, dlse=True)
 
 
-def check(case: ct.Case, arch: str | DeviceSpec, **options: Any) -> None:
-    arrays, problem = case.arrays(), case.problem
+def check(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False) -> None:
+    arrays, problem = case.arrays(), replace(case.problem, deterministic=deterministic)
     given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
     out, lse = passes.forward(problem, given, arch=arch, **case.random)
     ct.assert_forward(case, out, lse)
     if "dout" not in arrays:
         return
     need = ct.gradients_of(problem)
-    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, **case.random, **options)
+    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, **case.random)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 
 
@@ -84,3 +84,24 @@ def test_products_over_the_columns_of_v_are_not_planned(pass_, arch):
     plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_)
     assert "dv" not in plan.need
     assert pass_.flops(case.problem) == {FORWARD: 1, BACKWARD: 3}[pass_] * 2 * 256**2 * 64
+
+
+OF_SM90: tuple[dict[str, Any], ...] = (
+    {"causal": True, "sinks": True},  # kHoldK
+    {"head_dim": 128, "window": (60, 20), "alibi_slopes": (4,)},  # kSharedDs
+    {"head_dim": 192, "dropout": 0.2},  # kSplitRoles
+    {"bias": (1, 4, 200, 260), "mask": (1, 1, 260), "head_dim": 128},
+    {"cu_seqlens_q": (0, 40, 200), "cu_seqlens_k": (0, 90, 250), "causal": True},
+    {"softcap": 5.0, "block_mask": (4,), "block_size": (64, 64), "dtype": "float16"},
+)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("options", sample(OF_SM90, 1), ids=str)
+def test_wgmma_kernels(options, deterministic):
+    case = of(**{"dtype": "bfloat16", "seqlen_q": 200, "seqlen_k": 260} | options)
+    problem = replace(case.problem, deterministic=deterministic)
+    for pass_ in (FORWARD, BACKWARD):
+        main = [kernel.source for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels]
+        assert f"sm90/{pass_}.cu" in main or (deterministic and "sm80/backward.cu" in main), main
+    check(case, "9.0", deterministic=deterministic)

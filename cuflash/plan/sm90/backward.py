@@ -63,6 +63,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     has_functions = True
     tile = BackwardSm90Tile
     makes_both = splits_tail = True
+    serves_no_values = True
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
@@ -181,7 +182,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         by_rows = draft.defines["CUFLASH_STORES_BY_ROWS"]
         results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need and not by_rows}
         bias = {"bias": m} if main.bias_of_pairs else {}
-        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results, **bias})
+        boxes = {"q": m, "k": n, "v": n, "dout": m, **results}
+        draft.map_tensors({name: boxes[name] for name in _mapped(draft) if name in boxes} | bias)
         if main.mask_by_bits:
             add_mask_bits(draft, main, transposed=True)
 
@@ -219,7 +221,8 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 
 def _mapped(draft: Draft) -> tuple[str, ...]:
     """The arrays that TMA reads or writes."""
-    return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
+    read = ("q", "k", "v", "dout") if draft.problem.head_dim_v else ("q", "k")
+    return (*read, *(name for name in ("dk", "dv") if name in draft.need))
 
 
 def _has_separate_dq(draft: Draft) -> bool:

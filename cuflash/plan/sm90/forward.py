@@ -41,6 +41,7 @@ DIVIDED_WAVES = 16
 FEW_READERS, SPLIT_MAX_DIM = 8, 32
 _SPLIT = ("q", "k", "v")  # of float32
 MAPPED = ("q", "k", "v", "out")  # arrays that TMA reads or writes
+MAPPED_WITHOUT_VALUES = ("q", "k")
 
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
@@ -48,6 +49,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     has_functions = True
     tile = ForwardSm90Tile
     model = "queries"
+    serves_no_values = True
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
         return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
@@ -56,20 +58,28 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         return (*FORWARD_SM90_TILES, *FORWARD_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
-        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES, copies=True)
+        return why_not_16_bit(draft, _mapped(draft), FORWARD_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
         tile = tile.configured(draft.problem)
         draft.tiles = (tile,)
-        add_copies(draft, tile, MAPPED)
+        mapped = _mapped(draft)
+        add_copies(draft, tile, mapped)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
         draft.add_block_index(tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
-        results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
+        boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
+        stored = draft.defines["CUFLASH_STORES_BY_ROWS"]
+        boxes = {name: boxes[name] for name in mapped if name != "out" or not stored}
         bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
-        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, **results, **bias})
+        draft.map_tensors(boxes | bias)
         add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+
+
+def _mapped(draft: Draft) -> tuple[str, ...]:
+    """The arrays of a problem that TMA reads or writes."""
+    return MAPPED if draft.problem.head_dim_v else MAPPED_WITHOUT_VALUES
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
