@@ -56,6 +56,8 @@ def merge(
     lse may be pairs, on a last axis: lse, and what its rounding leaves of it. That of the result is so if it has that
     axis, too.
     """
+    if out.shape[-1] == 0:
+        out, outs, lse, lses, tangents = _with_a_column(outs, lse, lses, tangents)
     partials = [list(x) for x in (outs, lses, *(tangents[2:] if tangents else ()))]
     most = MOST_MERGED // 2 if tangents else MOST_MERGED
     if len(partials[0]) > most:  # several are merged first, and not rounded
@@ -108,6 +110,8 @@ def rescale_and_add(total: Array, out: Array, factor: Array, weight: Array, tang
 
 def normalize(out: Array, lse: Array, total: Array, row_max: Array, row_sum: Array) -> None:
     """Fill out and lse from what was added up; `total` may be `out`."""
+    if out.shape[-1] == 0:
+        out = total = _empty_like(lse[..., None])
     _launch("normalize", (out, lse), (total, row_max, row_sum), partial=total, result=out)
 
 
@@ -143,6 +147,45 @@ def _empty_like(array: Array) -> Array:
     return importlib.import_module("cupy").empty(array.shape, array.dtype)
 
 
+def _with_a_column(
+    outs: Sequence[Array], lse: Array, lses: Sequence[Array], tangents: Tangents | None
+) -> tuple[Array, Sequence[Array], Array, Sequence[Array], Tangents | None]:
+    """What `merge` takes, with a column that nothing reads where values have none: a thread of it merges the lses."""
+
+    def column(x: Array) -> Array:
+        return x[..., :1] if x.ndim == outs[0].ndim else x[..., None]
+
+    out, columns = _empty_like(column(lse)), [column(x) for x in lses]
+    if tangents is not None:
+        tangents = tangents._replace(tout=_empty_like(out), touts=[column(x) for x in tangents.tlses])
+    return out, columns, lse, lses, tangents
+
+
+def _lacks_columns(array: Array) -> bool:
+    return array.shape[-1:] == (0,) and 0 not in array.shape[:-1]
+
+
+def _or_scratch(array: Array) -> Array:
+    """An array that a kernel writes, or one column in place of no columns."""
+    if not _lacks_columns(array):
+        return array
+    return importlib.import_module("cupy").empty((*array.shape[:-1], 1), array.dtype)
+
+
+def _or_zeros(array: Array) -> Array:
+    """An array that a kernel reads, or one column of zeros in place of no columns."""
+    if not _lacks_columns(array):
+        return array
+    cupy = importlib.import_module("cupy")
+    zero = _zero(cupy.cuda.runtime.getDevice(), array.dtype, array.ndim)
+    return cupy.broadcast_to(zero, (*array.shape[:-1], 1))
+
+
+@functools.lru_cache(maxsize=64)
+def _zero(device_id: int, dtype: Any, ndim: int) -> Array:
+    return importlib.import_module("cupy").zeros((1,) * ndim, dtype)
+
+
 def _has(dlse: Array | None) -> dict[str, int]:
     return {"HAS_DLSE": int(dlse is not None)}
 
@@ -163,6 +206,8 @@ def _launch(
 
     `partial` and `result` have the dtypes of the arrays that the kernel calls so; `flags` are defines.
     """
+    if by_row:  # a row without columns has numbers of its own, but no thread
+        results, reads = [_or_scratch(x) for x in results], [_or_zeros(x) for x in reads]
     arrays = (*results, *reads)
     shape = max((x.shape for x in arrays), key=len)
     if 0 in shape:

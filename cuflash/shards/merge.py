@@ -67,7 +67,8 @@ def merge(
     outs : sequence of array
         The outs that `FlashAttention.forward` returned for the splits: of one shape, dtype and library.
     lses : sequence of array
-        One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). If the lse of a row is -inf,
+        One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). Splits without values have None as
+        outs and touts, and so has the result. If the lse of a row is -inf,
         because the row attends to no key of the split, the split has no weight in this row, whatever its out is.
     touts, tlses : sequence of array, optional
         The tangents that `FlashAttention.jvp` returned for the splits with outs and lses: like these, both or neither.
@@ -117,11 +118,13 @@ def merge(
     >>> np.allclose(out, cuflash.attention(q, k, v))
     True
     """
+    has_values = not all(x is None for x in outs)
+    touts = touts if has_values or tlses is None else tuple(outs)
     groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses)}
     names, given = _by_name(groups)
-    imported = array_imports.import_arguments(given, required=tuple(given))
-    arrays = imported.arrays
-    rows = _check_partials(arrays, names[0][0], layout)
+    imported = array_imports.import_arguments(**_required(given, has_values))
+    arrays = imported.arrays if has_values else _with_no_columns(imported.arrays, given)
+    rows = _check_partials(arrays, names[0][0], layout if has_values else "bhsd")
     ordered = rows.all_in_order(arrays)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         results = {
@@ -131,7 +134,7 @@ def merge(
         partials = [[ordered[name] for name in of_splits] for of_splits in names]
         tangents = Tangents(*of_tangents, *partials[2:]) if of_tangents else None
         merge_into(partials[0], partials[1], out, lse, tangents=tangents)
-    exported = (imported.export(x, None) for x in results.values())
+    exported = (imported.export(x, None) if has_values or "lse" in name else None for name, x in results.items())
     return MergeResult(*exported) if tangents is None else JvpResult(*exported)
 
 
@@ -320,6 +323,9 @@ def merge_backward(
     >>> np.allclose(sum(dqs), attn.backward(dout, q, k, v, *attn.forward(q, k, v)).dq)
     True
     """
+    has_values = not all(x is None for x in outs)
+    if not has_values and tlses is not None:
+        touts, tout = tuple(outs), lse  # of which none is read
     of_tangents = _tangents(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
     if not of_tangents and (tdout is not None or tdlse is not None):
         name = "tdlse" if tdout is None else "tdout"
@@ -329,9 +335,12 @@ def merge_backward(
     optional = {"dlse": dlse, "tdout": tdout, "tdlse": tdlse}
     names, of_splits = _by_name(groups)
     given = {"dout": dout, **of_splits, **merged}
-    imported = array_imports.import_arguments(given | optional, required=tuple(given))
+    required = _required(given, has_values)
+    imported = array_imports.import_arguments(required["arrays"] | optional, required=required["required"])
     arrays = {name: x for name, x in imported.arrays.items() if x is not None}
-    rows = _check_partials(arrays, "out", layout)
+    if not has_values:
+        arrays = _with_no_columns(arrays, (*given, *arrays))
+    rows = _check_partials(arrays, "out", layout if has_values else "bhsd")
     ordered = rows.all_in_order(arrays)
     found = []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
@@ -343,7 +352,10 @@ def merge_backward(
             _merge_backward(into[0], into[1], *both)
             if of_tangents:
                 _merge_backward_tangents(into, own, ordered)
-    exported = (tuple(imported.export(x, None) for x in own) for own in zip(*found, strict=True))
+    exported = (
+        tuple(imported.export(x, None) if has_values or "lse" in of_splits[0] else None for x in own)
+        for of_splits, own in zip(names, zip(*found, strict=True), strict=True)
+    )
     return MergeGradientTangents(*exported) if of_tangents else MergeGradients(*exported)
 
 
@@ -583,6 +595,19 @@ def _by_name(groups: Mapping[str, Sequence[Array]]) -> tuple[list[list[str]], di
     return names, {f"{name}[{i}]": x for name, arrays in groups.items() for i, x in enumerate(arrays)}
 
 
+def _required(given: dict[str, Any], has_values: bool) -> dict[str, Any]:
+    """Those of these arrays that a call requires, as keyword arguments of `array_imports.import_arguments`."""
+    names = [name for name in given if has_values or "lse" in name]
+    return {"arrays": {name: given[name] for name in names}, "required": names}
+
+
+def _with_no_columns(arrays: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Arrays by name, of which those over the columns of values have none."""
+    lse = next(iter(arrays.values()))
+    empty = dlpack.module_of(lse).empty((*lse.shape, 0), lse.dtype)
+    return {name: arrays.get(name, empty) for name in names}
+
+
 def _check_partials(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
     """Check arrays by name against the one named `like`, an out, from which all shapes follow."""
     check_choice("layout", layout, LAYOUTS)
@@ -591,8 +616,6 @@ def _check_partials(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
         raise type_error(like, f"dtype {dtype}", "float16, bfloat16, float32 or float64")
     if len(shape) < 2:
         raise value_error(like, f"{len(shape)}-D shape {shape}", "an array of two axes or more")
-    if not shape[-1]:
-        raise value_error(like, "last axis of length 0", "a head dimension of at least 1")
     rows = _Rows(swapped=layout == "bshd" and len(shape) >= 3)
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if rows.swapped else shape[:-1]
     lse_dtype = "float64" if dtype == "float64" else "float32"

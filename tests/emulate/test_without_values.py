@@ -12,6 +12,7 @@ from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
+from tests.emulate import merges
 from tests.emulate.tangents import check as check_tangents
 from tests.sampling import examples, sample
 
@@ -105,3 +106,8 @@ def test_wgmma_kernels(options, deterministic):
         main = [kernel.source for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels]
         assert f"sm90/{pass_}.cu" in main or (deterministic and "sm80/backward.cu" in main), main
     check(case, "9.0", deterministic=deterministic)
+
+
+def test_partial_results_merge():
+    """Of lse alone: by a thread for each row, since there are no columns."""
+    merges.check(0)

@@ -254,10 +254,24 @@ def test_splits_merge_one_after_the_other(seed, count, has_scores):
     np.testing.assert_allclose(lse, expected.lse, rtol=1e-13, atol=1e-13)
 
 
-def test_an_out_without_columns_is_refused():
-    """As `forward` refuses such a v."""
-    outs, lses = [np.ones((2, 3, 0))] * 2, [np.zeros((2, 3))] * 2
-    with pytest.raises(ValueError, match=r"^outs\[0\]: got last axis of length 0, expected a head dimension of at "):
-        cuflash.merge(outs, lses)
-    with pytest.raises(ValueError, match=r"^out: got last axis of length 0, expected a head dimension of at least 1"):
-        cuflash.merge_backward(outs[0], outs, lses, outs[0], lses[0])
+@given(st.integers(0, 2**16), st.integers(1, 5), st.sampled_from(["bhsd", "bshd"]))
+def test_lses_merge_without_values(seed, count, layout):
+    """To what they merge to with values; so do their gradients, and tangents."""
+    random = np.random.default_rng(seed)
+    lses, tlses = 9 * random.standard_normal((count, 2, 3, 7)), random.standard_normal((count, 2, 3, 7))
+    lses[random.random(lses.shape) < 0.3] = -np.inf
+    dlse = random.standard_normal((2, 3, 7))
+    shape = (count, 2, 3, 7, 1) if layout == "bhsd" else (count, 2, 7, 3, 1)
+    none, zeros = [None] * count, [*np.zeros(shape)]
+    groups: Any = {"touts": zeros, "tlses": [*tlses]}
+    expected = cuflash.merge(zeros, [*lses], **groups, layout=layout)
+    found = cuflash.merge(none, [*lses], touts=none, tlses=[*tlses], layout=layout)
+    assert found.out is found.tout is None
+    np.testing.assert_array_equal(found.lse, expected.lse)
+    np.testing.assert_array_equal(found.tlse, expected.tlse)
+    np.testing.assert_array_equal(cuflash.merge(none, [*lses], layout=layout).lse, expected.lse)
+    of_splits: Any = {"dlse": dlse, "layout": layout}
+    both = cuflash.merge_backward(zeros[0], zeros, [*lses], expected.out, expected.lse, **of_splits)
+    own = cuflash.merge_backward(None, none, [*lses], None, found.lse, **of_splits)
+    assert own.douts == (None,) * count
+    np.testing.assert_array_equal(own.dlses, both.dlses)
