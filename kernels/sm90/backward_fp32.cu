@@ -66,9 +66,11 @@ constexpr int kConsumerRegisters = 200, kDqRegisters = 80, kProducerRegisters = 
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
 
+// The tensor maps: q and k, v and dout, the bias.
+constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3, kMapBias = kHasValues ? 4 : 2;
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout[1 + kBiasOfPairs];  // dout, and after it the bias
+  TensorMap maps[kMapBias + kBiasOfPairs];
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -246,7 +248,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
                        kBytesStats, full.address);
       if constexpr (of_queries && kBiasOfPairs) {
         if (is_first)
-          load_bias(common, shared.bias + at.stage * kBytesBias, params.dout[1], full, first_row, tile.first_key,
+          load_bias(common, shared.bias + at.stage * kBytesBias, params.maps[kMapBias], full, first_row, tile.first_key,
                     m_tile.head, batch);
       }
     }
@@ -321,7 +323,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   const BackwardWork tile(common);
   const int batch = tile.work.batch;
   const int warp_key = thread / 32 * 16, lane_key = tile.first_key + warp_key + fragment_row();
-  float dv[kDimV / 8][4];
+  float dv[max_of(kDimV / 8, 1)][4];
 #pragma unroll
   for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
@@ -376,30 +378,34 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     if (kScaleInExponent || !large) hand_over([](int, float lse) { return PlainRow{lse}; });
     shared.handed.p_full(buffer).arrive();
 
-    Operand operand;
-    to_operand(p, operand, bf16_split_small);
-    add_product(  // [GEMM 5] dV += P' dO
-        dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
-        [&](int c) {
-          if (thread == 0) shared.do_ring.empty(at, c).arrive();
-        });
+    if constexpr (kHasValues) {
+      Operand operand;
+      to_operand(p, operand, bf16_split_small);
+      add_product(  // [GEMM 5] dV += P' dO
+          dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
+          [&](int c) {
+            if (thread == 0) shared.do_ring.empty(at, c).arrive();
+          });
+    }
     at.advance();
     buffer.advance();
     m_tile.advance(tile.queries);
   }
 
-  if constexpr (!kNeedsDv) return;
-  Real* partials = tile.partials(common, thread) + kRows * kDim;
-  store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
+  if constexpr (kNeedsDv) {
+    Real* partials = tile.partials(common, thread) + kRows * kDim;
+    store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
+  }
 }
 
 // Makes dP' of the sums of its chunks. The tensor cores sum each chunk by itself, and chunks are added with rounding.
-CUFLASH_DEVICE void add_chunks(float (&ds)[kTileColumns][4], const float (&chunk_sum)[kChunksV][kTileColumns][4]) {
+constexpr int kChunkSums = max_of(kChunksV, 1);
+CUFLASH_DEVICE void add_chunks(float (&ds)[kTileColumns][4], const float (&chunk_sum)[kChunkSums][kTileColumns][4]) {
 #pragma unroll
   for (int n = 0; n < kTileColumns; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      ds[n][i] = chunk_sum[0][n][i];
+      ds[n][i] = kHasValues ? chunk_sum[0][n][i] : 0.0f;
 #pragma unroll
       for (int c = 1; c < kChunksV; ++c) ds[n][i] += chunk_sum[c][n][i];
     }
@@ -452,13 +458,13 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
   for (auto& tile : dk) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
-  if (tile.num_steps > 0) shared.v_full.wait(0);
+  if (kHasValues && tile.num_steps > 0) shared.v_full.wait(0);
   Position<kNumStages> at;
   Position<kBuffers> buffer;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
     // [GEMM 2] dP' = V dO'.
-    float ds[kTileColumns][4], chunk_sum[kChunksV][kTileColumns][4];
+    float ds[kTileColumns][4], chunk_sum[kChunkSums][kTileColumns][4];
     repeat<kChunksV>([&](auto chunk) __attribute__((always_inline)) {
       constexpr int c = decltype(chunk)::value, kColumns = min_of(kDimV - c * kChunk, kChunk);
       shared.do_ring.full(at, c).wait(at.parity);
@@ -568,9 +574,14 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     accumulate_dq(params, shared, thread);
   } else {
     ptx::decrease_registers<kProducerRegisters>();
-    if (thread == 0) produce<kChunks, true>(params, shared, params.k, shared.k, shared.k_full, params.q, shared.q_ring);
-    if (thread == 32)
-      produce<kChunksV, false>(params, shared, params.v, shared.v, shared.v_full, params.dout[0], shared.do_ring);
+    if (thread == 0)
+      produce<kChunks, true>(params, shared, params.maps[kMapK], shared.k, shared.k_full, params.maps[kMapQ],
+                             shared.q_ring);
+    if constexpr (kHasValues) {
+      if (thread == 32)
+        produce<kChunksV, false>(params, shared, params.maps[kMapV], shared.v, shared.v_full, params.maps[kMapDout],
+                                 shared.do_ring);
+    }
   }
 }
 

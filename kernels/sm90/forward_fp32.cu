@@ -48,7 +48,7 @@ constexpr bool kSplitsOperands = CUFLASH_SPLITS_OPERANDS;
 constexpr int kProducers = kSplitsOperands ? 4 : 1;  // warps, each of which announces what it has brought
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kColumnTiles = kDimV / 8;
+constexpr int kColumnTiles = max_of(kDimV / 8, 2);
 
 // Shared memory: the terms of Q, the rings of the terms of K and of V, the bias terms of the scores of a tile,
 // barriers.
@@ -83,7 +83,7 @@ template <>
 struct MappedParams<0> {
   Params common;
 };
-constexpr int kMaps = (kSplitsOperands ? 0 : 3) + kBiasOfPairs;
+constexpr int kMaps = (kSplitsOperands ? 0 : 2 + kHasValues) + kBiasOfPairs;
 using ForwardParams = MappedParams<kMaps>;
 static_assert(kMaps == 0 || sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES,
               "the argument differs from its description in Python");
@@ -161,7 +161,7 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
                   batch);
         bias_term.advance();
       }
-      load_keys(shared.v_ring, shared.v, params.map[2], Integer<kDimV>{});
+      if constexpr (kHasValues) load_keys(shared.v_ring, shared.v, params.map[2], Integer<kDimV>{});
     }
   }
 }
@@ -176,7 +176,7 @@ struct SplittingProducer {
   const u32 thread;
   SplitTile<kBlockM, kHeadDim> q;
   SplitTile<kBlockN, kHeadDim> k;
-  SplitTile<kBlockN, kHeadDimV> v;
+  SplitTile<kBlockN, max_of(kHeadDimV, 1)> v;
   Position<kNumStages> key;
   Position<1> query, bias_term;
 
@@ -236,9 +236,9 @@ struct SplittingProducer {
       for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
         finish(k, shared.k_ring, shared.k, kTermK);
         if (n_block == tile.keys.stop - 1) bring_q(tile);
-        begin(v, common.v, tile, n_block);
+        if constexpr (kHasValues) begin(v, common.v, tile, n_block);
         if constexpr (kLoadsBiasTerms) load_bias_terms(tile, of_keys, tile.keys.at(n_block) * kBlockN);
-        finish(v, shared.v_ring, shared.v, kTermV);
+        if constexpr (kHasValues) finish(v, shared.v_ring, shared.v, kTermV);
         if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
       }
       scheduler.advance();
@@ -358,8 +358,9 @@ CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_
   for (int half = 0; half < 2; ++half) {
     const int row = lane_row + 8 * half;
     if (row >= common.seqlen_q) break;
-    store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
-                         softmax.inverse_sum(0, half) * kept_scale);
+    if constexpr (kHasValues)
+      store_row<kHeadDimV>((Storage*)head_of(common.out, batch, head) + row * common.out.row_stride, o[0], half,
+                           softmax.inverse_sum(0, half) * kept_scale);
   }
   store_lse(common, batch, head, lane_row, softmax);
 }
@@ -402,17 +403,17 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     // Skips a tile of keys that other consumers of the block need and this one does not.
     const auto skip = [&]() {
-      for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
+      for (int product = 0; product < 1 + kHasValues; ++product) ping_pong.wait(), ping_pong.pass();
       for (int n = 0; n < kBf16Terms; ++n) {
         shared.k_ring.full(position_of(key, n)).wait(key.parity);
-        shared.v_ring.full(position_of(key, n)).wait(key.parity);
+        if constexpr (kHasValues) shared.v_ring.full(position_of(key, n)).wait(key.parity);
       }
       bias_terms.wait();
       bias_terms.release();
       sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
       for (int n = 0; n < kBf16Terms; ++n) {
         release(shared.k_ring.empty(position_of(key, n)));
-        release(shared.v_ring.empty(position_of(key, n)));
+        if constexpr (kHasValues) release(shared.v_ring.empty(position_of(key, n)));
       }
       key.advance();
     };
@@ -437,12 +438,14 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
       to_weights(s[0], p);
 
-      ping_pong.wait();
-      issue_o(sum, p, shared, key);
-      ping_pong.pass();
-      release_terms(shared.v_ring);
-      ptx::fence_operand(sum);
-      add_rescaled(o, factor, sum);
+      if constexpr (kHasValues) {
+        ping_pong.wait();
+        issue_o(sum, p, shared, key);
+        ping_pong.pass();
+        release_terms(shared.v_ring);
+        ptx::fence_operand(sum);
+        add_rescaled(o, factor, sum);
+      }
       key.advance();
     };
 

@@ -192,6 +192,7 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
     tile = BackwardFloat32Sm90Tile
     serves_dq_alone = makes_both = splits_tail = True
+    serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
@@ -213,16 +214,21 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         return fragments_of_a_warpgroup(main)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
-        add_bf16_split(draft, main, ("q", "k", "v", "dout"))
-        boxes = dict.fromkeys(("q", "k", "v", "dout"), 64)
+        read = _read(draft)
+        add_bf16_split(draft, main, read)
+        boxes = dict.fromkeys(read, 64)
         draft.map_tensors(boxes | ({"bias": main.block_m} if main.bias_of_pairs else {}))
         tell_of_bias(draft, main)
 
 
+def _read(draft: Draft) -> tuple[str, ...]:
+    """Those that TMA reads."""
+    return ("q", "k", "v", "dout") if draft.problem.head_dim_v else ("q", "k")
+
+
 def _mapped(draft: Draft) -> tuple[str, ...]:
     """The arrays that TMA reads or writes."""
-    read = ("q", "k", "v", "dout") if draft.problem.head_dim_v else ("q", "k")
-    return (*read, *(name for name in ("dk", "dv") if name in draft.need))
+    return (*_read(draft), *(name for name in ("dk", "dv") if name in draft.need))
 
 
 def _has_separate_dq(draft: Draft) -> bool:

@@ -85,6 +85,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
     tile = ForwardFloat32Sm90Tile
+    serves_no_values = True
 
     def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
         return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
@@ -103,12 +104,13 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
         draft.tiles = (tile,)
         draft.add_block_index(tile, "key_index")
+        split = tuple(name for name in _SPLIT if name in _mapped(draft))
         boxes: dict[str, int] = {}
         if tile.splits_operands:
-            describe_split(draft, tile, _SPLIT, " as they are loaded")
+            describe_split(draft, tile, split, " as they are loaded")
         else:
-            add_bf16_split(draft, tile, _SPLIT)
-            boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
+            add_bf16_split(draft, tile, split)
+            boxes = {name: tile.block_m if name == "q" else tile.block_n for name in split}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
         add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))

@@ -34,7 +34,7 @@ struct Copying {
     const int head = index / blocks_of_head, batch = head / num_heads, first_row = index % blocks_of_head * kBlockM;
     int row_stop = seqlen;
     if constexpr (of_keys && !kIsPacked) row_stop = key_stop_of(params, entry_at(params, batch));
-    constexpr int kWidth = round_up(columns, 8), kVectors = kWidth / 8;
+    constexpr int kWidth = round_up(columns, 8), kVectors = max_of(kWidth / 8, 1);
     const i64 head_elements = (i64)seqlen * kWidth;
     const Storage* g_head = head_of(source, batch, head % num_heads);
     u16* g_copy = (u16*)copied + head * head_elements;
