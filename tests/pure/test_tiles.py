@@ -175,7 +175,8 @@ def test_every_row_is_chosen_somewhere(table):
     for dim in (64, 128, 192, 256):
         plain = problem_of(dim=dim, dim_v=dim)
         window = problem_of(16384, 16384, dim, dim, window=(500, 0))
-        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window):
+        without = problem_of(16384, 16384, dim, 0)
+        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window, without):
             tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
         for functions in ((None, "documents"), ("plane", None), ("gated", None)):

@@ -171,6 +171,11 @@ FORWARD = by_name(
         lambda fit: fit.has_no_pairs and fit.has_dropout,
         "dropout without a per-pair bias and per-pair masks",
     ),
+    Condition(
+        "no values",
+        lambda fit: fit.problem.head_dim_v == 0 and fit.has_no_pairs and fit.pays(FOUR_CONSUMERS),
+        f"lse alone; no {_PER_PAIR}, and no score_mod that reads rows or keys; {_UNLESS_EARLIER}",
+    ),
 )
 # Of `ForwardFloat32Sm90Tile`.
 FORWARD_FLOAT32 = by_name(ANY, Condition("bias", lambda fit: bias_by(fit.problem) == "pairs", BIAS_BY_TMA))
