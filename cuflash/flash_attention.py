@@ -324,7 +324,7 @@ class FlashAttention(SecondDerivatives[FunctionT]):
             ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads. `cuflash.streamed` makes k and v stay
             in host memory and come in chunks to a GPU, where q is.
         v : array
-            (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
+            (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k. With None, lse is computed alone, and out is None.
         bias : array, optional
             Added to the scores; dtype of q or of lse. Broadcasts to (batch, num_heads, seqlen_q, seqlen_k), without a
             copy. -inf hides a key.
@@ -492,8 +492,8 @@ class FlashAttention(SecondDerivatives[FunctionT]):
         Parameters
         ----------
         dout : array
-            Gradient with respect to out, of its shape and dtype. dout, out, lse and dlse do not broadcast: pass
-            ``numpy.broadcast_to(dout, out.shape)``.
+            Gradient with respect to out, of its shape and dtype; None, as out and dv are, where v is. dout, out, lse and
+            dlse do not broadcast: pass ``numpy.broadcast_to(dout, out.shape)``.
         q, k, v : array
             As `forward` took them.
         out, lse : array
