@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
+from cuflash.arrays.checks import type_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
 from cuflash.spec.inputs import NamedGradientTangents, Tangents
@@ -158,6 +159,8 @@ def attention(
     >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
     True
     """
+    if v is None:
+        raise type_error("v", "None", "an array; cuflash.logsumexp takes none")
     types = (type(causal), type(scale), type(window), type(softcap), type(layout), type(precision), type(dropout))
     mask_function = mask if callable(mask) else None
     # A function is traced by each call: it may read Python variables that have changed.

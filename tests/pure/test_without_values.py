@@ -143,6 +143,9 @@ def test_streamed_keys_and_ranks_take_none():
         attn: Any = cd.ContextParallel(comm, causal=True, split="contiguous", timeout=30)
         rows, keys = (cd.contiguous(n, 2).part(x, comm.rank, -2) for n, x in ((70, Q), (90, K)))
         dlse = cd.contiguous(70, 2).part(DLSE, comm.rank, -1)
+        decoded = attn.decode(Q, keys, None)
+        assert decoded.out is None
+        np.testing.assert_allclose(decoded.lse, LSE, rtol=0, atol=4e-6)
         out, lse = attn.forward(rows, keys, None)
         found = attn.backward(None, rows, keys, None, None, lse, dlse=dlse)
         assert out is found.dv is None
@@ -187,5 +190,7 @@ def test_what_goes_with_values_is_refused(call, message):
 def test_forgotten_values_are_an_error():
     with pytest.raises(TypeError, match="v"):
         ATTENTION.forward(Q, K)
+    with pytest.raises(TypeError, match=r"^v: got None, expected an array; cuflash.logsumexp takes none$"):
+        cuflash.attention(Q, K, None)
     with pytest.raises(TypeError, match=r"^k: got None, expected an array"):
         ATTENTION.forward(Q, None, None)

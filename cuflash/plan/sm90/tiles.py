@@ -371,8 +371,8 @@ FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  Q  serves
     # Without values, consumers have registers for more queries, and their softmax has no product of its own to overlap.
     _forward_sm90(64,     256, 64,  8,    True,  2, "no values",
-                  "on an H200 719 us, 256 x 128 without ping-pong 725, 256 x 64 with 3 stages 764 (4 x 32 heads, seqlen "
-                  "4096)"),
+                  "on an H200 719 us, 256 x 128 without ping-pong 725, 256 x 64 with 3 stages 764 (4 x 32 heads, "
+                  "seqlen 4096)"),
     _forward_sm90(64,     256, 64,  6,    False, 2, "mask function",
                   "on an H100 443 / 267 TFLOP/s, with 3 stages 432 / 260, with 8 445 / 270 (8 documents of 512, 4 x 32 "
                   "heads), but 20 documents of other lengths causal 231 us with either, and 227 so"),
