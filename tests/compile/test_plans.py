@@ -94,6 +94,7 @@ class Target:
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile) else (64, 64)
         dim = tile.max_dim - 3 * (self.variant == "odd rows")
         sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim}
+        sizes["has_values"] = getattr(tile, "serves", "") != "no values"
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
         is_tf32 = bf16_terms_of(tile) == 2 if bf16_terms_of(tile) else self.variant == "full"
@@ -150,6 +151,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "cu_seqlens_q": (0, 30, 64),
         "cu_seqlens_k": (0, 30, 64),
     },
+    "no values": {"dtype": "bfloat16", "causal": True, "has_values": False},
     # What compute capability 9.0 adds to the scores of a tile at once.
     "softcap": {"dtype": "float16", "softcap": 5.0},
     "slopes": {"dtype": "bfloat16", "causal": True, "alibi_slopes": (1,)},
@@ -328,6 +330,16 @@ OTHERS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
         for variant in ("full", "options" if tile.serves == "any" else "bounds")
+    ),
+    *(
+        Target(tile=first_that_fits(table, "9.0", element_bytes), arch="9.0", variant="no values")
+        for table in TABLES[:3]
+        for element_bytes in (2, 4, 8)
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant="no values")
+        for table in (FORWARD_SM90_TILES, BACKWARD_SM90_TILES, FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES)
+        for tile in table
     ),
     *(
         Target(tile=tile, arch="9.0", variant="odd rows")

@@ -77,6 +77,8 @@ MUTANTS = (
     # ---- common/schedule/key_splits.cuh
     mutant("columns past the head are stored", KEY_SPLITS, "    if (column < kHeadDimV) *(Pair*)", "    *(Pair*)",
            "decode narrow"),
+    mutant("no lse where there are no columns", KEY_SPLITS, "kHasValues ? (kDimV + columns - 1) / columns : 1",
+           "(kDimV + columns - 1) / columns", "decode sm80 without values"),
     mutant("the first block of a head is the one behind", KEY_SPLITS,
            "first_block(splits.block_at(splits.start_of_head(head))),",
            "first_block(splits.block_at(splits.start_of_head(head) + splits.heads - 1)),", "decode uneven"),

@@ -211,6 +211,9 @@ TRIALS: dict[str, AnyTrial] = {
     # One resident block takes all tiles of queries.
     "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
     "sm90 parts": Trial(case=replace(_GROUPED, head_dim_v=136), tiles=_sm90(q_stages=1), num_sms=1),
+    "sm90 without values": Trial(
+        case=replace(_GROUPED, seqlen_k=300, causal=True, has_values=False), tiles=_sm90(), num_sms=1
+    ),
     "sm90 spread": Trial(case=replace(_GROUPED, seqlen_k=300, score_spread=30.0), tiles=_sm90(), num_sms=1),
     "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=170, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
     "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
@@ -257,6 +260,9 @@ TRIALS: dict[str, AnyTrial] = {
     "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_terms=2),), num_sms=1),
     "float32 sm90 spread": Trial(case=replace(_PARTS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 window without values": Trial(
+        case=replace(_WINDOW, dtype="float32", has_values=False), tiles=_float32_sm90(), num_sms=1
+    ),
     "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
     "float32 sm90 lengths": Trial(
@@ -426,6 +432,7 @@ TRIALS: dict[str, AnyTrial] = {
     "backward far": Trial(case=_FAR, tiles=_backward(), allocate=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
+    "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
     # Keys of some lanes of a warp do not exist.
     "backward sm90 softcap": _many_queries(_DK_FROM_SHARED, seqlen_k=68, score_spread=4.0, softcap=3.0),
     "backward sm90 near softcap": _many_queries(_BACKWARD_SM90, softcap=30.0),

@@ -23,6 +23,9 @@ TRIALS = {
     "decode sm80 whole": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=1, schedule=_LATE),
     "decode sm80 uneven": Trial(case=CASE, tiles=_tiles(warp_groups=1), arch="8.0", num_sms=7, schedule=_LATE),
     "decode sm80 afterwards": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=7, combines=False),
+    "decode sm80 without values": Trial(
+        case=replace(CASE, has_values=False), tiles=_tiles(), arch="8.0", num_sms=7, combines=False
+    ),
     "decode sm80 of one stage": Trial(case=CASE, tiles=_tiles(num_stages=1), arch="8.0", num_sms=3, schedule=_LATE),
     "decode sm80 of warp_groups": Trial(
         case=replace(CASE, seqlen_q=7, head_dim=24, head_dim_v=120),
