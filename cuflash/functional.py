@@ -204,19 +204,6 @@ def attention(
     return result.out
 
 
-# fmt: off
-@overload
-def hessian_vector_product(
-    attn: Plain, dout: Array, q: ArrayT, k: KeyT, v: ValueT, *, need: Collection[str] = ...,
-    seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfHessian],
-) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
-@overload
-def hessian_vector_product(
-    attn: WithScores, dout: Array, q: ArrayT, k: KeyT, v: ValueT, **arrays: Any
-) -> ScoreGradientTangents[ArrayT, KeyT, ValueT]: ...
-# fmt: on
-
-
 def logsumexp(
     q: Array,
     k: Array,
@@ -274,9 +261,22 @@ def logsumexp(
         precision=precision,
         block_size=block_size,
         score=score,
-        mask=cast(Function, mask) if is_function else None,
+        mask=mask if is_function else None,
     )
     return attn.forward(q, k, None, mask=None if is_function else mask, **arrays).lse
+
+
+# fmt: off
+@overload
+def hessian_vector_product(
+    attn: Plain, dout: Array, q: ArrayT, k: KeyT, v: ValueT, *, need: Collection[str] = ...,
+    seed: Integer = None, offset: Integer = None, **arrays: Unpack[OfHessian],
+) -> NamedGradientTangents[ArrayT, KeyT, ValueT]: ...
+@overload
+def hessian_vector_product(
+    attn: WithScores, dout: Array, q: ArrayT, k: KeyT, v: ValueT, **arrays: Any
+) -> ScoreGradientTangents[ArrayT, KeyT, ValueT]: ...
+# fmt: on
 
 
 def hessian_vector_product(

@@ -110,7 +110,7 @@ class BackwardTile(Sm80Tile):
     warps_d: int  # warps along the columns of dk and dv
     dq_warps_m: int  # warps along the rows of dq; the others share its columns
 
-    defined = ("warps_d", "warps_q", "dq_warps_m")
+    defined: ClassVar[tuple[str, ...]] = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
