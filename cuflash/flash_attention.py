@@ -492,8 +492,8 @@ class FlashAttention(SecondDerivatives[FunctionT]):
         Parameters
         ----------
         dout : array
-            Gradient with respect to out, of its shape and dtype; None, as out and dv are, where v is. dout, out, lse and
-            dlse do not broadcast: pass ``numpy.broadcast_to(dout, out.shape)``.
+            Gradient with respect to out, of its shape and dtype; None, as out and dv are, where v is. dout, out, lse
+            and dlse do not broadcast: pass ``numpy.broadcast_to(dout, out.shape)``.
         q, k, v : array
             As `forward` took them.
         out, lse : array
