@@ -24,10 +24,8 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/dropout.cuh"
-#include "common/score/score_tangents.cuh"
-#include "common/score/scores.cuh"
-#include "common/softmax/tangents.cuh"
 #include "sm90/forward_roles.cuh"
+#include "sm90/jvp_scores.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
@@ -42,14 +40,6 @@ constexpr bool kOverlapsTiles = CUFLASH_OVERLAPS_TILES;  // products of values a
 constexpr int kOutColumns = min_of(kDimV, CUFLASH_OUT_COLUMNS);  // columns of a result that are stored at a time
 constexpr int kNTiles = kBlockN / 8;
 
-constexpr bool kMovesX = kMovesQ || kMovesK;  // products of scores have tangents
-// Whether tangents of scores need the product of the pair, too: scores are then made once both are there.
-constexpr bool kNeedsProduct = kMovesScores && (kHasScoreFunction || kMovesScale || kHasSoftcap);
-// Whether the tangent of a score is that of its product but for the scale.
-constexpr bool kTangentIsScaled = !kNeedsProduct && !kMovesBias && !kMovesAlibi;
-// Whether a pair may be hidden in a tile without a mask.
-constexpr bool kMayHide = kBiasBytes != 0 || CUFLASH_HAS_FUNCTIONS;
-
 // Shared memory: the ring of Q and tQ, a slice of a result, the rings of K and tK and of V and tV, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
@@ -63,16 +53,6 @@ static_assert(2 * kQStages * kBytesQ + kBytesOut + 2 * kNumStages * (kBytesK + k
 // Registers per thread, as in sm90/forward.cu.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kIsPacked ? 40 : 24;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kIsPacked ? 232 : 240;
-
-// Where the tensor maps are, in the order of the plan.
-constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapTq = 3, kMapTk = kMapTq + kMovesQ, kMapTv = kMapTk + kMovesK;
-constexpr int kMapOut = kMapTv + kMovesV, kMapTout = kMapOut + 1, kNumMaps = kStoresByRows ? kMapOut : kMapTout + 1;
-
-struct JvpParams {
-  Params common;
-  TensorMap maps[kNumMaps];
-};
-static_assert(sizeof(JvpParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared : QkvBarriers<kNumStages, kQStages> {
   u32 q, out, k, v;
@@ -239,39 +219,6 @@ struct Consumer {
     return Mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
   }
 
-  // Scores of a tile, and with kNeedsProduct their tangents, too.
-  template <class Masked>
-  CUFLASH_DEVICE void make_scores(int n_block, Masked masked) {
-    const int first_key = lane_key(n_block);
-    const Mask own_mask = mask();
-    if constexpr (kNeedsProduct) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + i / 2 * 8, of_key = first_key + 8 * n + i % 2;
-          const float x = s[0][n][i];
-          Unused derivative;
-          s[0][n][i] = score.of(x, row, of_key, derivative);
-          if (masked && !own_mask.visible(row, of_key)) s[0][n][i] = -ptx::infinity();
-          ts[0][n][i] = s[0][n][i] == -ptx::infinity() ? 0 : tangents.of(score, x, ts[0][n][i], row, of_key);
-        }
-    } else {
-      to_scores(score, own_mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, first_key, masked);
-    }
-  }
-  // Tangents of scores, where the products are not needed.
-  CUFLASH_DEVICE void make_tangents(int n_block) {
-    if constexpr (kMovesScores && !kNeedsProduct && !kTangentIsScaled) {
-      const int first_key = lane_key(n_block);
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          ts[0][n][i] = tangents.of(score, 0, ts[0][n][i], lane_row + i / 2 * 8, first_key + 8 * n + i % 2);
-    }
-  }
-
   // Skips a tile of keys that other consumers of the block need and this one does not.
   CUFLASH_DEVICE void skip() {
     ping_pong.wait();
@@ -297,7 +244,7 @@ struct Consumer {
   template <class Masked>
   CUFLASH_DEVICE void softmax_step(int n_block, Masked masked) {
     if constexpr (kMovesX && kNeedsProduct) ptx::fence_operand(ts[0]);
-    make_scores(n_block, masked);
+    make_scores(score, tangents, mask(), s, ts, lane_row, lane_key(n_block), masked);
     const auto raised = softmax.to_weights(s, exponent_scale);
     if constexpr (kMovesX && !kNeedsProduct) {
       // The exponentials have to overlap tX, but the assembler would sink them past the wait.
@@ -305,7 +252,7 @@ struct Consumer {
       wait_for<0>(ts[0]);
     }
     release(shared.k_ring.empty(key));
-    make_tangents(n_block);
+    make_tangents(score, tangents, ts, lane_row, lane_key(n_block));
     const Constant<Masked::value || kMayHide> selects;
     const float scale = kTangentIsScaled ? score.scale : 1.0f;
     softmax.rescale_sums(raised, s, ts, o, a, scale, selects);
@@ -415,11 +362,7 @@ struct Consumer {
   CUFLASH_DEVICE void finish() {
     softmax.finish();
     if constexpr (kHasSinks) softmax.add_sink(o, a);
-    const float mean[2] = {softmax.mean(0, 0), softmax.mean(0, 1)};
-#pragma unroll
-    for (int n = 0; n < kDimV / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[0][n][i] -= mean[i / 2] * o[0][n][i];
+    take_out_mean(softmax, o, a);
   }
   // Rounds a result and writes it to shared memory, once TMA has read what was there before. From there TMA, or
   // store_first_rows, stores it.
@@ -450,13 +393,7 @@ struct Consumer {
   }
   CUFLASH_DEVICE void store_row_values() const {
     store_lse(common, tile.work.batch, tile.work.head, lane_row, softmax);
-    float* g_tlse = row_values_of(common.tlse, tile.work.batch, tile.work.head);
-    const int seqlen_q = seqlen_q_of(common, tile.work.batch);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 8 * half;
-      if (fragment_column() == 0 && row < seqlen_q) g_tlse[row * common.tlse.row_stride] = softmax.lse_tangent(0, half);
-    }
+    store_tlse(common, tile.work.batch, tile.work.head, lane_row, softmax);
   }
 };
 

@@ -17,7 +17,7 @@ from cuflash.plan.sm80.tiles import (
     JvpTile,
     ScoresJvpTile,
 )
-from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.testing import Case

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash.emulator import SCHEDULES, passes
-from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
 from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import JVP
 from cuflash.testing import Case, cases
@@ -20,10 +20,10 @@ from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 OF_HALVES = [case for case in CASES if case.dtype in ("float16", "bfloat16")]
 
 
-def check(case: Case, moved: Moved, tile: JvpSm90Tile | None = None, **options: Any) -> None:
+def check(case: Case, moved: Moved, tile: JvpSm90Tile | JvpWideSm90Tile | None = None, **options: Any) -> None:
     """The tile is that of the table where TMA cannot read the arrays, and another kernel serves them."""
     given = {name: x for name, x in (case.arrays() | moved.arrays(case)).items() if not name.endswith(("dout", "dlse"))}
-    is_served = type(passes.plan_for(case.problem, JVP, given, "9.0").tiles[0]) is JvpSm90Tile
+    is_served = isinstance(passes.plan_for(case.problem, JVP, given, "9.0").tiles[0], JvpSm90Tile | JvpWideSm90Tile)
     check_jvp(case, moved, tiles=None if tile is None or not is_served else (tile,), **options)
 
 
@@ -64,4 +64,47 @@ def test_tangents_that_are_not_given(case, moved):
 def test_rows_of_the_table(tile, spread):
     """Several tiles of queries, in sequences with a diagonal, whose keys' tangents have a large part in common."""
     case = Case(seqlen_q=270, seqlen_k=520, head_dim=tile.max_dim, dtype="bfloat16", causal=True, score_spread=spread)
+    check(case, replace(everything(case), common=10.0), tile)
+
+
+# ---- Head dimensions above 128
+
+
+def of_wide(case: Case, head_dim: int, head_dim_v: int) -> Case:
+    """The case with these head dimensions, and arrays that TMA can read."""
+    return replace(case, head_dim=head_dim, head_dim_v=head_dim_v, strides="contiguous")
+
+
+@settings(max_examples=examples(4))
+@given(
+    cases(
+        dtypes=("float16", "bfloat16"),
+        features=[name for name in FEATURES if name not in ("packed", "head_dim_v")],
+        max_seqlen=333,
+        max_head_dim=8,
+    ),
+    st.sampled_from((136, 192, 256)),
+    st.sampled_from((8, 128, 200, 256)),
+    st.sampled_from((2, 3, 4)),
+    st.data(),
+)
+def test_drawn_wide_cases(case, head_dim, head_dim_v, stages, data):
+    case = of_wide(case, head_dim, head_dim_v)
+    tile = JvpWideSm90Tile(max_dim=256, num_stages=stages, origin="drawn")
+    check(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
+@pytest.mark.parametrize(
+    ("case", "moved"),
+    sample([(case, moved) for case in OF_HALVES if not case.problem.is_packed for moved in moves_of(case)], 4),
+    ids=str,
+)
+def test_wide_tangents_that_are_not_given(case, moved):
+    check(of_wide(case, 144, 136), moved)
+
+
+@pytest.mark.parametrize("tile", JVP_WIDE_SM90_TILES, ids=str)
+def test_wide_rows_of_the_table(tile):
+    """Keys' tangents have a large part in common, and rows that the two consumers find in different keys a large score."""
+    case = Case(seqlen_q=270, seqlen_k=520, head_dim=256, dtype="bfloat16", causal=True, score_spread=8.0)
     check(case, replace(everything(case), common=10.0), tile)

@@ -12,7 +12,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, JVP_FAMILIES
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
 from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES
-from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JvpSm90Tile
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
@@ -54,6 +54,7 @@ def test_every_row_is_chosen_somewhere():
     tables = (
         *JVP_TILES,
         *JVP_SM90_TILES,
+        *JVP_WIDE_SM90_TILES,
         *BACKWARD_JVP_TILES,
         *BACKWARD_JVP_SM90_TILES,
         *DQ_JVP_TILES,
@@ -99,7 +100,14 @@ def test_kernels_make_what_is_needed():
         ({"moved": ("scale",)}, None),
         ({"moved": ("q", "bias"), "bias": (1, 1, 512, 512)}, None),
         ({"dtype": "float32"}, ""),
-        ({"head_dim": 160}, "not sm90/jvp: it serves head dimensions up to 128"),
+        ({"head_dim": 160}, None),
+        ({"head_dim": 128, "head_dim_v": 256, "bias": (512, 512)}, None),
+        ({"head_dim": 264}, "not sm90/jvp_wide: it serves head dimensions up to 256"),
+        (
+            {"head_dim": 192, "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
+            "not sm90/jvp_wide: it knows no packed sequences",
+        ),
+        ({"head_dim": 140}, "not sm90/jvp_wide: a stride of q is 280 bytes"),
         ({"head_dim": 20}, "not sm90/jvp: a stride of q is 40 bytes, not a positive multiple of 16"),
         ({"strides": "flipped"}, "not sm90/jvp: a stride of q is"),
     ],
@@ -108,7 +116,7 @@ def test_kernels_make_what_is_needed():
 def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
     """Else the plan says why, and the kernel for all devices serves it."""
     plan = plan_of(problem_of(**options), JVP)
-    assert (type(plan.tiles[0]) is JvpSm90Tile) == (why_not is None)
+    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile) == (why_not is None)
     assert (why_not or "") in plan.reason
 
 

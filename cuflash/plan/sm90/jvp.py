@@ -9,7 +9,8 @@ from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.tiles import WGMMA_COLUMNS
-from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker
+from cuflash.plan.tensor_map import CHUNK
+from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
 from cuflash.spec.passes import JVP
 from cuflash.spec.problem import Problem
 
@@ -75,6 +76,41 @@ class JvpSm90Tile(Tile):
         return 2 * (self.q_stages * q + self.num_stages * (k + v)) + out + barriers + next_tiles
 
 
+@dataclass(frozen=True, kw_only=True)
+class JvpWideSm90Tile(Tile):
+    """The same for head dimensions whose two accumulators take the registers of two warpgroups.
+
+    Two consumers have the same queries, and half of the keys of a tile each.
+    """
+
+    max_dim: int
+    num_stages: int  # 64 columns of k and of its tangent, or 32 rows of v and of its tangent
+    origin: str = field(compare=False)
+
+    variations: ClassVar = {"num_stages": (3, 4)}
+
+    block_m = 64
+    block_n = 128
+
+    element_bytes = 2
+    dim_multiple = 16
+    num_warps = 12  # four for each of two consumers, and four for the producer
+    min_blocks = 1
+    fragments_ahead = 0
+    value_rows = 32
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.num_stages >= 2, "a stage to load while another one is multiplied"),)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        columns = round_up(dim_v, 2 * CHUNK)  # whole chunks for each consumer
+        box = max(chunked_bytes(self.block_n, CHUNK), chunked_bytes(self.value_rows, columns))
+        weights = chunked_bytes(64, self.block_n)
+        sums = 2 * 64 * (4 + 8)  # row maxima and row sums, of each consumer
+        barriers = 16 + 16 * self.num_stages + 16
+        return 2 * (chunked_bytes(64, dim) + self.num_stages * box + weights) + sums + barriers
+
+
 _jvp = maker(JvpSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages overlaps_tiles serves origin")
 
 # TFLOP/s over six products.
@@ -89,6 +125,14 @@ JVP_SM90_TILES = (
          "on an H200 707 / 691 TFLOP/s, 3.15 times the forward pass's time, with overlap, which spills, 680 / 652, "
          "without ping-pong 675 / 617, 128 x 48 689 (16 heads, seqlen 4096 full / causal)"),
     _jvp(128, 128, 32, 2,      True, 1, False, "any", ARITHMETIC),
+)
+_jvp_wide = maker(JvpWideSm90Tile, "max_dim num_stages origin")
+
+JVP_WIDE_SM90_TILES = (
+    #         max_dim stages
+    _jvp_wide(256,    4,
+              "on an H200 711 / 593 TFLOP/s, 3.4 and 3.5 times the forward pass's time, by clusters of two blocks that "
+              "load keys once 647 / 596, sm80/jvp 128 / 124; 679 / 642 (8 heads, seqlen 4096 full / causal; 16384)"),
 )
 # fmt: on
 
@@ -107,18 +151,48 @@ class Jvp(ForwardFamily[JvpSm90Tile]):
     def why_not(self, draft: Draft) -> str | None:
         if unknown := self.why_unknown(draft.problem):
             return unknown
-        return why_not_16_bit(draft, self._mapped(draft), JVP_SM90_TILES)
+        return why_not_16_bit(draft, _mapped(draft), JVP_SM90_TILES)
 
     def draft(self, draft: Draft, tile: JvpSm90Tile) -> None:
-        draft.add_block_index(tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
-        rows = {"q": tile.block_m, "k": box, "v": box, "tq": tile.block_m, "tk": box, "tv": box}
-        rows |= {"out": 64, "tout": 64}
-        draft.map_tensors({name: rows[name] for name in self._mapped(draft)})
-        add_persistent(draft, tile, self.source)
+        _add(draft, tile, self.source, of_q=tile.block_m, of_k=box, of_v=box)
 
-    @staticmethod
-    def _mapped(draft: Draft) -> tuple[str, ...]:
-        """Arrays that TMA reads or writes."""
-        moved = draft.problem.moved or ()
-        return ("q", "k", "v", *(f"t{name}" for name in ("q", "k", "v") if name in moved), "out", "tout")
+
+class JvpWide(ForwardFamily[JvpWideSm90Tile]):
+    """Head dimensions above those of `Jvp`."""
+
+    kernel = "sm90/jvp_wide"
+    has_functions = True
+    tile = JvpWideSm90Tile
+    outputs = JVP.default
+    model = "queries"
+    unknown = ("packed sequences", "pages")
+
+    def table(self, problem: Problem) -> tuple[JvpWideSm90Tile, ...]:
+        return JVP_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in JVP_SM90_TILES):
+            return ""
+        if unknown := self.why_unknown(problem):
+            return unknown
+        return why_not_16_bit(draft, _mapped(draft), JVP_WIDE_SM90_TILES)
+
+    def draft(self, draft: Draft, tile: JvpWideSm90Tile) -> None:
+        _add(draft, tile, self.source, of_q=tile.block_m, of_k=tile.block_n, of_v=tile.value_rows)
+
+
+def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int) -> None:
+    """Add a persistent kernel, with boxes of so many rows of the arrays and of their tangents."""
+    draft.add_block_index(tile, "key_index")
+    rows = {"q": of_q, "k": of_k, "v": of_v}
+    rows |= {f"t{name}": n for name, n in rows.items()} | {"out": 64, "tout": 64}
+    draft.map_tensors({name: rows[name] for name in _mapped(draft)})
+    add_persistent(draft, tile, source)
+
+
+def _mapped(draft: Draft) -> tuple[str, ...]:
+    """Arrays that TMA reads or writes."""
+    moved = draft.problem.moved or ()
+    return ("q", "k", "v", *(f"t{name}" for name in ("q", "k", "v") if name in moved), "out", "tout")

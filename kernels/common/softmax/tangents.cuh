@@ -11,8 +11,15 @@
 #include "common/schedule/sequences.cuh"
 #include "common/softmax/softmax.cuh"
 
-template <int m_tiles>
-struct TangentSoftmax : OnlineSoftmax<m_tiles> {
+// One warp has all keys of its rows.
+struct Alone {
+  CUFLASH_DEVICE void add(int, Real&, Real&) const {}
+};
+
+// `Others` are other warps that have the same rows and other keys: `add(half, x, y)` adds theirs to two sums.
+// `to_weights` then gets the row maxima of all of them, so that all raise theirs together.
+template <int m_tiles, class Others = Alone>
+struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
   using Base = OnlineSoftmax<m_tiles>;
   using Base::row_sum;
 
@@ -21,8 +28,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
 
   Real sink, sink_tangent;  // with kHasSinks: the score of the sink, as a row max, and its tangent
 
-  explicit CUFLASH_DEVICE TangentSoftmax(Real sink_ = -ptx::infinity(), Real sink_tangent_ = 0)
-      : sink(sink_), sink_tangent(sink_tangent_) {
+  explicit CUFLASH_DEVICE TangentSoftmax(Real sink_ = -ptx::infinity(), Real sink_tangent_ = 0, Others others_ = {})
+      : Others(others_), sink(sink_), sink_tangent(sink_tangent_) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -51,8 +58,14 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   // Replaces a tile of scores by P.
   template <int n_tiles>
   CUFLASH_DEVICE Raised to_weights(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) {
+    return to_weights(score, score, exponent_scale);
+  }
+  // The same, where `maxima` has scores with the row maxima of the tile.
+  template <int n_tiles, int n_maxima>
+  CUFLASH_DEVICE Raised to_weights(Real (&score)[m_tiles][n_tiles][4], const Real (&maxima)[m_tiles][n_maxima][4],
+                                   Real exponent_scale) {
     Raised raised;
-    raised.any = Base::update(score, raised.factor, exponent_scale);
+    raised.any = Base::update(maxima, raised.factor, exponent_scale);
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -114,7 +127,10 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) mean_sum[m][half] = sum_of_row(mean_sum[m][half]);
+      for (int half = 0; half < 2; ++half) {
+        mean_sum[m][half] = sum_of_row(mean_sum[m][half]);
+        Others::add(half, row_sum[m][half], mean_sum[m][half]);
+      }
   }
 
   // Adds the sink to each row, after `finish`, as one more key whose value is zero.
@@ -156,7 +172,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   template <int out_tiles>
   CUFLASH_DEVICE void move_shift(const Real (&o)[out_tiles][4], Real (&a)[out_tiles][4], int m, int half, Real weighed,
                                  Real before) {
-    const Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
+    Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
+    Others::add(half, total, weighed_total);
     const Real old = shift[m][half];
     shift[m][half] += total > 0 ? weighed_total / total : 0;
     const Real gain = shift[m][half] - old;
@@ -169,8 +186,10 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
 };
 
 // Those of rows of a query head. Rows that belong to no sequence have no sink.
-CUFLASH_DEVICE TangentSoftmax<1> make_tangent_softmax(const Params& params, Entry batch, int head) {
-  if (!kHasSinks || is_left_over(params, batch)) return TangentSoftmax<1>();
+template <class Others = Alone>
+CUFLASH_DEVICE TangentSoftmax<1, Others> make_tangent_softmax(const Params& params, Entry batch, int head,
+                                                              Others others = {}) {
+  if (!kHasSinks || is_left_over(params, batch)) return TangentSoftmax<1, Others>(-ptx::infinity(), 0, others);
   const Real tangent = kMovesSinks ? ((const Real*)params.tsinks)[head * params.tsinks_stride] : (Real)0;
-  return TangentSoftmax<1>(to_row_max(sink_of(params, head)), tangent);
+  return TangentSoftmax<1, Others>(to_row_max(sink_of(params, head)), tangent, others);
 }

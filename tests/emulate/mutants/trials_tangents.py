@@ -6,7 +6,8 @@ from typing import Any
 
 from cuflash.emulator import SCHEDULES, Schedule
 from cuflash.plan import DeviceSpec
-from cuflash.plan.sm90.jvp import JvpSm90Tile
+from cuflash.plan.sm90.jvp import JvpSm90Tile, JvpWideSm90Tile
+from cuflash.plan.tiles import Tile
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything, movable
 from tests.cuda_scores import CUDA_SCORES
@@ -81,9 +82,9 @@ class JvpSm90Trial:
     ping_pong: bool = True
     schedules: tuple[Schedule, ...] = SCHEDULES[:1]
 
-    def run(self, kernels: Path | None = None) -> None:
-        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        tile = JvpSm90Tile(
+    @property
+    def tile(self) -> Tile:
+        return JvpSm90Tile(
             max_dim=128,
             block_m=128,
             block_n=self.block_n,
@@ -93,10 +94,22 @@ class JvpSm90Trial:
             overlaps_tiles=self.overlaps_tiles,
             origin="of a trial",
         )
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         device = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
         moved = Moved(names=self.moved, common=self.common) if self.moved else everything(self.case)
         for schedule in self.schedules:
-            check_jvp(self.case, moved, arch=device, tiles=(tile,), kernels=kernels, schedule=schedule)
+            check_jvp(self.case, moved, arch=device, tiles=(self.tile,), kernels=kernels, schedule=schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JvpWideSm90Trial(JvpSm90Trial):
+    """The same of head dimensions above 128."""
+
+    @property
+    def tile(self) -> Tile:
+        return JvpWideSm90Tile(max_dim=256, num_stages=2, origin="of a trial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +140,7 @@ class HeavySinkTrial:
 _GROUPS = Case(
     dtype="bfloat16", seqlen_q=190, seqlen_k=230, head_dim=72, head_dim_v=80, num_heads=2, num_heads_kv=1, causal=True
 )
+_WIDE = replace(_GROUPS, seqlen_k=300, head_dim=136, head_dim_v=200)
 AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | HeavySinkTrial
 TRIALS: dict[str, AnyTrial] = {
     "jvp sm90": JvpSm90Trial(case=replace(_GROUPS, score_spread=8.0), schedules=SCHEDULES),
@@ -150,6 +164,12 @@ TRIALS: dict[str, AnyTrial] = {
         common=10.0,
     ),
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
+    "jvp wide": JvpWideSm90Trial(case=replace(_WIDE, score_spread=8.0), schedules=SCHEDULES),
+    "jvp wide window": JvpWideSm90Trial(case=replace(_WIDE, causal=False, window=(70, 10), num_heads=1)),
+    "jvp wide options": JvpWideSm90Trial(
+        case=replace(_WIDE, dtype="float16", softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(211,), num_heads=1),
+        moved=(),
+    ),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
     "tangents of three steps": TangentTrial(
