@@ -30,12 +30,13 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
+#include "sm90/varlen_scheduler.cuh"
 
 constexpr int kConsumers = 2;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
 static_assert(kBlockM == 64, "all consumers have the same queries");
 static_assert(kBlockN == kConsumers * kChunk, "a consumer makes P of the keys of one chunk");
-static_assert(!kIsPacked && kPageSize == 0 && !kStoresByRows, "not served");
+static_assert(kPageSize == 0 && !kStoresByRows, "not served");
 
 constexpr int kKeys = kBlockN / kConsumers, kNTiles = kKeys / 8;  // of a consumer
 // Columns of a consumer: whole chunks. Where their number is odd, the last ones are zeros.
@@ -49,18 +50,20 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesBox = max_of(chunked_bytes(kBlockN, kChunk), chunked_bytes(kValueRows, kConsumers * kOutColumns));
 constexpr u32 kBytesP = chunked_bytes(kBlockM, kBlockN);
 constexpr u32 kBytesMaxima = kConsumers * kBlockM * 4, kBytesSums = kConsumers * kBlockM * 8;
-constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kNumStages>::kBytes + 16;
+constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kNumStages>::kBytes + TileRing::kBytes;
 static_assert(2 * kBytesQ + kNumStages * 2 * kBytesBox + 2 * kBytesP + kBytesMaxima + kBytesSums + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+// Registers per thread, as in sm90/forward.cu.
+constexpr int kProducerRegisters = kIsPacked ? 40 : 24, kConsumerRegisters = kIsPacked ? 232 : 240;
 constexpr u32 kPair = 1, kConsumer = kPair + 4, kAll = kConsumer + kConsumers;  // named barriers
 
 struct Shared {
-  u32 q, ring_tiles, p, tp, maxima, sums, scratch;
+  u32 q, ring_tiles, p, tp, maxima, sums;
   Ring<1> q_ring;
   Ring<kNumStages> ring;
+  TileRing tiles;  // of packed sequences
 
   CUFLASH_DEVICE Shared() {
     q = ptx::dynamic_shared();
@@ -71,13 +74,14 @@ struct Shared {
     sums = maxima + kBytesMaxima;
     q_ring = {sums + kBytesSums};
     ring = {q_ring.address + Ring<1>::kBytes};
-    scratch = ring.address + Ring<kNumStages>::kBytes;
+    tiles = {{ring.address + Ring<kNumStages>::kBytes}};
   }
   // Called by all threads of the block.
   CUFLASH_DEVICE void make_barriers() const {
     if (ptx::thread_index() == 0) {
       q_ring.init(4 * kConsumers);
       ring.init(kConsumers);
+      if constexpr (kIsPacked) tiles.init(4 * kConsumers + 1);
       ptx::fence_barrier_init();
     }
     ptx::sync_block();
@@ -95,7 +99,8 @@ struct Producer {
 
   CUFLASH_DEVICE void load_q(const QueryTile& tile) {
     const Barrier full = shared.q_ring.full(query);
-    const int row = tile.first_row, head = tile.work.head, batch = entry_of(tile.work.batch);
+    const int row = query_start_of(tile.work.batch) + tile.first_row;
+    const int head = tile.work.head, batch = entry_of(tile.work.batch);
     shared.q_ring.empty(query).wait(query.parity ^ 1);
     full.arrive_expect((1 + kMovesQ) * kBytesQ);
     load_chunks<kBlockM, kDim>(shared.q, params.maps[kMapQ], full, row, head, batch);
@@ -120,8 +125,11 @@ struct Producer {
     if constexpr (moves) load_array(to + kBytesBox, tangent);
     at.advance();
   }
+  CUFLASH_DEVICE static int first_key(const QueryTile& tile, int n_block) {
+    return key_start_of(tile.work.batch) + tile.keys.at(n_block) * kBlockN;
+  }
   CUFLASH_DEVICE void load_keys(const QueryTile& tile, int n_block, bool with_q) {
-    const int key = tile.keys.at(n_block) * kBlockN;
+    const int key = first_key(tile, n_block);
 #pragma unroll 1
     for (int i = 0; i < kScoreSteps; ++i) {
       load<kBlockN, 1, kMovesK>(tile, params.maps[kMapK], params.maps[kMapTk], key, i);
@@ -129,7 +137,7 @@ struct Producer {
     }
   }
   CUFLASH_DEVICE void load_values(const QueryTile& tile, int n_block) {
-    const int key = tile.keys.at(n_block) * kBlockN;
+    const int key = first_key(tile, n_block);
 #pragma unroll 1
     for (int i = 0; i < kValueSteps; ++i)
       load<kValueRows, kConsumers * kOutChunks, kMovesV>(tile, params.maps[kMapV], params.maps[kMapTv],
@@ -137,7 +145,7 @@ struct Producer {
   }
   CUFLASH_DEVICE void produce() {
 #pragma unroll 1
-    for (TileScheduler scheduler(params.common); scheduler.more(); scheduler.advance()) {
+    for (auto scheduler = make_scheduler<false>(params.common, shared.tiles); scheduler.more(); scheduler.advance()) {
       const QueryTile tile(params.common, scheduler.work(params.common));
       if (tile.keys.start == tile.keys.stop) {
         load_q(tile);
@@ -200,6 +208,7 @@ struct Consumer {
   Position<kNumStages>& at;  // the next stage
   const QueryTile& tile;
   const int warp_row, lane_row;
+  const int own_diagonal;  // of the batch entry
   const Score score;
   const ScoreTangents tangents;
   const Dropout dropout;
@@ -221,7 +230,8 @@ struct Consumer {
         tile(tile_),
         warp_row(thread / 32 * 16),
         lane_row(tile.first_row + warp_row + fragment_row()),
-        score(common, tile.work.batch, tile.work.head, tile.key_stop),
+        own_diagonal(own_diagonal_of(common, tile.work.batch)),
+        score(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal),
         tangents(common, tile.work.batch, tile.work.head),
         dropout(common, tile.work.batch, tile.work.head),
         exponent_scale(score.exponent_scale()),
@@ -239,6 +249,21 @@ struct Consumer {
   CUFLASH_DEVICE void sync_all() const { ptx::sync_named(kAll, 128 * kConsumers); }
   CUFLASH_DEVICE void release(const Position<kNumStages>& stage) const {
     if (elected) shared.ring.empty(stage).arrive();
+  }
+
+  // Clears the rows of Q and tQ from `row_stop` on, where this sequence ends. Those rows belong to other sequences and
+  // must not decide when sums are rescaled.
+  CUFLASH_DEVICE void clear_queries(int row_stop) const {
+    if constexpr (kIsPacked) {
+      if (row_stop < kBlockM) {
+        if (index == 0) {
+          zero_last_of_64<kBlockM, kDim>(shared.q, row_stop, thread);
+          if constexpr (kMovesQ) zero_last_of_64<kBlockM, kDim>(shared.q + kBytesQ, row_stop, thread);
+          ptx::fence_async_proxy();
+        }
+        sync_all();
+      }
+    }
   }
 
   // [1] as one group of products for each stage. The last one is still in flight at the end.
@@ -327,7 +352,9 @@ struct Consumer {
     stage.advance();
   }
 
-  CUFLASH_DEVICE Mask mask() const { return Mask(common, tile.work.batch, tile.work.head, tile.key_stop); }
+  CUFLASH_DEVICE Mask mask() const {
+    return Mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
+  }
 
   // [2] and [3]: turns scores into weights. `meanwhile` is called between them, and `at_end` before O and A are
   // rescaled.
@@ -471,9 +498,11 @@ struct Consumer {
     sync_all();  // both have read P, where results go next, and the other's sums
   }
   // Rounds a result and writes it, chunk by chunk, to where this consumer's P and P (tS - c) were in turn, once TMA has
-  // read what was there before. From there TMA stores it.
+  // read what was there before. From there TMA, or store_first_rows, stores it.
   template <int map>
-  CUFLASH_DEVICE void store(float (&sum)[1][kOutColumns / 8][4], const TensorMap* maps) {
+  CUFLASH_DEVICE void store(float (&sum)[1][kOutColumns / 8][4], const Tensor& result, const TensorMap* maps,
+                            int row_stop) {
+    const Entry batch = tile.work.batch;
     const float kept_scale = kept_scale_of(common);
     const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
     repeat<kOutChunks>([&](auto chunk) {
@@ -484,9 +513,18 @@ struct Consumer {
       store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kChunk / 8][4])sum[0][i * kChunk / 8], upper, lower);
       ptx::fence_async_proxy();
       sync();
-      if (elected) {
-        store_chunks<kBlockM, kChunk>(maps[map], s_out, tile.first_row, tile.work.head, entry_of(tile.work.batch),
-                                    (index * kOutChunks + i) * kChunk);
+      if (kIsPacked && row_stop < kBlockM) {
+        Storage* g_out = (Storage*)queries_of(result, batch, tile.work.head) + tile.first_row * result.row_stride;
+        repeat<kConsumers>([&](auto consumer) {
+          constexpr int kFirst = (decltype(consumer)::value * kOutChunks + i) * kChunk;
+          if constexpr (kFirst < kHeadDimV)
+            if (index == decltype(consumer)::value)
+              store_first_rows<kBlockM, min_of(kChunk, kHeadDimV - kFirst)>(g_out + kFirst, result.row_stride, s_out,
+                                                                            row_stop, thread);
+        });
+      } else if (elected) {
+        store_chunks<kBlockM, kChunk>(maps[map], s_out, query_start_of(batch) + tile.first_row, tile.work.head,
+                                      entry_of(batch), (index * kOutChunks + i) * kChunk);
         ptx::bulk_commit();
       }
     });
@@ -495,11 +533,12 @@ struct Consumer {
     if (index > 0) return;
     const Entry batch = tile.work.batch;
     const int head = tile.work.head;
+    const int seqlen_q = seqlen_q_of(common, batch);
     float* g_lse = row_values_of(common.lse, batch, head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 8 * half;
-      if (fragment_column() == 0 && row < common.seqlen_q)
+      if (fragment_column() == 0 && row < seqlen_q)
         store_lse(g_lse + row * common.lse.row_stride, softmax, 0, half);
     }
     store_tlse(common, batch, head, lane_row, softmax);
@@ -511,18 +550,20 @@ CUFLASH_DEVICE void consume(const JvpParams& params, const Shared& shared, u32 i
   Position<1> query;
   Position<kNumStages> at;
 #pragma unroll 1
-  for (TileScheduler scheduler(params.common); scheduler.more();
+  for (auto scheduler = make_scheduler<true>(params.common, shared.tiles); scheduler.more();
        scheduler.advance(), query.advance()) {
     const QueryTile tile(params.common, scheduler.work(params.common));
     Consumer consumer(params.common, shared, index, at, tile);
+    const int row_stop = seqlen_q_of(params.common, tile.work.batch) - tile.first_row;
     shared.q_ring.full(query).wait(query.parity);
+    consumer.clear_queries(row_stop);
     if (tile.keys.start < tile.keys.stop)
       consumer.mainloop(shared.q_ring.empty(query));
     else
       arrive_as_warp(shared.q_ring.empty(query));
     consumer.finish();
-    consumer.store<kMapOut>(consumer.o, params.maps);
-    consumer.store<kMapTout>(consumer.a, params.maps);
+    consumer.store<kMapOut>(consumer.o, params.common.out, params.maps, row_stop);
+    consumer.store<kMapTout>(consumer.a, params.common.tout, params.maps, row_stop);
     consumer.store_row_values();
   }
   if (ptx::thread_index() % 128 == 0) ptx::bulk_wait<0>();
@@ -536,6 +577,9 @@ CUFLASH_DEVICE void jvp(const JvpParams& params) {
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) Producer{params, shared}.produce();
+    if constexpr (kIsPacked) {
+      if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);
+    }
   } else {
     ptx::increase_registers<kConsumerRegisters>();
     consume(params, shared, warp / 4);

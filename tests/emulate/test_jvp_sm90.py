@@ -79,7 +79,7 @@ def of_wide(case: Case, head_dim: int, head_dim_v: int) -> Case:
 @given(
     cases(
         dtypes=("float16", "bfloat16"),
-        features=[name for name in FEATURES if name not in ("packed", "head_dim_v")],
+        features=[name for name in FEATURES if name != "head_dim_v"],
         max_seqlen=333,
         max_head_dim=8,
     ),
@@ -96,7 +96,7 @@ def test_drawn_wide_cases(case, head_dim, head_dim_v, stages, data):
 
 @pytest.mark.parametrize(
     ("case", "moved"),
-    sample([(case, moved) for case in OF_HALVES if not case.problem.is_packed for moved in moves_of(case)], 4),
+    sample([(case, moved) for case in OF_HALVES for moved in moves_of(case)], 4),
     ids=str,
 )
 def test_wide_tangents_that_are_not_given(case, moved):

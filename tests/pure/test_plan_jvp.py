@@ -103,10 +103,7 @@ def test_kernels_make_what_is_needed():
         ({"head_dim": 160}, None),
         ({"head_dim": 128, "head_dim_v": 256, "bias": (512, 512)}, None),
         ({"head_dim": 264}, "not sm90/jvp_wide: it serves head dimensions up to 256"),
-        (
-            {"head_dim": 192, "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
-            "not sm90/jvp_wide: it knows no packed sequences",
-        ),
+        ({"head_dim": 192, "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)}, None),
         ({"head_dim": 140}, "not sm90/jvp_wide: a stride of q is 280 bytes"),
         ({"head_dim": 20}, "not sm90/jvp: a stride of q is 40 bytes, not a positive multiple of 16"),
         ({"strides": "flipped"}, "not sm90/jvp: a stride of q is"),

@@ -107,8 +107,9 @@ class JvpWideSm90Tile(Tile):
         box = max(chunked_bytes(self.block_n, CHUNK), chunked_bytes(self.value_rows, columns))
         weights = chunked_bytes(64, self.block_n)
         sums = 2 * 64 * (4 + 8)  # row maxima and row sums, of each consumer
-        barriers = 16 + 16 * self.num_stages + 16
-        return 2 * (chunked_bytes(64, dim) + self.num_stages * box + weights) + sums + barriers
+        barriers = 16 + 16 * self.num_stages
+        next_tiles = 2 * (16 + 32)  # of packed sequences
+        return 2 * (chunked_bytes(64, dim) + self.num_stages * box + weights) + sums + barriers + next_tiles
 
 
 _jvp = maker(JvpSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages overlaps_tiles serves origin")
@@ -166,7 +167,7 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
     tile = JvpWideSm90Tile
     outputs = JVP.default
     model = "queries"
-    unknown = ("packed sequences", "pages")
+    unknown = ("pages",)
 
     def table(self, problem: Problem) -> tuple[JvpWideSm90Tile, ...]:
         return JVP_WIDE_SM90_TILES

@@ -142,7 +142,7 @@ MUTANTS = (
     mutant("tQ is not announced", WIDE, "arrive_expect((1 + kMovesQ) * kBytesQ)", "arrive_expect(kBytesQ)", "jvp wide"),
     mutant("tangents of a stage are not announced", WIDE, "arrive_expect((1 + moves) * chunks", "arrive_expect(chunks",
            "jvp wide"),
-    mutant("keys of the query head", WIDE, "row, tile.head_kv,", "row, tile.work.head,", "jvp wide"),
+    mutant("keys of the query head", WIDE, "tile.head_kv, entry_of", "tile.work.head, entry_of", "jvp wide"),
     mutant("keys are given back while they are multiplied", WIDE,
            "      ptx::wgmma_wait<1>();\n      if (step > 0)", "      if (step > 0)", "jvp wide"),
     mutant("scores are read in flight", WIDE, "    wait_for<pending>(s[0]);\n", "    ptx::fence_operand(s[0]);\n",
