@@ -41,16 +41,17 @@ static_assert(kPageSize == 0 && !kStoresByRows, "not served");
 constexpr int kKeys = kBlockN / kConsumers, kNTiles = kKeys / 8;  // of a consumer
 // Columns of a consumer: whole chunks. Where their number is odd, the last ones are zeros.
 constexpr int kOutChunks = ceil_div(chunks_of(kDimV), kConsumers), kOutColumns = kOutChunks * kChunk;
-constexpr int kScoreSteps = chunks_of(kDim);                               // stages of K and tK
-constexpr int kValueRows = 32, kValueSteps = kBlockN / kValueRows;         // stages of V and tV
+constexpr int kAllChunks = kConsumers * kOutChunks;
+constexpr int kScoreSteps = chunks_of(kDim);                        // stages of K and tK
+constexpr int kValueRows = 32, kValueSteps = kBlockN / kValueRows;  // stages of V and tV
 static_assert(kValueSteps == 4, "[2] and [3] are cut to so many pieces");
 
 // Shared memory: Q and tQ, the ring, P and P (tS - c), what two warps with the same rows tell each other, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
-constexpr u32 kBytesBox = max_of(chunked_bytes(kBlockN, kChunk), chunked_bytes(kValueRows, kConsumers * kOutColumns));
+constexpr u32 kBytesBox = max_of(chunked_bytes(kBlockN, kChunk), kAllChunks * kValueRows * kLineBytes);
 constexpr u32 kBytesP = chunked_bytes(kBlockM, kBlockN);
 constexpr u32 kBytesMaxima = kConsumers * kBlockM * 4, kBytesSums = kConsumers * kBlockM * 8;
-constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kNumStages>::kBytes + TileRing::kBytes;
+constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kNumStages>::kBytes + 16 + TileRing::kBytes;
 static_assert(2 * kBytesQ + kNumStages * 2 * kBytesBox + 2 * kBytesP + kBytesMaxima + kBytesSums + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -60,7 +61,7 @@ constexpr int kProducerRegisters = kIsPacked ? 40 : 24, kConsumerRegisters = kIs
 constexpr u32 kPair = 1, kConsumer = kPair + 4, kAll = kConsumer + kConsumers;  // named barriers
 
 struct Shared {
-  u32 q, ring_tiles, p, tp, maxima, sums;
+  u32 q, ring_tiles, p, tp, maxima, sums, scratch;
   Ring<1> q_ring;
   Ring<kNumStages> ring;
   TileRing tiles;  // of packed sequences
@@ -74,7 +75,8 @@ struct Shared {
     sums = maxima + kBytesMaxima;
     q_ring = {sums + kBytesSums};
     ring = {q_ring.address + Ring<1>::kBytes};
-    tiles = {{ring.address + Ring<kNumStages>::kBytes}};
+    scratch = ring.address + Ring<kNumStages>::kBytes;
+    tiles = {{scratch + 16}};
   }
   // Called by all threads of the block.
   CUFLASH_DEVICE void make_barriers() const {
@@ -140,8 +142,7 @@ struct Producer {
     const int key = first_key(tile, n_block);
 #pragma unroll 1
     for (int i = 0; i < kValueSteps; ++i)
-      load<kValueRows, kConsumers * kOutChunks, kMovesV>(tile, params.maps[kMapV], params.maps[kMapTv],
-                                                         key + i * kValueRows, 0);
+      load<kValueRows, kAllChunks, kMovesV>(tile, params.maps[kMapV], params.maps[kMapTv], key + i * kValueRows, 0);
   }
   CUFLASH_DEVICE void produce() {
 #pragma unroll 1
@@ -356,6 +357,8 @@ struct Consumer {
     return Mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
   }
 
+  CUFLASH_DEVICE static float square(float x) { return x * x; }
+
   // [2] and [3]: turns scores into weights. `meanwhile` is called between them, and `at_end` before O and A are
   // rescaled.
   template <class Masked, class Meanwhile, class Later, class AtEnd>
@@ -376,6 +379,9 @@ struct Consumer {
       dropout.drop(s[0], lane_row, key);
       if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key);
     }
+    // The products of values have to overlap all of this, but the assembler would sink it past the wait.
+    if constexpr (kMovesScores)
+      ptx::keep_before(square(softmax.mean_sum[0][0]) + square(softmax.mean_sum[0][1]), shared.scratch);
     at_end();
     if (raised.any) rescale(of_o[0][0], of_a[0][0]);
   }
@@ -398,8 +404,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       max[half] = max_of(s[0][0][2 * half], s[0][0][2 * half + 1]);
 #pragma unroll
-      for (int n = 1; n < kNTiles; ++n)
-        max[half] = max_of(max[half], max_of(s[0][n][2 * half], s[0][n][2 * half + 1]));
+      for (int n = 1; n < kNTiles; ++n) max[half] = max_of(max[half], max_of(s[0][n][2 * half], s[0][n][2 * half + 1]));
       max[half] = max_of(max[half], ptx::shuffle_xor(max[half], 1));
       max[half] = max_of(max[half], ptx::shuffle_xor(max[half], 2));
     }
@@ -510,7 +515,8 @@ struct Consumer {
       const u32 s_out = (kCount % 2 ? shared.tp : shared.p) + index * kBlockM * kLineBytes;
       if (elected) ptx::bulk_wait_read<1>();
       sync();
-      store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kChunk / 8][4])sum[0][i * kChunk / 8], upper, lower);
+      store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kChunk / 8][4]) sum[0][i * kChunk / 8], upper,
+                                       lower);
       ptx::fence_async_proxy();
       sync();
       if (kIsPacked && row_stop < kBlockM) {
@@ -538,8 +544,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 8 * half;
-      if (fragment_column() == 0 && row < seqlen_q)
-        store_lse(g_lse + row * common.lse.row_stride, softmax, 0, half);
+      if (fragment_column() == 0 && row < seqlen_q) store_lse(g_lse + row * common.lse.row_stride, softmax, 0, half);
     }
     store_tlse(common, batch, head, lane_row, softmax);
   }

@@ -139,6 +139,34 @@ def test_rows_of_hopper(tile, options, spilled):
 
 
 @pytest.mark.parametrize(
+    ("options", "spilled"),
+    sample(
+        [
+            ({}, 0),
+            ({"causal": True}, 16),
+            ({"window": (60, 20)}, 0),
+            ({"head_dim": 136, "head_dim_v": 64, "dtype": "float16", "sinks": True}, 0),
+            ({"alibi_slopes": (1,), "dropout": 0.2}, 64),
+            ({"mask": (512, 512)}, 48),
+            ({"block_mask": (1,)}, 48),
+            ({"bias": (512, 512)}, 656),
+            ({"cu_seqlens_q": (0, 100, 512), "cu_seqlens_k": (0, 100, 512)}, 124),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_wide_rows_of_hopper(options, spilled):
+    case = Case(**{"seqlen_q": 512, "seqlen_k": 512, "head_dim": 256, "dtype": "bfloat16"} | options)
+    moved = tuple(name for name in ("q", "k", "v", "bias", "alibi_slopes") if name in ("q", "k", "v", *options))
+    plan = choose_plan(replace(case.problem, moved=moved), DeviceSpec.for_arch("9.0"), JVP, tiles=JVP_WIDE_SM90_TILES)
+    (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
+    resources = compile_spec(kernel).resources
+    assert SERIALIZED not in resources.log
+    assert resources.spill_stores_bytes <= spilled + 16
+
+
+@pytest.mark.parametrize(
     ("score", "dtype", "arch"),
     sample(
         [

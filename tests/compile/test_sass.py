@@ -5,6 +5,7 @@ of the one for O. The assembler may sink them after the second, where nothing ru
 right, only slower.
 """
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import cuflash.testing as ct
 from cuflash.gpu.compiler import Compiler, compile_spec, kernel_directory, supported_archs
 from cuflash.gpu.nvrtc import Nvrtc
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.sm90.jvp import JVP_SM90_TILES
+from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.spec.passes import BACKWARD, FORWARD, JVP
 from tests.compile.test_plans import SERIALIZED
@@ -93,6 +94,23 @@ def test_exponentials_stay_beside_the_product_of_tangents(tile):
     (kernel,) = kernels_of_case(case, (tile,), JVP, moved=("q", "k", "v"))
     steps = exponentials(instructions(kernel))
     assert sum(before >= tile.block_n // 2 and after <= 4 for before, after in steps) == 2
+
+
+def test_tangents_are_weighed_beside_the_products_of_values():
+    """In both loops of sm90/jvp_wide.cu: after the wait for these products O and A are rescaled, and nothing is added."""
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=256, dtype="bfloat16")
+    (kernel,) = kernels_of_case(case, JVP_WIDE_SM90_TILES, JVP, moved=("q", "k", "v"))
+    code = instructions(kernel)
+    barriers = [i for i, text in enumerate(code) if "BAR.SYNC" in text]
+    steps = []
+    for before, after in itertools.pairwise(barriers):
+        waits = [i for i in range(before, after) if re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", code[i])]
+        if waits and code[after].endswith("0x100"):  # the barrier of both consumers, before P is written
+            steps.append(
+                [sum("FADD" in text for text in part) for part in (code[before : waits[0]], code[waits[0] : after])]
+            )
+    assert len(steps) == 2
+    assert all(before >= 32 and after == 0 for before, after in steps)
 
 
 def test_left_to_itself_the_assembler_moves_them(tmp_path):

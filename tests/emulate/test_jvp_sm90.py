@@ -105,6 +105,6 @@ def test_wide_tangents_that_are_not_given(case, moved):
 
 @pytest.mark.parametrize("tile", JVP_WIDE_SM90_TILES, ids=str)
 def test_wide_rows_of_the_table(tile):
-    """Keys' tangents have a large part in common, and rows that the two consumers find in different keys a large score."""
+    """The largest scores of rows are those of either consumer, and keys' tangents have a large part in common."""
     case = Case(seqlen_q=270, seqlen_k=520, head_dim=256, dtype="bfloat16", causal=True, score_spread=8.0)
     check(case, replace(everything(case), common=10.0), tile)

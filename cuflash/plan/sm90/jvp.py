@@ -107,7 +107,7 @@ class JvpWideSm90Tile(Tile):
         box = max(chunked_bytes(self.block_n, CHUNK), chunked_bytes(self.value_rows, columns))
         weights = chunked_bytes(64, self.block_n)
         sums = 2 * 64 * (4 + 8)  # row maxima and row sums, of each consumer
-        barriers = 16 + 16 * self.num_stages
+        barriers = 16 + 16 * self.num_stages + 16
         next_tiles = 2 * (16 + 32)  # of packed sequences
         return 2 * (chunked_bytes(64, dim) + self.num_stages * box + weights) + sums + barriers + next_tiles
 

@@ -170,6 +170,10 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_WIDE, dtype="float16", softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(211,), num_heads=1),
         moved=(),
     ),
+    "jvp wide few keys": JvpWideSm90Trial(case=replace(_WIDE, seqlen_k=100, kv_lengths=(77,)), schedules=SCHEDULES),
+    "jvp wide packed": JvpWideSm90Trial(
+        case=replace(_WIDE, cu_seqlens_q=(0, 70, 190), cu_seqlens_k=(0, 130, 295), sinks=True)
+    ),
     "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
     "tangents of windows": TangentTrial(case=CASES[1]),
     "tangents of three steps": TangentTrial(
