@@ -97,7 +97,7 @@ def test_exponentials_stay_beside_the_product_of_tangents(tile):
 
 
 def test_tangents_are_weighed_beside_the_products_of_values():
-    """In both loops of sm90/jvp_wide.cu: after the wait for these products O and A are rescaled, and nothing is added."""
+    """In both loops of sm90/jvp_wide.cu: after the wait for these products O and A are rescaled, nothing is added."""
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=256, dtype="bfloat16")
     (kernel,) = kernels_of_case(case, JVP_WIDE_SM90_TILES, JVP, moved=("q", "k", "v"))
     code = instructions(kernel)

@@ -132,8 +132,9 @@ _jvp_wide = maker(JvpWideSm90Tile, "max_dim num_stages origin")
 JVP_WIDE_SM90_TILES = (
     #         max_dim stages
     _jvp_wide(256,    4,
-              "on an H200 711 / 593 TFLOP/s, 3.4 and 3.5 times the forward pass's time, by clusters of two blocks that "
-              "load keys once 647 / 596, sm80/jvp 128 / 124; 679 / 642 (8 heads, seqlen 4096 full / causal; 16384)"),
+         "on an H200 711 / 593 TFLOP/s, by clusters of two blocks that load keys once 647 / 596; in another run 615 / "
+         "574, with 3 stages 595 / 577, by sm80/jvp 125 / 125; 3.4 to 3.6 times the forward pass's time (8 heads, "
+         "seqlen 4096 full / causal)"),
 )
 # fmt: on
 
