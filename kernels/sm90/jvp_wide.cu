@@ -483,13 +483,16 @@ struct Consumer {
     const TileRange& keys = tile.keys;
     int n_block = keys.stop - 1;
     first_step(n_block--);
+    // Where scores take many instructions, the mask is always evaluated, so that they are compiled once less.
 #pragma unroll 1
-    for (; n_block >= keys.full_stop; --n_block) step(n_block, Constant<true>{});
+    for (; n_block >= (kNeedsProduct ? keys.start : keys.full_stop); --n_block) step(n_block, Constant<true>{});
+    if constexpr (!kNeedsProduct) {
 #pragma unroll 1
-    for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
-    if constexpr (kHasLeftBound) {
+      for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
+      if constexpr (kHasLeftBound) {
 #pragma unroll 1
-      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+        for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+      }
     }
     arrive_as_warp(empty);
     last_values();
