@@ -211,8 +211,8 @@ MUTANTS = (
     mutant("queries of the next sequence are not cleared", WIDE, "      if (row_stop < kBlockM) {\n        if (index",
            "      if (false) {\n        if (index", "jvp wide packed",
            escapes="they only decide when sums are rescaled, which changes the last digit"),
-    mutant("results of the next sequence are overwritten", WIDE, "      if (kIsPacked && row_stop < kBlockM) {",
-           "      if (false) {", "jvp wide packed"),
+    mutant("a row too many of a sequence", WIDE, "tile.work.batch) - tile.first_row;",
+           "tile.work.batch) - tile.first_row + 1;", "jvp wide packed"),
     mutant("the sink is forgotten", WIDE, "if constexpr (kHasSinks) softmax.add_sink(o, a);", "", "jvp wide options"),
     # ---- partial results
     mutant("the tangent of a partial result goes to out", JVP, "row_values_of(result, batch, head)",
