@@ -376,8 +376,9 @@ struct Consumer {
     softmax.rescale_sums(raised, s, ts, of_o, of_a, scale, selects);
     softmax.weigh_tangents(s, ts, scale, selects);
     if constexpr (kHasDropout) {
-      dropout.drop(s[0], lane_row, key);
-      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key);
+      const float kept_scale = kept_scale_of(common);  // before they are rounded: in float16 they may be subnormal
+      dropout.drop(s[0], lane_row, key, kept_scale);
+      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key, kept_scale);
     }
     // The products of values have to overlap all of this, but the assembler would sink it past the wait.
     if constexpr (kMovesScores)
@@ -511,8 +512,7 @@ struct Consumer {
   CUFLASH_DEVICE void store(float (&sum)[1][kOutColumns / 8][4], const Tensor& result, const TensorMap* maps,
                             int row_stop) {
     const Entry batch = tile.work.batch;
-    const float kept_scale = kept_scale_of(common);
-    const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
+    const float upper = softmax.inverse_sum(0, 0), lower = softmax.inverse_sum(0, 1);
     repeat<kOutChunks>([&](auto chunk) {
       constexpr int i = decltype(chunk)::value, kCount = i + (map == kMapTout) * kOutChunks;
       const u32 s_out = (kCount % 2 ? shared.tp : shared.p) + index * kBlockM * kLineBytes;
