@@ -83,34 +83,8 @@ def prepare(
     that results are written to, `required` those that have to be there. Unless it `rewrites` them, functions stay: a
     rank does not know yet which options they spell out, and calls `Call.rewritten`. Raises as `import_arguments` does.
     """
-    if arrays["v"] is None:
+    if "v" in arrays and arrays["v"] is None:
         return _without_values(options, arrays, required, wanted, written, rewrites)
-    call = _imported(options, arrays, required, wanted, written)
-    rewrite = equivalent(options, call.given) if rewrites else None
-    return call if rewrite is None else call.rewritten(rewrite)
-
-
-def _without_values(
-    options: Options,
-    arrays: dict[str, Any],
-    required: Sequence[str],
-    wanted: tuple[str, ...],
-    written: Sequence[str],
-    rewrites: bool,
-) -> Call:
-    own = check_without_values(arrays, required)
-    if isinstance(arrays["k"], Streamed):
-        arrays = {**arrays, "v": arrays["k"].with_array(arrays["k"].array[..., :0])}
-    call = _imported(options, arrays, own, wanted, written)
-    given = with_no_columns(call.given, required, options.layout)
-    call = call._replace(arrays=given, given=given, is_direct=False, has_values=False)
-    return call.rewritten(equivalent(options, given) if rewrites else None)
-
-
-def _imported(
-    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...], written: Sequence[str]
-) -> Call:
-    """The call with its functions."""
     imported, given = None, arrays
     if are_cupy(arrays, required):
         backend: Backend = "cupy"
@@ -122,4 +96,23 @@ def _imported(
     else:
         imported = import_arguments(arrays, required=required, written=written)
         backend, given = imported.backend, imported.of_backend
-    return Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)
+    rewrite = equivalent(options, given) if rewrites else None
+    call = Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)
+    return call if rewrite is None else call.rewritten(rewrite)
+
+
+def _without_values(
+    options: Options,
+    arrays: dict[str, Any],
+    required: Sequence[str],
+    wanted: tuple[str, ...],
+    written: Sequence[str],
+    rewrites: bool,
+) -> Call:
+    own, given = check_without_values(arrays, required), {name: x for name, x in arrays.items() if name != "v"}
+    if isinstance(k := arrays["k"], Streamed):
+        given["v"] = k.with_array(k.array[..., :0])
+    call = prepare(options, given, own, wanted, written, rewrites=False)
+    given = with_no_columns(call.given, required, options.layout)
+    call = call._replace(arrays=given, given=given, is_direct=False, has_values=False)
+    return call.rewritten(equivalent(options, given) if rewrites else None)

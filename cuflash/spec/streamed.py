@@ -159,9 +159,9 @@ def _without_star(name: str) -> TypeError:
 def is_streamed(arrays: Mapping[str, Any]) -> bool:
     """Whether keys or values of a call are streamed."""
     for name in ("k", "v"):
-        if isinstance(arrays[name], StreamedPair):
+        if isinstance(arrays.get(name), StreamedPair):
             raise _without_star(name)
-    return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)
+    return isinstance(arrays["k"], Streamed) or isinstance(arrays.get("v"), Streamed)
 
 
 def import_with_streamed(

@@ -13,6 +13,7 @@ from typing import Any
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of
+from cuflash.spec.inputs import INPUTS
 
 # What lies over the columns of v, or belongs to it: without v none is given, and none is returned.
 OF_VALUES = ("v_scale", "out", "dout", "tv", "tout", "tdout", "dv", "tdv")
@@ -32,9 +33,8 @@ def check_without_values(arrays: Mapping[str, Any], required: Iterable[str]) -> 
 def with_no_columns(arrays: Mapping[str, Any], required: Iterable[str], layout: str) -> dict[str, Any]:
     """The arrays of a backend, with values that have no columns, and with what else a call requires."""
     q, k = arrays["q"], arrays["k"]
-    given = dict(arrays)
-    if given.get("v") is None:  # which streamed keys bring along
-        given["v"] = k[..., :0]
+    v = arrays["v"] if arrays.get("v") is not None else k[..., :0]  # streamed keys bring it along
+    given = {**dict.fromkeys(INPUTS), **arrays, "v": v}
     if k.dtype.name in FLOAT8:
         given["v_scale"] = arrays.get("k_scale")
     shape = [*given["lse"].shape, 0] if "lse" in required else []
