@@ -721,6 +721,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "float8": {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "v_scale": "head"},
         "sinks": {"sinks": True},
         "dlse": {"dlse": True},
+        "no values": {"dlse": True, "has_values": False, "causal": True},
         "block_mask": {"block_mask": (2, 6), "block_size": (32, 64)},
         "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},

@@ -41,7 +41,7 @@ class Kernels:
 
 
 KERNELS = [
-    *(Kernels(arch, options) for arch in ("8.0", FEW_SMS) for options in ({}, WINDOWED)),
+    *(Kernels(arch, options) for arch in ("8.0", FEW_SMS) for options in ({}, WINDOWED, {"has_values": False})),
     Kernels("8.0", {}, deterministic=True),
 ]
 
