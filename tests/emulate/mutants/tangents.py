@@ -197,7 +197,8 @@ MUTANTS = (
     mutant("the scale twice", WIDE, "const float scale = kTangentIsScaled ? score.scale : 1.0f;",
            "const float scale = score.scale;", "jvp wide options"),
     mutant("tangents of pairs that dropout drops", WIDE,
-           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key);\n", "", "jvp wide options"),
+           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key, kept_scale);\n", "",
+           "jvp wide options"),
     mutant("tV behind kv_lengths counts", WIDE,
            "zero_rows<kValueRows, kOutColumns>(tiles + kBytesBox, at_least_zero(first), thread);", "(void)0;",
            "jvp wide options"),
@@ -241,8 +242,10 @@ MUTANTS = (
            "jvp sm90 common"),
     mutant("the shift moves further than A", SOFTMAX, "const Real gain = shift[m][half] - old;",
            "const Real gain = (shift[m][half] - old) / 2;", "tangents of windows"),
-    mutant("the shift leaves the sink out", SOFTMAX, "    if constexpr (kHasSinks) {\n      const Real row_max",
-           "    if constexpr (false) {\n      const Real row_max", "tangents of a heavy sink"),
+    mutant("the shift takes in the sink", SOFTMAX, "    const Real old = shift[m][half];\n",
+           "    const Real old = shift[m][half];\n"
+           "    const Real of_sink = relative<kNaturalRowMax>(sink, this->row_max[m][half]);\n"
+           "    total += of_sink, weighed_total += of_sink * (sink_tangent - old);\n", "tangents beside a sink"),
     mutant("a tile forgets the shift", SOFTMAX, "ptx::fused(tangent, scale, -shift[m][half])",
            "tangent * scale", "tangents of windows"),
     mutant("a tangent without its scale", SOFTMAX, "ptx::fused(tangent, scale, -shift[m][half])",
