@@ -1,6 +1,7 @@
 """Plans: pure functions of a problem and a device, within the device's limits, for every head dimension."""
 
 import dataclasses
+import itertools
 import re
 from dataclasses import replace
 
@@ -471,8 +472,8 @@ def test_kernels_are_told_all_that_they_ask_for():
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
     moved = replace(problem_of(), moved=("q",))
-    for pass_ in (JVP, BACKWARD_JVP):
-        of_tangents = choose_plan(moved, DeviceSpec.for_arch("9.0"), pass_)
+    for pass_, arch in itertools.product((JVP, BACKWARD_JVP), ("8.0", "9.0")):
+        of_tangents = choose_plan(moved, DeviceSpec.for_arch(arch), pass_)
         given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
     layout = merging.layout_of((2, 64), ((256, 4),) * 2, (4, 4), (0, 0), by_row=False)
     merge = merging.kernel_spec(DeviceSpec.for_arch("9.0"), "add", layout, ("float32", "float32", 1))
