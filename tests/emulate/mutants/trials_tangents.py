@@ -167,6 +167,9 @@ TRIALS: dict[str, AnyTrial] = {
     "tangents of queries": TangentTrial(
         case=Case(dtype="bfloat16", seqlen_q=40, seqlen_k=70, head_dim=80, num_heads=2, batch=1, causal=True)
     ),
+    "tangents of shared scores": TangentTrial(
+        case=Case(dtype="bfloat16", seqlen_q=40, seqlen_k=70, head_dim=136, num_heads=2, batch=1, causal=True)
+    ),
     "tangents in order": TangentTrial(case=replace(CASES[0], dtype="float32"), deterministic=True),
     "tangents of windows in order": TangentTrial(case=CASES[1], deterministic=True),
     "tangents of biases": TangentTrial(case=CASES[2]),
