@@ -11,11 +11,11 @@ from cuflash.arrays.fp8 import fp8
 from cuflash.cpu import cpu_threads
 from cuflash.flash_attention import FlashAttention
 from cuflash.functional import attention, double_backward, hessian_vector_product, jvp_backward, logsumexp
-from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 from cuflash.shards.merge import merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
+from cuflash.spec.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.spec.results import (
     DoubleGradients,
     ForwardResult,

@@ -42,6 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"arrays", "spec", "cpu", "gpu", "shards"},
     "": {"arrays", "score_mod", "spec", "cpu", "gpu", "shards", "streaming", "distributed"},
 }
+# What other frameworks see of the public face.
+MAY_IMPORT["torch"] = MAY_IMPORT["jax"] = {"", "arrays", "score_mod", "spec"}
 MAY_IMPORT["cli"] = MAY_IMPORT[""] | {"", "plan", "testing", "emulator", "distributed"}
 
 # What modules import from elsewhere besides the standard library: always, and only when it is needed. A process that
@@ -64,8 +66,8 @@ WHEN_NEEDED: dict[str, set[str]] = {
     "distributed.transports": {"cupy"},
     "cli.here": {"cupy"},
     "cli.demo": {"cupy"},
-    "torch": {"cupy"},
-    "jax": {"cupy"},
+    "torch.tensors": {"cupy"},
+    "jax.primitives": {"cupy"},
     "frameworks": {"cupy"},
 }
 FOR_TYPES = {"typing_extensions"}  # for a type checker

@@ -22,7 +22,8 @@ from tests.second_derivatives import FEATURES, moved_by
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from cuflash.torch import _numpy_view, attention  # noqa: E402
+from cuflash.torch import attention  # noqa: E402
+from cuflash.torch.tensors import numpy_view  # noqa: E402
 
 from_numpy = ct.through_dlpack(torch.from_dlpack)
 
@@ -111,7 +112,7 @@ def test_tangents_by_the_oracle_rule(case, data):
     _, of_gradients = torch.func.jvp(gradients, (cotangents, *point), (of_cotangents, *direction))
     results = {"tout": tangent[0]} | ({"tlse": tangent[1]} if case.dlse else {})
     results |= {f"td{name}": x for name, x in zip(names, of_gradients, strict=True)}
-    assert_tangents(case, moved, {name: _numpy_view(x) for name, x in results.items()})
+    assert_tangents(case, moved, {name: numpy_view(x) for name, x in results.items()})
 
 
 # ---- derivatives by differences --------------------------------------------------------------------------------------

@@ -1,26 +1,10 @@
-"""Attention of JAX arrays, for `jax.grad`, `jax.jvp`, `jax.jit` and `jax.vmap`.
-
->>> import jax, cuflash.jax
->>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 64))
->>> jax.jit(jax.grad(lambda q: cuflash.jax.attention(q, k, v, causal=True).sum()))(q).shape
-(8, 100, 64)
-
-JAX is no dependency of cuflash, and ``import cuflash`` does not import this module.
-
-Each pass is a primitive of JAX. The tangents of `forward` are a primitive that is linear in the tangents of the inputs,
-whose transpose is `backward`; those of `backward` are the Hessian times a vector, which is its own transpose. That is
-all of second order but forward mode over forward mode, whose values no pass gives; its transpose exists, so reverse
-mode over forward mode has them.
-
-Arrays with values are passed on by DLPack, without a copy. Within `jax.jit` the host calls the pass back: on a CPU by
-`jax.pure_callback`, on a GPU by JAX's buffer callbacks, which copy nothing and launch on the stream of the computation.
-"""
+"""The passes as primitives of JAX, their derivatives in terms of each other, and their batching."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,26 +16,15 @@ from cuflash.frameworks import (
     Call,
     call,
     cupy_stream,
-    forward_call,
     forward_twice_error,
     result_shapes,
     third_order_error,
     vmapped_shapes,
 )
-from cuflash.spec.options import check_random
 from cuflash.spec.outputs import model_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from cuflash.score_mod import Score
-    from cuflash.spec.options import AttentionKeywords, Function
-    from cuflash.spec.type_variables import WithFunction
-
-__all__ = ["attention"]
-
 Array = Any
-_RANDOM = "random"  # the operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed
+RANDOM = "random"  # the operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed
 
 
 def _primitive(which: str) -> Primitive:
@@ -72,8 +45,8 @@ def _primitive(which: str) -> Primitive:
 def _keywords(which: str, call: Call, arrays: Sequence[Array]) -> dict[str, Array]:
     """The keyword arguments of a pass: `jvp` and what is linear take out and lse for their transposes alone."""
     given = dict(zip(call.names, arrays, strict=True))
-    if _RANDOM in given:
-        low, high, offset = (int(x) for x in np.asarray(given.pop(_RANDOM)))
+    if RANDOM in given:
+        low, high, offset = (int(x) for x in np.asarray(given.pop(RANDOM)))
         given |= {"seed": low | high << 32, "offset": offset}
     if which == "jvp":
         given = {name: x for name, x in given.items() if name not in ("out", "lse")}
@@ -98,7 +71,7 @@ def _abstract(which: str, *arrays: Any, call: Call) -> list[Any]:
     """Shapes and dtypes of results; shapes that do not fit are refused here, where the function is traced."""
     given = dict(zip(call.names, arrays, strict=True))
     if which == "forward":
-        empty = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items() if name != _RANDOM}
+        empty = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items() if name != RANDOM}
         call.attn.plan(**empty)
     shapes = result_shapes("jvp", call, {name: x.shape for name, x in given.items()})
     dtype = jax.numpy.bfloat16 if given["q"].dtype.itemsize == 1 else given["q"].dtype
@@ -140,7 +113,7 @@ def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
 
         with cupy_stream(context.stream, cupy.cuda.Device().id):
             given = [cupy.from_dlpack(x) for x in buffers]
-            if _RANDOM in call.names:
+            if RANDOM in call.names:
                 given[-1] = given[-1].get()
             own = dict(zip(names, (cupy.from_dlpack(x) for x in results), strict=True))
             getattr(call.attn, which)(**_keywords(which, call, given), **own)
@@ -184,14 +157,14 @@ def _widened(x: Array, dim: int | None, shape: tuple[int, ...] | None, size: int
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
-_forward, _backward, _jvp, _backward_jvp, _second = map(
+FORWARD, _backward, _jvp, _backward_jvp, _second = map(
     _primitive, ("forward", "backward", "jvp", "backward_jvp", "second")
 )
 
 
-def _bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
-    own = tuple(name for name in given if name != _RANDOM)  # last, so that it is not in the way of results' shapes
-    names = (*own, *((_RANDOM,) if _RANDOM in given else ()))
+def bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
+    own = tuple(name for name in given if name != RANDOM)  # last, so that it is not in the way of results' shapes
+    names = (*own, *((RANDOM,) if RANDOM in given else ()))
     return primitive.bind(*(given[name] for name in names), call=call(attn, names, tuple(need)))
 
 
@@ -207,7 +180,7 @@ def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:
 
 def _inputs(call: Call, given: Mapping[str, Array]) -> dict[str, Array]:
     """What the forward pass takes."""
-    return {name: given[name] for name in (*call.inputs, _RANDOM) if name in given}
+    return {name: given[name] for name in (*call.inputs, RANDOM) if name in given}
 
 
 def _zero(x: Array) -> Any:
@@ -216,10 +189,10 @@ def _zero(x: Array) -> Any:
 
 def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
-    out, lse = _bind(_forward, call.attn, given)
+    out, lse = bind(FORWARD, call.attn, given)
     if not moved:
         return (out, lse), [_zero(x) for x in (out, lse)]
-    return (out, lse), _bind(_jvp, call.attn, given | {"out": out, "lse": lse} | _prefixed(moved))
+    return (out, lse), bind(_jvp, call.attn, given | {"out": out, "lse": lse} | _prefixed(moved))
 
 
 def _split(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
@@ -250,23 +223,23 @@ def _jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     if not (own := _cotangents(cotangents, ("tout", "tlse"))):
         return _in_order(call, {})
     rows = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]} | _of_rows(given, own)
-    found = _bind(_backward, call.attn, rows, [f"d{name[1:]}" for name in linear])
+    found = bind(_backward, call.attn, rows, [f"d{name[1:]}" for name in linear])
     return _in_order(call, dict(zip(linear, found, strict=True)))
 
 
 def _jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
-    tout, tlse = _bind(_jvp, call.attn, given)
+    tout, tlse = bind(_jvp, call.attn, given)
     inputs = _inputs(call, given)
     fixed = inputs | {"out": given["out"], "lse": given["lse"]}
     of_tangents = {name: t for name, t in moved.items() if name[1:] in inputs and name not in fixed}
     of_inputs = {name: t for name, t in moved.items() if name in inputs}
     found: list[Any] = [_zero(x) for x in (tout, tlse)]
     if of_tangents:
-        found = _bind(_jvp, call.attn, fixed | of_tangents)
+        found = bind(_jvp, call.attn, fixed | of_tangents)
     if of_inputs:
         directions = {f"u{name}": u for name, u in of_inputs.items()}
-        second = _bind(_second, call.attn, given | {"tout": tout, "tlse": tlse} | directions)
+        second = bind(_second, call.attn, given | {"tout": tout, "tlse": tlse} | directions)
         found = [ad.add_tangents(x, y) for x, y in zip(found, second, strict=True)]
     return (tout, tlse), found
 
@@ -276,13 +249,13 @@ def _second_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     given, linear = _split(call, arrays)
     if not (own := _cotangents(cotangents, ("tout", "tlse"))):
         return _in_order(call, {})
-    found = _bind(_backward_jvp, call.attn, given | _of_rows(given, own), [f"td{name[1:]}" for name in linear])
+    found = bind(_backward_jvp, call.attn, given | _of_rows(given, own), [f"td{name[1:]}" for name in linear])
     return _in_order(call, dict(zip(linear, found, strict=True)))
 
 
 def _backward_of_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     given, moved, attn = dict(zip(call.names, primals, strict=True)), _moved(call, tangents), call.attn
-    gradients = _bind(_backward, attn, given, call.need)
+    gradients = bind(_backward, attn, given, call.need)
     inputs = _inputs(call, given)
     of_inputs = _prefixed({name: t for name, t in moved.items() if name in inputs})
     of_rows = {name: t for name, t in moved.items() if name in ("dout", "dlse")}
@@ -290,13 +263,13 @@ def _backward_of_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
         if {"out", "lse"} <= moved.keys():
             tout, tlse = moved["out"], moved["lse"]
         else:
-            tout, tlse = _bind(_jvp, attn, inputs | {"out": given["out"], "lse": given["lse"]} | of_inputs)
+            tout, tlse = bind(_jvp, attn, inputs | {"out": given["out"], "lse": given["lse"]} | of_inputs)
         own = given | {"tout": tout, "tlse": tlse} | of_inputs | _prefixed(of_rows)
-        found = _bind(_backward_jvp, attn, own, [f"t{name}" for name in call.need])
+        found = bind(_backward_jvp, attn, own, [f"t{name}" for name in call.need])
     elif of_rows:
         fixed = {name: x for name, x in given.items() if name != "dlse"}
         zero = {"dout": jax.numpy.zeros_like(given["dout"])}
-        found = _bind(_backward, attn, fixed | zero | of_rows, call.need)
+        found = bind(_backward, attn, fixed | zero | of_rows, call.need)
     else:
         found = [_zero(x) for x in gradients]
     return gradients, found
@@ -308,7 +281,7 @@ def _backward_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     if not (own := _cotangents(cotangents, call.need)):
         return _in_order(call, {})
     fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
-    tout, tlse = _bind(_jvp, call.attn, fixed | {f"t{name[1:]}": c for name, c in own.items()})
+    tout, tlse = bind(_jvp, call.attn, fixed | {f"t{name[1:]}": c for name, c in own.items()})
     linear = [name for name in ("dout", "dlse") if name in call.names and name not in given]
     return _in_order(call, {name: x for name, x in (("dout", tout), ("dlse", tlse)) if name in linear})
 
@@ -320,12 +293,12 @@ def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
         return _in_order(call, {})
     fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
     directions = {f"t{name[2:]}": c for name, c in own.items()}
-    tout, tlse = _bind(_jvp, call.attn, fixed | directions)
+    tout, tlse = bind(_jvp, call.attn, fixed | directions)
     found = {name: x for name, x in (("tdout", tout), ("tdlse", tlse)) if name in linear}
     if tangents := [name for name in linear if name[1:] in call.inputs]:
         rows = {name: given[name] for name in ("dout", "dlse") if name in given}
         results = {"tout": tout, "tlse": tlse}
-        product = _bind(_backward_jvp, call.attn, fixed | rows | results | directions, [f"td{x[1:]}" for x in tangents])
+        product = bind(_backward_jvp, call.attn, fixed | rows | results | directions, [f"td{x[1:]}" for x in tangents])
         found |= dict(zip(tangents, product, strict=True))
     return _in_order(call, found)
 
@@ -335,14 +308,14 @@ def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     inputs = _inputs(call, given)
     if wrong := [name for name in moved if name in inputs or name in ("dout", "dlse")]:
         raise third_order_error(f"a derivative of backward_jvp with respect to {wrong[0]}")
-    results = _bind(_backward_jvp, call.attn, given, call.need)
+    results = bind(_backward_jvp, call.attn, given, call.need)
     linear = {name for name in call.names if name.startswith("t") and name not in inputs}
     own = {name: t for name, t in moved.items() if name in linear}
     if not own:
         return results, [_zero(x) for x in results]
     fixed = {name: x for name, x in given.items() if name not in linear}
     zeros = {name: jax.numpy.zeros_like(given[name]) for name in ("tout", "tlse")}
-    return results, _bind(_backward_jvp, call.attn, fixed | zeros | own, call.need)
+    return results, bind(_backward_jvp, call.attn, fixed | zeros | own, call.need)
 
 
 def _second_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
@@ -351,7 +324,7 @@ def _second_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
 
 ad.primitive_jvps.update(
     {
-        _forward: _forward_jvp,
+        FORWARD: _forward_jvp,
         _backward: _backward_of_jvp,
         _jvp: _jvp_jvp,
         _backward_jvp: _backward_jvp_jvp,
@@ -366,132 +339,3 @@ ad.primitive_transposes.update(
         _second: _second_transpose,
     }
 )
-
-
-# ---- the function ----------------------------------------------------------------------------------------------------
-
-
-# fmt: off
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention[None] | None = ..., score: None = ...,
-    seed: Array | None = ..., offset: Array | None = ..., return_lse: Literal[False] = ...,
-    **keywords: Unpack[AttentionKeywords],
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention[None] | None = ..., score: None = ...,
-    seed: Array | None = ..., offset: Array | None = ..., return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
-) -> tuple[Array, Array]: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention[WithFunction], seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, attn: FlashAttention[WithFunction], seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Array, Array]: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, score: Function | Score, seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, score: Function | Score, seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Array, Array]: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, mask: Function, seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, mask: Function, seed: Array | None = ...,
-    offset: Array | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Array, Array]: ...
-# fmt: on
-
-
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    attn: FlashAttention | None = None,
-    seed: Array | None = None,
-    offset: Array | None = None,
-    return_lse: bool = False,
-    **keywords: Any,
-) -> Array | tuple[Array, Array]:
-    """Exact attention of JAX arrays, differentiable twice, in memory linear in the sequence length.
-
-    Gradients reach q, k, v, bias, alibi_slopes, sinks, and the arrays that `score` reads, in reverse mode, forward mode
-    and one over the other, but for forward mode over forward mode. An axis of `jax.vmap` is one more batch axis, or a
-    loop where it cannot be one.
-
-    Parameters
-    ----------
-    q, k, v : jax.Array
-        As `cuflash.FlashAttention.forward` takes them.
-    attn : FlashAttention, optional
-        The options.
-    seed, offset : int or jax.Array, optional
-        Which weights dropout drops, as `cuflash.FlashAttention.forward` takes them, and the same in every entry of
-        `jax.vmap`. A seed in an array, which may change without another compilation, has 32 bits.
-    return_lse : bool, default False
-        Whether to return lse, too, which is differentiable as out is.
-    **keywords :
-        Without `attn`, options of `cuflash.FlashAttention`: causal, scale, softcap, score and so on. And arrays, as
-        `cuflash.FlashAttention.forward` takes them: bias, sinks, kv_lengths and so on, and those that `score` and
-        `mask` read. A `mask` is an option if it is a function.
-
-    Returns
-    -------
-    jax.Array or (jax.Array, jax.Array)
-        out, or (out, lse).
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, ImportError
-        As `cuflash.FlashAttention.forward` does; within `jax.jit` where it is traced. NotImplementedError also for
-        third derivatives, for forward mode over forward mode, and for gradients of what has none (keys in pages, fp8).
-
-    See Also
-    --------
-    cuflash.FlashAttention : The options, and passes without a framework.
-    cuflash.torch.attention : The same for PyTorch.
-
-    References
-    ----------
-    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
-    """
-    arrays = {"q": q, "k": k, "v": v}
-    options: dict[str, Any] = {}
-    for name, x in keywords.items():
-        if isinstance(x, (jax.Array, np.ndarray)):
-            arrays[name] = x
-        elif x is not None:
-            options[name] = x
-    for name in ("q", "k", "v"):
-        if not isinstance(arrays[name], (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a jax.Array")
-    attn = forward_call(attn, tuple(arrays), options).attn
-    if attn.options.dropout:
-        arrays[_RANDOM] = _random(seed, offset)
-    given = {name: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for name, x in arrays.items()}
-    out, lse = _bind(_forward, attn, given)
-    return (out, lse) if return_lse else out
-
-
-def _random(seed: Array, offset: Array) -> Array:
-    """Seed and offset as the operand of a primitive."""
-    if isinstance(seed, jax.Array) or isinstance(offset, jax.Array):
-        parts = seed, 0, offset
-        return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in parts])
-    seed, offset = check_random(seed, offset)
-    return np.array([seed & 0xFFFFFFFF, seed >> 32, offset], np.uint32)

@@ -1,174 +1,26 @@
-"""Attention of PyTorch tensors, for autograd, `torch.func` and `torch.compile`.
-
->>> import torch, cuflash.torch
->>> q, k, v = torch.randn(3, 8, 100, 64, requires_grad=True)
->>> cuflash.torch.attention(q, k, v, causal=True).sum().backward()
-
-PyTorch is no dependency of cuflash, and ``import cuflash`` does not import this module.
-
-Each pass is an operator, ``torch.ops.cuflash.forward``, ``backward``, ``jvp`` and ``backward_jvp``: what a compiler
-sees. Each has a `torch.autograd.Function`, which says what its derivative is in terms of the others. Without a compiler
-the functions compute at once, because a call through the dispatcher costs as much as a small pass.
-
-Tensors in host memory are viewed as NumPy arrays, those in CUDA memory as CuPy arrays, without a copy. On a GPU the
-kernels run on PyTorch's current stream, in memory of its allocator.
-"""
+"""The passes as operators of PyTorch, ``torch.ops.cuflash``, and their derivatives in terms of each other."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
-from cuflash.arrays.fp8 import fp8
-from cuflash.arrays.packages import INSTALL_CUPY
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
     Call,
     call,
     call_of,
-    cupy_stream,
-    forward_call,
     forward_twice_error,
     result_shapes,
     third_order_error,
     vmapped_shapes,
 )
-from cuflash.spec.outputs import DEFAULT_NEED, model_of
+from cuflash.torch.tensors import Tensors, empty_results, run
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from cuflash.score_mod import Score
-    from cuflash.spec.options import AttentionKeywords, Function
-    from cuflash.spec.type_variables import WithFunction
-
-__all__ = ["attention"]
-
-Tensors = Sequence[Tensor]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-# What NumPy does not know by the same name: integers of as many bits, and the dtype by which cuflash knows it.
-_VIEWED_AS = {
-    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
-}
-_NUMPY_DTYPES = {
-    getattr(torch, name): np.dtype(name)
-    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-}
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-
-# ---- arrays ----------------------------------------------------------------------------------------------------------
-
-
-def _numpy_view(x: Tensor) -> Any:
-    viewed = _VIEWED_AS.get(x.dtype)
-    if viewed is None:
-        try:
-            return x.numpy(force=True)
-        except RuntimeError as error:
-            if not torch._C._functorch.is_legacy_batchedtensor(x):
-                raise
-            raise NotImplementedError(
-                "attention: got tensors of vectorize=True or is_grads_batched=True, expected those of torch.func: "
-                "torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
-            ) from error
-    return x.detach().view(viewed[0]).numpy().view(viewed[1])
-
-
-def _from_numpy(x: Any) -> Tensor:
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
-def _cupy_view(x: Tensor) -> Any:
-    """By the address: through DLPack it takes 20 microseconds rather than 3."""
-    import cupy
-
-    if x.is_neg():
-        x = x.resolve_neg()
-    viewed = _VIEWED_AS.get(x.dtype)
-    dtype = _NUMPY_DTYPES[x.dtype] if viewed is None else viewed[1]
-    is_float8 = viewed is not None and viewed[0] is torch.uint8
-    size, device = x.element_size(), x.device.index
-    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, device)
-    strides = tuple([size * stride for stride in x.stride()])
-    array = cupy.ndarray(tuple(x.shape), np.uint8 if is_float8 else dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
-    return fp8(array, dtype.name) if is_float8 else array
-
-
-@functools.cache
-def _allocator() -> Any:
-    """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps."""
-    import cupy
-
-    def allocate(size: int, device: int) -> int:
-        return int(torch.cuda.caching_allocator_alloc(size, device))
-
-    def free(pointer: int, device: int) -> None:
-        torch.cuda.caching_allocator_delete(pointer)
-
-    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
-
-
-def _run(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
-    """The results of a pass."""
-    keywords: dict[str, Any] = {"seed": seed, "offset": offset}
-    if call.need and call.need != DEFAULT_NEED:  # to which the pass has a shorter way
-        keywords["need"] = call.need
-    method = getattr(call.attn, which)
-    if not tensors[0].is_cpu:
-        return _run_cuda(method, keywords, dict(zip(call.names, tensors, strict=True)), _results(which, call, tensors))
-    for name, x in zip(call.names, tensors, strict=True):
-        if not x.is_cpu:
-            raise TypeError(f"{name}: got a tensor on {x.device}, expected one on cpu as q is")
-        keywords[name] = _numpy_view(x)
-    found = method(**keywords)
-    if call.need:
-        found = [getattr(found, name) for name in call.need]  # in that order
-    return tuple([_from_numpy(x) for x in found])
-
-
-def _run_cuda(
-    method: Callable[..., Any], keywords: dict[str, Any], given: dict[str, Tensor], results: dict[str, Tensor]
-) -> tuple[Tensor, ...]:
-    device = given["q"].device
-    if device.type != "cuda":
-        raise TypeError(f"q: got a tensor on {device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
-    try:
-        import cupy
-    except ImportError as error:
-        raise ImportError(f"q: got a tensor in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
-    stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    own = cupy.cuda.Device(device.index)
-    with own, stream, cupy.cuda.using_allocator(_allocator()):
-        own.use()  # autograd calls from a thread of its own, in which the device may have no context yet
-        for name, x in (given | results).items():
-            if x.device != device:
-                raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")
-            keywords[name] = _cupy_view(x)
-        method(**keywords)
-    return tuple(results.values())
-
-
-def _results(which: str, call: Call, tensors: Tensors) -> dict[str, Tensor]:
-    """Tensors for the results of a pass, by name, not yet written."""
-    given = dict(zip(call.names, tensors, strict=True))
-    shapes = result_shapes(which, call, {name: x.shape for name, x in given.items()})
-    if call.need:
-        return {name: given[model_of(name)].new_empty(shape) for name, shape in shapes.items()}
-    q = given["q"]
-    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    dtypes = {"out": dtype, "lse": torch.float64 if dtype == torch.float64 else torch.float32}
-    return {name: q.new_empty(shape, dtype=dtypes[name.removeprefix("t")]) for name, shape in shapes.items()}
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -188,11 +40,11 @@ def _define(which: str) -> None:
     of_list = _SCHEMAS[which] == "Tensor[]"
 
     def kernel(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        found = _run(which, call_of(token), seed, offset, arrays)
+        found = run(which, call_of(token), seed, offset, arrays)
         return list(found) if of_list else found
 
     def fake(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        found = tuple(_results(which, call_of(token), arrays).values())
+        found = tuple(empty_results(which, call_of(token), arrays).values())
         return list(found) if of_list else found
 
     def differentiable(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
@@ -218,7 +70,7 @@ def _is_plain(tensors: Tensors) -> bool:
 
 def _compute(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
-        return _run(which, call, seed, offset, tensors)
+        return run(which, call, seed, offset, tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return tuple(getattr(torch.ops.cuflash, which)(list(tensors), call.token, seed, offset))
 
@@ -322,7 +174,7 @@ def _in_order(ctx: Any, by_name: Mapping[str, Any]) -> tuple[Any, ...]:
     return (None, None, None, *(by_name.get(name) for name in ctx.call.names))
 
 
-class _Forward(_Pass):
+class Forward(_Pass):
     which = "forward"
 
     @staticmethod
@@ -472,149 +324,6 @@ class _BackwardJvp(_Pass):
         )
 
 
-_FUNCTIONS: dict[str, type[_Pass]] = {f.which: f for f in (_Forward, _Backward, _Jvp, _BackwardJvp)}
+_FUNCTIONS: dict[str, type[_Pass]] = {f.which: f for f in (Forward, _Backward, _Jvp, _BackwardJvp)}
 for _which in _SCHEMAS:
     _define(_which)
-
-
-# ---- the function ----------------------------------------------------------------------------------------------------
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _token(attn: FlashAttention | None, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> str:
-    """What a compiled graph has in place of the options; the compiler calls this once, and guards the arguments."""
-    return forward_call(attn, names, dict(options)).token
-
-
-def _cast(arrays: dict[str, Tensor]) -> None:
-    """Give q, k and v the dtype of autocast, as for `torch.nn.functional.scaled_dot_product_attention`.
-
-    A bias in float32 stays so: kernels add it to scores, which are float32. Sinks and slopes have to be float32.
-    """
-    dtype = torch.get_autocast_dtype(arrays["q"].device.type)
-    for name in ("q", "k", "v", "bias"):
-        x = arrays.get(name)
-        if x is not None and (x.dtype in _HALF_PRECISION or (x.dtype == torch.float32 and name != "bias")):
-            arrays[name] = x.to(dtype)
-
-
-# fmt: off
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
-    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[False] = ...,
-    **keywords: Unpack[AttentionKeywords],
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
-    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
-    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
-) -> tuple[Tensor, Tensor]: ...
-# fmt: on
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn: FlashAttention | None = None,
-    seed: int | None = None,
-    offset: int | None = None,
-    return_lse: bool = False,
-    **keywords: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of PyTorch tensors, differentiable twice, in memory linear in the sequence length.
-
-    Gradients reach q, k, v, bias, alibi_slopes, sinks, and the tensors that `score` reads, by autograd, its double
-    backward, forward mode and `torch.func`. `torch.compile` takes it whole (``fullgraph=True``), forward and backward.
-    An axis of `torch.func.vmap` is one more batch axis, or a loop where it cannot be one. Within `torch.autocast` q, k
-    and v are cast as those of `torch.nn.functional.scaled_dot_product_attention` are.
-
-    Parameters
-    ----------
-    q, k, v : torch.Tensor
-        As `cuflash.FlashAttention.forward` takes them, in host or CUDA memory.
-    attn : FlashAttention, optional
-        The options.
-    seed, offset : int, optional
-        Which weights dropout drops, as `cuflash.FlashAttention.forward` takes them; in a compiled function the seed is
-        at most ``2 ** 63 - 1``.
-    return_lse : bool, default False
-        Whether to return lse, too, which is differentiable as out is.
-    **keywords :
-        Without `attn`, options of `cuflash.FlashAttention`: causal, scale, softcap, score and so on. And tensors, as
-        `cuflash.FlashAttention.forward` takes them: bias, sinks, kv_lengths and so on, and those that `score` and
-        `mask` read. A `mask` is an option if it is a function.
-
-    Returns
-    -------
-    torch.Tensor or (torch.Tensor, torch.Tensor)
-        out, or (out, lse).
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, ImportError
-        As `cuflash.FlashAttention.forward` does. NotImplementedError also for third derivatives, for forward mode over
-        forward mode, and for gradients of what has none (keys in pages, fp8).
-
-    See Also
-    --------
-    cuflash.FlashAttention : The options, and passes without a framework.
-    cuflash.jax.attention : The same for JAX.
-
-    References
-    ----------
-    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
-    """
-    arrays = {"q": q, "k": k, "v": v}
-    options: dict[str, Any] = {}
-    for name, x in keywords.items():
-        if isinstance(x, Tensor):
-            arrays[name] = x
-        elif x is not None:
-            options[name] = x
-    for name in ("q", "k", "v"):
-        if not isinstance(arrays[name], Tensor):
-            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a torch.Tensor")
-    if torch.is_autocast_enabled(q.device.type):
-        _cast(arrays)
-    if torch.compiler.is_compiling():
-        # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.
-        fixed = {name: next(iter({x})) if isinstance(x, (int, float)) else x for name, x in options.items()}
-        token = _token(attn, tuple(arrays), tuple(fixed.items()))
-        out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)
-    else:
-        out, lse = _Forward.apply(forward_call(attn, tuple(arrays), options), seed, offset, *arrays.values())
-    return (out, lse) if return_lse else out

@@ -1,0 +1,177 @@
+"""Attention of PyTorch tensors, for autograd, `torch.func` and `torch.compile`.
+
+>>> import torch, cuflash.torch
+>>> q, k, v = torch.randn(3, 8, 100, 64, requires_grad=True)
+>>> cuflash.torch.attention(q, k, v, causal=True).sum().backward()
+
+PyTorch is no dependency of cuflash, and ``import cuflash`` does not import this module.
+
+Each pass is an operator, ``torch.ops.cuflash.forward``, ``backward``, ``jvp`` and ``backward_jvp``: what a compiler
+sees. Each has a `torch.autograd.Function`, which says what its derivative is in terms of the others. Without a compiler
+the functions compute at once, because a call through the dispatcher costs as much as a small pass.
+
+Tensors in host memory are viewed as NumPy arrays, those in CUDA memory as CuPy arrays, without a copy. On a GPU the
+kernels run on PyTorch's current stream, in memory of its allocator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from cuflash.flash_attention import FlashAttention
+from cuflash.frameworks import forward_call
+from cuflash.torch.operators import Forward
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuflash.score_mod import Score
+    from cuflash.spec.options import AttentionKeywords, Function
+    from cuflash.spec.type_variables import WithFunction
+
+__all__ = ["attention"]
+
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _token(attn: FlashAttention | None, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> str:
+    """What a compiled graph has in place of the options; the compiler calls this once, and guards the arguments."""
+    return forward_call(attn, names, dict(options)).token
+
+
+def _cast(arrays: dict[str, Tensor]) -> None:
+    """Give q, k and v the dtype of autocast, as for `torch.nn.functional.scaled_dot_product_attention`.
+
+    A bias in float32 stays so: kernels add it to scores, which are float32. Sinks and slopes have to be float32.
+    """
+    dtype = torch.get_autocast_dtype(arrays["q"].device.type)
+    for name in ("q", "k", "v", "bias"):
+        x = arrays.get(name)
+        if x is not None and (x.dtype in _HALF_PRECISION or (x.dtype == torch.float32 and name != "bias")):
+            arrays[name] = x.to(dtype)
+
+
+# fmt: off
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[False] = ...,
+    **keywords: Unpack[AttentionKeywords],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[None] | None = ..., score: None = ...,
+    seed: int | None = ..., offset: int | None = ..., return_lse: Literal[True],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn: FlashAttention[WithFunction], seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score: Function | Score, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[False] = ..., **keywords: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Function, seed: int | None = ...,
+    offset: int | None = ..., return_lse: Literal[True], **keywords: Any,
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn: FlashAttention | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+    return_lse: bool = False,
+    **keywords: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of PyTorch tensors, differentiable twice, in memory linear in the sequence length.
+
+    Gradients reach q, k, v, bias, alibi_slopes, sinks, and the tensors that `score` reads, by autograd, its double
+    backward, forward mode and `torch.func`. `torch.compile` takes it whole (``fullgraph=True``), forward and backward.
+    An axis of `torch.func.vmap` is one more batch axis, or a loop where it cannot be one. Within `torch.autocast` q, k
+    and v are cast as those of `torch.nn.functional.scaled_dot_product_attention` are.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        As `cuflash.FlashAttention.forward` takes them, in host or CUDA memory.
+    attn : FlashAttention, optional
+        The options.
+    seed, offset : int, optional
+        Which weights dropout drops, as `cuflash.FlashAttention.forward` takes them; in a compiled function the seed is
+        at most ``2 ** 63 - 1``.
+    return_lse : bool, default False
+        Whether to return lse, too, which is differentiable as out is.
+    **keywords :
+        Without `attn`, options of `cuflash.FlashAttention`: causal, scale, softcap, score and so on. And tensors, as
+        `cuflash.FlashAttention.forward` takes them: bias, sinks, kv_lengths and so on, and those that `score` and
+        `mask` read. A `mask` is an option if it is a function.
+
+    Returns
+    -------
+    torch.Tensor or (torch.Tensor, torch.Tensor)
+        out, or (out, lse).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `cuflash.FlashAttention.forward` does. NotImplementedError also for third derivatives, for forward mode over
+        forward mode, and for gradients of what has none (keys in pages, fp8).
+
+    See Also
+    --------
+    cuflash.FlashAttention : The options, and passes without a framework.
+    cuflash.jax.attention : The same for JAX.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+    """
+    arrays = {"q": q, "k": k, "v": v}
+    options: dict[str, Any] = {}
+    for name, x in keywords.items():
+        if isinstance(x, Tensor):
+            arrays[name] = x
+        elif x is not None:
+            options[name] = x
+    for name in ("q", "k", "v"):
+        if not isinstance(arrays[name], Tensor):
+            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a torch.Tensor")
+    if torch.is_autocast_enabled(q.device.type):
+        _cast(arrays)
+    if torch.compiler.is_compiling():
+        # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.
+        fixed = {name: next(iter({x})) if isinstance(x, (int, float)) else x for name, x in options.items()}
+        token = _token(attn, tuple(arrays), tuple(fixed.items()))
+        out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)
+    else:
+        out, lse = Forward.apply(forward_call(attn, tuple(arrays), options), seed, offset, *arrays.values())
+    return (out, lse) if return_lse else out

@@ -1,0 +1,134 @@
+"""PyTorch tensors as arrays of NumPy and CuPy, without a copy, and the passes on them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuflash.arrays.fp8 import fp8
+from cuflash.arrays.packages import INSTALL_CUPY
+from cuflash.frameworks import Call, cupy_stream, result_shapes
+from cuflash.spec.outputs import DEFAULT_NEED, model_of
+
+Tensors = Sequence[Tensor]
+# What NumPy does not know by the same name: integers of as many bits, and the dtype by which cuflash knows it.
+_VIEWED_AS = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+}
+_NUMPY_DTYPES = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
+
+
+def numpy_view(x: Tensor) -> Any:
+    viewed = _VIEWED_AS.get(x.dtype)
+    if viewed is None:
+        try:
+            return x.numpy(force=True)
+        except RuntimeError as error:
+            if not torch._C._functorch.is_legacy_batchedtensor(x):
+                raise
+            raise NotImplementedError(
+                "attention: got tensors of vectorize=True or is_grads_batched=True, expected those of torch.func: "
+                "torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
+            ) from error
+    return x.detach().view(viewed[0]).numpy().view(viewed[1])
+
+
+def from_numpy(x: Any) -> Tensor:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def cupy_view(x: Tensor) -> Any:
+    """By the address: through DLPack it takes 20 microseconds rather than 3."""
+    import cupy
+
+    if x.is_neg():
+        x = x.resolve_neg()
+    viewed = _VIEWED_AS.get(x.dtype)
+    dtype = _NUMPY_DTYPES[x.dtype] if viewed is None else viewed[1]
+    is_float8 = viewed is not None and viewed[0] is torch.uint8
+    size, device = x.element_size(), x.device.index
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, device)
+    strides = tuple([size * stride for stride in x.stride()])
+    array = cupy.ndarray(tuple(x.shape), np.uint8 if is_float8 else dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    return fp8(array, dtype.name) if is_float8 else array
+
+
+@functools.cache
+def _allocator() -> Any:
+    """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps."""
+    import cupy
+
+    def allocate(size: int, device: int) -> int:
+        return int(torch.cuda.caching_allocator_alloc(size, device))
+
+    def free(pointer: int, device: int) -> None:
+        torch.cuda.caching_allocator_delete(pointer)
+
+    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+
+
+def run(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+    """The results of a pass."""
+    keywords: dict[str, Any] = {"seed": seed, "offset": offset}
+    if call.need and call.need != DEFAULT_NEED:  # to which the pass has a shorter way
+        keywords["need"] = call.need
+    method = getattr(call.attn, which)
+    if not tensors[0].is_cpu:
+        return _run_cuda(
+            method, keywords, dict(zip(call.names, tensors, strict=True)), empty_results(which, call, tensors)
+        )
+    for name, x in zip(call.names, tensors, strict=True):
+        if not x.is_cpu:
+            raise TypeError(f"{name}: got a tensor on {x.device}, expected one on cpu as q is")
+        keywords[name] = numpy_view(x)
+    found = method(**keywords)
+    if call.need:
+        found = [getattr(found, name) for name in call.need]  # in that order
+    return tuple([from_numpy(x) for x in found])
+
+
+def _run_cuda(
+    method: Callable[..., Any], keywords: dict[str, Any], given: dict[str, Tensor], results: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    device = given["q"].device
+    if device.type != "cuda":
+        raise TypeError(f"q: got a tensor on {device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(f"q: got a tensor in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
+    stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    own = cupy.cuda.Device(device.index)
+    with own, stream, cupy.cuda.using_allocator(_allocator()):
+        own.use()  # autograd calls from a thread of its own, in which the device may have no context yet
+        for name, x in (given | results).items():
+            if x.device != device:
+                raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")
+            keywords[name] = cupy_view(x)
+        method(**keywords)
+    return tuple(results.values())
+
+
+def empty_results(which: str, call: Call, tensors: Tensors) -> dict[str, Tensor]:
+    """Tensors for the results of a pass, by name, not yet written."""
+    given = dict(zip(call.names, tensors, strict=True))
+    shapes = result_shapes(which, call, {name: x.shape for name, x in given.items()})
+    if call.need:
+        return {name: given[model_of(name)].new_empty(shape) for name, shape in shapes.items()}
+    q = given["q"]
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    dtypes = {"out": dtype, "lse": torch.float64 if dtype == torch.float64 else torch.float32}
+    return {name: q.new_empty(shape, dtype=dtypes[name.removeprefix("t")]) for name, shape in shapes.items()}
