@@ -57,7 +57,7 @@ def check(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False) ->
             for arch in ("8.0", "7.5", "9.0")
             if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
         ],
-        9,
+        24,
     ),
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_every_option(case, arch):
     check(case, arch)
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(8))
 @given(ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13), st.sampled_from(("8.0", "9.0")))
 def test_options_together(case, arch):
     check(replace(case, has_values=False, dlse=True), arch)
@@ -100,8 +100,9 @@ OF_SM90: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
-@pytest.mark.parametrize("options", sample(OF_SM90, 1), ids=str)
+@pytest.mark.parametrize(
+    ("options", "deterministic"), sample([(x, fixed) for x in OF_SM90 for fixed in (False, True)], 2), ids=str
+)
 def test_wgmma_kernels(options, deterministic):
     case = of(**{"dtype": "bfloat16", "seqlen_q": 200, "seqlen_k": 260} | options)
     problem = replace(case.problem, deterministic=deterministic)

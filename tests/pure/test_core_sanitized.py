@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sampling.exhaustive, reason="takes an hour: 
 
 FILES = (
     *("test_core.py", "test_core_threads.py", "test_core_tangents.py", "test_no_elements.py"),
-    "test_core_large_scores.py",
+    *("test_core_large_scores.py", "test_without_values.py"),
 )
 # Those that ask how much memory, or how many threads, a process has; and those that would take longest.
 OF_THE_PROCESS = "beside_inputs or stay_for_the_next or use_the_cores"
