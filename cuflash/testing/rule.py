@@ -204,8 +204,8 @@ class Report(tuple[Measurement, ...]):
 def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     """Compare one result, of any library, with what it should be.
 
-    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says. A number that may be
-    beyond the largest one of its dtype may be infinite.
+    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says. Where a number may be
+    beyond the largest one of its dtype on either side, it may be infinite there.
 
     Parameters
     ----------
@@ -234,8 +234,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     largest = float(ml_dtypes.finfo(values.dtype).max)
     values = values.astype(expected.dtype)
     with np.errstate(invalid="ignore"):
-        may_overflow = np.abs(expected) + yardstick.tolerance >= largest
-    overflows = np.isinf(values) & may_overflow & (np.sign(values) == np.sign(expected))
+        overflows = np.isinf(values) & (np.sign(values) * expected + yardstick.tolerance >= largest)
     values = np.where(overflows, expected, values)
     measurement = _compare(name, values, yardstick)
     if measurement.failure is None and np.any(values[yardstick.zero]):

@@ -218,6 +218,24 @@ def test_numbers_beyond_the_range_may_be_infinite():
         assert ct.measure("dv", wrong.astype(np.float16), dv).failure
 
 
+@pytest.mark.parametrize(
+    ("expected", "tolerance", "signs"), [(2e4, 1e5, {-1, 1}), (2e4, 7e4, {1}), (-6e4, 1e4, {-1}), (2e4, 1e4, set())]
+)
+def test_numbers_may_be_infinite_on_the_side_where_the_tolerance_goes_beyond_the_range(expected, tolerance, signs):
+    judge = ct.Yardstick(
+        name="tdk",
+        expected=np.array([expected]),
+        zero=np.zeros(1, bool),
+        plain_error=np.zeros(1),
+        scale=np.ones(1),
+        tolerance=np.array([tolerance]),
+        strict_tolerance=1.0,
+    )
+    for sign in (-1, 1):
+        got = np.array([sign * np.inf], np.float16)
+        assert (ct.measure("tdk", got, judge).failure is None) == (sign in signs)
+
+
 @pytest.mark.parametrize("factor, fails", [(1.0, False), (1.0 + 2.0**-21, False), (1.0 + 2.0**-17, True)])
 def test_what_cancels_is_no_scale(factor, fails):
     """dscale is a sum of products of q and k, dk one of differences from D, which out is in: each may be next to 0."""
