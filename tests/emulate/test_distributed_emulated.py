@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {"seqlen_q": 100, "seqlen_k": 140, "num_heads": 2, "num_
 PACKED: dict[str, Any] = {"cu_seqlens_q": (0, 30, 100), "cu_seqlens_k": (0, 77, 135)}
 CASES = {
     "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True),
+    "9.0 no values": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True, has_values=False),
     "9.0 dropout": ct.Case(**SIZES, causal=True, dtype="float16", dropout=0.3, alibi_slopes=(2,)),
     "9.0 packed": ct.Case(**SIZES, **PACKED, causal=True, dtype="bfloat16", dropout=0.3),
     "8.0 blocks": ct.Case(**SIZES, dtype="float16", block_mask=(2,), block_size=(16, 32), bias=(100, 140)),

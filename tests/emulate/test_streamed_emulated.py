@@ -36,6 +36,7 @@ pytestmark = [
 SIZES: dict[str, Any] = {"seqlen_q": 70, "seqlen_k": 300, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
 CASES = {
     "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True),
+    "9.0 no values": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True, has_values=False),
     "9.0 bshd": ct.Case(**SIZES, dtype="float16", layout="bshd", window=(150, 0), alibi_slopes=(2,)),
     "8.0": ct.Case(**SIZES, causal=True, dtype="float16", bias=(70, 300), kv_lengths=(170,)),
     "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40)),
