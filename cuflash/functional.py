@@ -244,6 +244,15 @@ def logsumexp(
     TypeError, ValueError, NotImplementedError, ImportError
         As `FlashAttention` and `FlashAttention.forward` do.
 
+    See Also
+    --------
+    FlashAttention.forward : The same with options that are kept, and out.
+    FlashAttention.backward : Gradients, from dlse.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, section 3.1, "L".
+
     Examples
     --------
     >>> import numpy as np, cuflash
