@@ -20,9 +20,9 @@ from cuflash import attention, dequantize, quantize, rotate
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.arrays.dlpack import on_host
 from cuflash.gpu.progress import Bar
-from cuflash.spec.quantization import PER
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
+from cuflash.spec.quantization import PER
 from cuflash.testing import reference
 
 from .report import RC, Record

@@ -15,12 +15,12 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8, block_of_scales, numpy_dtype
 from cuflash.arrays.fp8 import LARGEST, Float8Array, encode
-from cuflash.spec.quantization import PER
 from cuflash.spec import array_imports
 from cuflash.spec.binding import bind
 from cuflash.spec.options import Options
 from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
+from cuflash.spec.quantization import PER
 from cuflash.testing import Case, reference
 from tests.ways import every_way
 
