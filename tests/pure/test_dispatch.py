@@ -171,5 +171,7 @@ def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", None)
     x = Tensor()
-    with pytest.raises(ImportError, match=r"^q: got \w+\.Tensor in CUDA memory, expected CuPy .*cuflash\[cuda1"):
+    with pytest.raises(
+        ImportError, match=r"^q: got \w+\.Tensor in CUDA memory, expected CuPy: pip install \"cupy-cuda1"
+    ):
         cuflash.attention(x, x, x)

@@ -537,7 +537,8 @@ def test_access_bytes_is_the_widest_that_is_aligned(arrays, pointer):
     assert width in (2, 4, 8, 16)
 
     def aligned(width):
-        steps = [s * 2 for x in arrays for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
+        rows = [x for x in arrays if 0 not in x.shape]
+        steps = [s * 2 for x in rows for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
         return all(step % width == 0 for step in (pointer, *steps))
 
     assert aligned(width)
