@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from cuflash.arrays.checks import type_error
+from cuflash.arrays.checks import type_error, value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
-from cuflash.spec.inputs import NamedGradientTangents, Tangents
+from cuflash.spec.inputs import NamedGradientTangents, OptionalArrays, Tangents
 from cuflash.spec.keywords import unexpected_keyword
 from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Window
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
@@ -272,6 +272,9 @@ def logsumexp(
         score=score,
         mask=mask if is_function else None,
     )
+    accepted = {*OptionalArrays.__annotations__, "seed", "offset", "lse", "out", *attn.options.score_args}
+    if unknown := arrays.keys() - accepted:
+        raise unexpected_keyword("logsumexp", min(unknown), {*accepted, *inspect.signature(logsumexp).parameters})
     return attn.forward(q, k, None, mask=None if is_function else mask, **arrays).lse
 
 
@@ -500,6 +503,8 @@ def jvp_backward(
     FlashAttention.jvp : The pass whose gradients these are.
     double_backward : Gradients of gradients.
     """
+    if v is None and dtlse is None:
+        raise value_error("dtlse", "None", "the gradient with respect to tlse, the only tangent without values")
     both: dict[str, Array] = {"seed": seed, "offset": offset}
     extra = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}
     found = attn.backward_jvp(dtout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays, **extra)

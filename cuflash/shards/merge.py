@@ -118,7 +118,7 @@ def merge(
     >>> np.allclose(out, cuflash.attention(q, k, v))
     True
     """
-    has_values = not all(x is None for x in outs)
+    has_values = _has_values(outs, touts=touts)
     touts = touts if has_values or tlses is None else tuple(outs)
     groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses)}
     names, given = _by_name(groups)
@@ -323,7 +323,7 @@ def merge_backward(
     >>> np.allclose(sum(dqs), attn.backward(dout, q, k, v, *attn.forward(q, k, v)).dq)
     True
     """
-    has_values = not all(x is None for x in outs)
+    has_values = _has_values(outs, dout=dout, out=out, touts=touts, tout=tout, tdout=tdout)
     if not has_values and tlses is not None:
         touts, tout = tuple(outs), lse  # of which none is read
     of_tangents = _tangents(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
@@ -567,6 +567,22 @@ class _Rows(NamedTuple):
     def all_in_order(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by name, those over rows as such views."""
         return {name: self.in_order(x) if "lse" in name else x for name, x in arrays.items()}
+
+
+def _has_values(outs: Sequence[Array | None], **of_values: Any) -> bool:
+    """Whether partial results have outs. Refuses arrays that go with outs where there are none."""
+    if not isinstance(outs, (list, tuple)):
+        raise type_error(
+            "outs", type(outs).__name__, "a list or tuple of arrays, or of None for each lse without values"
+        )
+    if not outs or any(x is not None for x in outs):
+        return True
+    for name, x in of_values.items():
+        if isinstance(x, (list, tuple)):
+            name, x = next(((f"{name}[{i}]", part) for i, part in enumerate(x) if part is not None), (name, None))
+        if x is not None:
+            raise value_error(name, "an array", "None as each of outs is: without values there are lses alone")
+    return False
 
 
 def _tangents(**given: Any) -> dict[str, Any]:

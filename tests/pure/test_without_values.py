@@ -194,3 +194,27 @@ def test_forgotten_values_are_an_error():
         cuflash.attention(Q, K, None)
     with pytest.raises(TypeError, match=r"^k: got None, expected an array"):
         ATTENTION.forward(Q, None, None)
+
+
+def test_merges_refuse_what_goes_with_outs():
+    lses = list(np.zeros((2, 2, 5)))
+    out = np.zeros((2, 5, 4))
+    with pytest.raises(ValueError, match=r"^touts\[1\]: got an array, expected None as each of outs is"):
+        cuflash.merge([None, None], lses, touts=[None, out], tlses=lses)
+    with pytest.raises(ValueError, match=r"^dout: got an array, expected None as each of outs is"):
+        cuflash.merge_backward(out, [None, None], lses, None, lses[0], dlse=lses[0])
+    with pytest.raises(TypeError, match=r"^outs: got NoneType, expected a list or tuple of arrays, or of None"):
+        cuflash.merge(None, lses)
+
+
+def test_messages_name_the_function_and_its_arguments():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    for name in ("v", "axis", "dropout"):
+        with pytest.raises(TypeError, match=rf"^logsumexp\(\) got an unexpected keyword argument '{name}'"):
+            cuflash.logsumexp(q, k, **{name: v})
+    with pytest.raises(TypeError, match=r"attn_bias': expected bias$"):
+        cuflash.logsumexp(q, k, attn_bias=v)
+    attn = cuflash.FlashAttention()
+    found = attn.jvp(q, k, None, tq=q)
+    with pytest.raises(ValueError, match=r"^dtlse: got None, expected the gradient with respect to tlse"):
+        cuflash.jvp_backward(attn, None, q, k, None, *found, tq=q, dlse=found.lse)
