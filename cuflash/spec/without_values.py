@@ -35,8 +35,8 @@ def with_no_columns(arrays: Mapping[str, Any], required: Iterable[str], layout: 
     q, k = arrays["q"], arrays["k"]
     v = arrays["v"] if arrays.get("v") is not None else k[..., :0]  # streamed keys bring it along
     given = {**dict.fromkeys(INPUTS), **arrays, "v": v}
-    if k.dtype.name in FLOAT8:
-        given["v_scale"] = arrays.get("k_scale")
+    if k.dtype.name in FLOAT8 and arrays.get("k_scale") is not None:  # else k_scale is what the error is about
+        given["v_scale"] = arrays["k_scale"]
     shape = [*given["lse"].shape, 0] if "lse" in required else []
     if layout == "bshd" and len(shape) > 2:
         shape[-3:-1] = shape[-2], shape[-3]

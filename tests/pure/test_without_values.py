@@ -218,3 +218,11 @@ def test_messages_name_the_function_and_its_arguments():
     found = attn.jvp(q, k, None, tq=q)
     with pytest.raises(ValueError, match=r"^dtlse: got None, expected the gradient with respect to tlse"):
         cuflash.jvp_backward(attn, None, q, k, None, *found, tq=q, dlse=found.lse)
+
+
+def test_float8_keys_need_their_scale():
+    q = np.ones((2, 5, 16), np.float32)
+    k, k_scale = cuflash.quantize(q)
+    with pytest.raises(ValueError, match=r"^k_scale: got None, expected the scale of k, .*: k_scale=1\.0 if"):
+        cuflash.logsumexp(q, k)
+    np.testing.assert_allclose(cuflash.logsumexp(q, k, k_scale=k_scale), cuflash.logsumexp(q, q))
