@@ -66,7 +66,8 @@ def check_gradients(
     attn : cuflash.FlashAttention
         The options, with `score` and `mask` if there are functions.
     q, k, v : array
-        Of float64, of NumPy or CuPy: differences leave nothing of the digits of other dtypes.
+        Of float64, of NumPy or CuPy: differences leave nothing of the digits of other dtypes. With None for v the sum
+        is that of lse alone.
     need : collection of str, optional
         The gradients to check; by default those of q, k and v, and of all arrays given that have one.
     order : {1, 2}, default 1
@@ -118,7 +119,7 @@ def check_gradients(
     numbers = np.random.default_rng(seed)
 
     def normal(x: Any) -> Any:
-        return module_of(x).asarray(numbers.standard_normal(x.shape))
+        return None if x is None else module_of(x).asarray(numbers.standard_normal(x.shape))
 
     def forward(moved: dict[str, Any]) -> Any:
         return attn.forward(**{name: moved[name] for name in inputs}, **random)
@@ -136,10 +137,10 @@ def check_gradients(
 
     def of_results(moved: dict[str, Any]) -> list[Any]:
         out, lse = forward(moved)
-        return [moved["dout"] * out, (moved["dlse"] * lse)[sees_keys]]
+        return [*([] if out is None else [moved["dout"] * out]), (moved["dlse"] * lse)[sees_keys]]
 
     def of_gradients(moved: dict[str, Any]) -> list[Any]:
-        return [weights[name] * x for name, x in backward(moved).items()]
+        return [weights[name] * x for name, x in backward(moved).items() if x is not None]
 
     if order == 1:
         summands, gradients = of_results, backward(point)
@@ -150,6 +151,8 @@ def check_gradients(
     unresolved = ROUNDING * float(np.finfo(np.float64).eps) * size / STEP
     found: dict[str, Change] = {}
     for name, gradient in gradients.items():
+        if gradient is None:  # of v or out, which are None
+            continue
         model = _DERIVATIVE_BY.get(name) or model_of(name)
         direction, x = normal(gradient), point[model]
         after, before = (
