@@ -79,7 +79,7 @@ class StreamPlan:
             takes = ", ".join(f"{in_bytes(self.device_bytes(x))} on the device {x}" for x in self.memory)
         lines = [
             f"streamed keys in {len(self.chunks)} chunks of up to {self.chunk} keys, {in_bytes(self._bytes_of_chunk)} "
-            f"of k and v each; {takes}",
+            f"of k{' and v' if p.head_dim_v else ''} each; {takes}",
             f"  problem   batch {p.batch}, {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, "
             f"head_dim_v {p.head_dim_v}, {p.dtype}",
         ]

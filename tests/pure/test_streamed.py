@@ -244,6 +244,8 @@ def test_the_plan_says_what_is_done():
     assert plan.ways == {"forward": "views", "backward": "views"}
     assert plan.device_bytes("forward") == 0
     assert "3 chunks of up to 2000 keys, 1.02 MB of k and v each" in plan.describe(verbose=True, width=0)
+    without_values: Any = cuflash.FlashAttention().plan(x, *cuflash.streamed(x, None, chunk=2000))
+    assert "3 chunks of up to 2000 keys, 512 kB of k each" in without_values.describe(width=0)
     assert cuflash.FlashAttention().plan(x, *cuflash.streamed(x, x)).chunk == 5000  # type: ignore[union-attr]
     assert repr(cuflash.streamed(x, x, chunk=7).k) == "Streamed(float32 (2, 5000, 32), chunk=7)"
 
