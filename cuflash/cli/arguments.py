@@ -137,6 +137,8 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
         raise Failure("--tangents goes with --pass jvp or backward_jvp")
     if "block_size" in args.given and not args.block_mask:
         raise Failure("--block-size goes with --block-mask")
+    if args.precision == "tf32" and "float32" not in args.dtype:
+        raise Failure("--precision tf32 goes with --dtype float32")
     seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
     for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
         given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}

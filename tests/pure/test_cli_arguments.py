@@ -124,6 +124,7 @@ def test_dtypes(capsys, value, meant):
     [
         ("plan --arch 9.0 --tangents q", "--tangents goes with --pass jvp or backward_jvp"),
         ("compile --arch 9.0 --block-size 64", "--block-size goes with --block-mask"),
+        ("plan --arch 9.0 --precision tf32", "--precision tf32 goes with --dtype float32"),
         ("tune --forget --dry-run", "--forget goes without --dry-run"),
     ],
 )
