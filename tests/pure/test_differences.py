@@ -147,7 +147,7 @@ def test_what_it_cannot_check_is_refused():
 @pytest.mark.parametrize("order", [1, 2])
 def test_no_values(order):
     q, k = np.random.default_rng(0).standard_normal((2, 2, 6, 4))
-    arrays = {"bias": np.zeros((6, 6)), "sinks": np.zeros(2)}
+    arrays: Any = {"bias": np.zeros((6, 6)), "sinks": np.zeros(2)}
     found = ct.check_gradients(cuflash.FlashAttention(causal=True), q, k, None, order=order, **arrays)
     of_inputs = {"dq", "dk", "dbias", "dsinks"}
     assert set(found) == (of_inputs if order == 1 else {"tlse", *(f"t{name}" for name in of_inputs)})

@@ -1,7 +1,7 @@
 """Calls without values: lse alone and its derivatives, on the CPU, streamed and over ranks."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -197,14 +197,14 @@ def test_forgotten_values_are_an_error():
 
 
 def test_merges_refuse_what_goes_with_outs():
-    lses = list(np.zeros((2, 2, 5)))
+    lses, nothing = list(np.zeros((2, 2, 5))), cast(Any, None)
     out = np.zeros((2, 5, 4))
     with pytest.raises(ValueError, match=r"^touts\[1\]: got an array, expected None as each of outs is"):
         cuflash.merge([None, None], lses, touts=[None, out], tlses=lses)
     with pytest.raises(ValueError, match=r"^dout: got an array, expected None as each of outs is"):
         cuflash.merge_backward(out, [None, None], lses, None, lses[0], dlse=lses[0])
     with pytest.raises(TypeError, match=r"^outs: got NoneType, expected a list or tuple of arrays, or of None"):
-        cuflash.merge(None, lses)
+        cuflash.merge(nothing, lses)
 
 
 def test_messages_name_the_function_and_its_arguments():
