@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.distributed import ContextParallel
-    from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithDlse, WithTangents
+    from cuflash.spec.inputs import OfHessian, OptionalArrays, ScoreGradientTangents, WithDlse, WithTangents
     from cuflash.spec.type_variables import Integer
 
     Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function
@@ -50,21 +50,10 @@ def attention(
     dropout: float = 0.0,
     block_size: int | tuple[int, int] = BLOCK_SIZE,
     score: None = None,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    kv_lengths: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    block_mask: Array | None = None,
-    block_table: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
-    q_scale: Array | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
     seed: int | None = None,
     offset: int | None = None,
     out: Array | None = None,
+    **optional_inputs: Unpack[OptionalArrays],
 ) -> ArrayT: ...
 
 
