@@ -1,8 +1,9 @@
 """Kernels compiled to cubins: NVRTC, a cache on disk, and a report of the resources each kernel takes.
 
 Neither a device nor CuPy is needed: the architecture is named, and NVRTC comes with a wheel. What NVRTC reads is a
-snapshot of the kernels directory taken once per process, and the key of the cache covers every byte of that snapshot,
-so a cubin always belongs to the sources that its key was made from, even while somebody edits them.
+snapshot of the kernels directory taken once per process. The key of the cache covers every byte of the source and of
+the headers that it includes, and NVRTC is given these alone: a cubin always belongs to the sources that its key was
+made from, even while somebody edits them, and an edited header compiles those kernels again that include it.
 
 In the cache `<key>.entry` holds the report and names the cubin, and the cubin's name holds the hash of its bytes. Both
 are written to a temporary file and renamed, and both are checked when read, so that no other process, no kill and no
@@ -16,10 +17,11 @@ import hashlib
 import json
 import operator
 import os
+import posixpath
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,10 +302,20 @@ class Compiler:
     @functools.cached_property
     def files_hash(self) -> str:
         """Hash of the names and contents of all these files."""
-        digest = hashlib.sha256()
-        for name, content in self._files.items():
-            digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)
-        return digest.hexdigest()
+        return _hash_of_files(self._files)
+
+    def _files_of(self, source: str, texts: Iterable[str]) -> dict[str, bytes]:
+        """The source, what `texts` (macros and headers of its own) name or include, and what all these include."""
+        names = [name for text in texts for name in (text.strip('"<>'), *_included(text.encode()))]
+        pending, found = {source, *names}, set()
+        while pending:
+            name = pending.pop()
+            if name in self._files and name not in found:
+                found.add(name)
+                folder = posixpath.dirname(name)  # an include may start there, or from the kernels directory
+                included = _included(self._files[name])
+                pending |= {*included, *(posixpath.normpath(posixpath.join(folder, other)) for other in included)}
+        return {name: content for name, content in self._files.items() if name in found}
 
     def compile(
         self,
@@ -323,7 +335,8 @@ class Compiler:
             raise value_error("arch", repr(arch), "an architecture such as 'sm_80' or 'sm_90a'")
         options = (*OPTIONS, f"--gpu-architecture={arch}", *_define_options(defines))
         request: dict[str, Any] = {"source": source, "name": name, "arch": arch, "options": options}
-        request["kernels"] = self.files_hash
+        files = self._files_of(source, [*map(str, defines.values()), *(own_headers or {}).values()])
+        request["kernels"] = _hash_of_files(files)
         if own_headers:
             request["headers"] = sorted((file, _sha256(source.encode())) for file, source in own_headers.items())
         with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
@@ -334,7 +347,7 @@ class Compiler:
             version = self._toolchain.version()
             request["nvrtc"] = version
             found = None if version == expected else self._find(request)
-            return found or self._build(request, defines, options, own_headers or {})
+            return found or self._build(request, files, defines, options, own_headers or {})
 
     @property
     def _folders(self) -> list[Path]:
@@ -361,6 +374,7 @@ class Compiler:
     def _build(
         self,
         request: Mapping[str, Any],
+        files: Mapping[str, bytes],
         defines: Mapping[str, str | int],
         options: tuple[str, ...],
         own_headers: Mapping[str, str],
@@ -369,12 +383,12 @@ class Compiler:
         # NVRTC would call a header in memory by its include name; #line gives it the path that an editor can open.
         headers = {
             file: b'#line 1 "%s"\n' % os.fsencode((self._kernel_dir / file).as_posix()) + content
-            for file, content in self._files.items()
+            for file, content in files.items()
             if file != source
         }
         headers |= {file: source.encode() for file, source in own_headers.items()}
         start = time.perf_counter()
-        cubin, log = self._toolchain.compile(self._kernel_dir / source, self._files[source], headers, arch, options)
+        cubin, log = self._toolchain.compile(self._kernel_dir / source, files[source], headers, arch, options)
         seconds = time.perf_counter() - start
         try:
             if cubin is None:
@@ -422,6 +436,21 @@ _nvrtc = Nvrtc()
 @functools.cache
 def _shared_compiler(kernel_dir: Path, cache_dir: Path) -> Compiler:
     return Compiler(kernel_dir, cache_dir, _nvrtc)
+
+
+@functools.cache
+def _included(text: bytes) -> tuple[str, ...]:
+    """What a file includes, as it is written there."""
+    names = re.findall(rb'^\s*#\s*include\s*["<]([^">\n]+)[">]', text, re.MULTILINE)
+    return tuple(os.fsdecode(name) for name in names)
+
+
+def _hash_of_files(files: Mapping[str, bytes]) -> str:
+    """Hash of their names and contents."""
+    digest = hashlib.sha256()
+    for name, content in files.items():
+        digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)
+    return digest.hexdigest()
 
 
 def _define_options(defines: Mapping[str, str | int]) -> list[str]:

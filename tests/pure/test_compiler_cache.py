@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cuflash.gpu import compiler, kernel_cache
@@ -38,41 +38,80 @@ def test_a_second_process_compiles_nothing_and_writes_nothing(kernel_dir, tmp_pa
     assert len(listing) == 2 and first.path in listing
 
 
-file_names = st.sampled_from(["a.cu", "b.cuh", "c.cuh", "sub/b.cuh", "sub/d.cuh"])
+HEADERS = ("b.cuh", "c.cuh", "sub/b.cuh", "sub/d.cuh")
 
 
-file_sets = st.dictionaries(file_names, st.binary(max_size=40), max_size=5).map(lambda files: {"a.cu": b"//", **files})
+def including(content, names):
+    """A file that includes others, by names from the directory of all."""
+    return b"".join(b'#include "%s"\n' % name.encode() for name in names) + content.replace(b"#", b"")
 
 
-@given(first=file_sets, second=file_sets)
-@example(first={"a.cu": b"//", "b.cuh": b"xy", "c.cuh": b"z"}, second={"a.cu": b"//", "b.cuh": b"x", "c.cuh": b"yz"})
-@example(first={"a.cu": b"//", "b.cuh": b"x"}, second={"a.cu": b"//", "c.cuh": b"x"})
-@example(first={"a.cu": b"//"}, second={"a.cu": b"//", "c.cuh": b""})
+# A source and headers, each of which includes some of those after it; a header may be there that nothing includes.
+@st.composite
+def file_sets(draw):
+    names = ("a.cu", *draw(st.lists(st.sampled_from(HEADERS), unique=True).map(sorted)))
+    content, after = st.binary(max_size=20), [names[i + 1 :] for i in range(len(names))]
+    subsets = [st.lists(st.sampled_from(rest), unique=True) if rest else st.just([]) for rest in after]
+    return {name: including(draw(content), draw(subset)) for name, subset in zip(names, subsets, strict=True)}
+
+
+def used(files, name="a.cu"):
+    """What a file is made of."""
+    names = [line.split(b'"')[1].decode() for line in files[name].split(b"\n") if line.startswith(b"#include")]
+    of_others = [used(files, other) for other in names]
+    return {name: files[name]} | {key: content for files_of_one in of_others for key, content in files_of_one.items()}
+
+
+@given(first=file_sets(), second=file_sets())
+@example(first={"a.cu": b'#include "b.cuh"\n', "b.cuh": b"x"}, second={"a.cu": b'#include "b.cuh"\n', "b.cuh": b"y"})
+@example(first={"a.cu": b"//"}, second={"a.cu": b"//", "c.cuh": b"that nothing includes"})
 @settings(max_examples=60)
-def test_kernels_are_shared_exactly_when_every_file_is_equal(first, second):
+def test_kernels_are_shared_exactly_when_what_they_are_made_of_is_equal(first, second):
     toolchain = CountingToolchain()
     with tempfile.TemporaryDirectory() as directory:
         write_files(f"{directory}/1", first)
         write_files(f"{directory}/2", second)
         compile_once(f"{directory}/1", f"{directory}/cache", toolchain)
         compile_once(f"{directory}/2", f"{directory}/cache", toolchain)
-    assert toolchain.calls == (1 if first == second else 2)
+    assert toolchain.calls == (1 if used(first) == used(second) else 2)
 
 
-@given(files=file_sets, data=st.data())
+@given(files=file_sets(), data=st.data())
 @settings(max_examples=60)
-def test_any_changed_byte_of_any_file_compiles_again_and_changing_it_back_does_not(files, data):
-    assume(any(files.values()))
-    name = data.draw(st.sampled_from(sorted(name for name, content in files.items() if content)))
-    position = data.draw(st.integers(0, len(files[name]) - 1))
-    changed = bytearray(files[name])
-    changed[position] ^= data.draw(st.integers(1, 255))
+def test_any_changed_byte_of_what_is_included_compiles_again_and_changing_it_back_does_not(files, data):
+    name = data.draw(st.sampled_from(sorted(files)))
+    lines = files[name].split(b"\n")
+    changed = {**files, name: b"\n".join([*lines[:-1], lines[-1] + data.draw(st.binary(min_size=1, max_size=3))])}
+    again = 2 if name in used(files) else 1
     toolchain = CountingToolchain()
     with tempfile.TemporaryDirectory() as directory:
-        for version, calls in ((files, 1), ({**files, name: bytes(changed)}, 2), (files, 2)):
+        for version, calls in ((files, 1), (changed, again), (files, again)):
             write_files(f"{directory}/kernels", version)
             compile_once(f"{directory}/kernels", f"{directory}/cache", toolchain)
             assert toolchain.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("files", "how"),
+    [
+        ({"a.cu": b"  #  include <b.cuh>\n"}, {}),
+        ({"a.cu": b"#include NAMED\n"}, {"defines": {"NAMED": '"b.cuh"'}}),
+        ({"a.cu": b"#include OWN\n"}, {"own_headers": {"own.cuh": '#include "b.cuh"\n'}}),
+        ({"sub/a.cu": b'#include "../b.cuh"\n'}, {"source": "sub/a.cu"}),
+        (
+            {"a.cu": b'#include "sub/d.cuh"\n', "sub/d.cuh": b'#include "e.cuh"\n', "sub/e.cuh": b'#include "b.cuh"\n'},
+            {},
+        ),
+    ],
+    ids=["angle brackets", "by a macro", "by a header of its own", "from a folder", "from the folder of a header"],
+)
+def test_a_header_counts_however_it_is_included(files, how, tmp_path):
+    toolchain = CountingToolchain()
+    request = {"source": "a.cu", "name": "kernel", "defines": {}, "arch": "sm_80"} | how
+    for number in range(2):
+        write_files(tmp_path / "kernels", files | {"b.cuh": b"// %d\n" % number})
+        Compiler(tmp_path / "kernels", tmp_path / "cache", toolchain).compile(**request)
+        assert toolchain.calls == number + 1
 
 
 macros = st.from_regex(r"[A-Z_][A-Z0-9_]{0,4}", fullmatch=True)
@@ -194,11 +233,7 @@ def fetch_forever(kernel_dir, cache_dir, stop_after_s):
         reference, _ = toolchain.compile(
             Path("a.cu"),
             FILES["a.cu"],
-            {
-                name: b'#line 1 "%s"\n' % str(Path(kernel_dir, name)).encode() + FILES[name]
-                for name in FILES
-                if name != "a.cu"
-            },
+            {"b.cuh": b'#line 1 "%s"\n' % str(Path(kernel_dir, "b.cuh")).encode() + FILES["b.cuh"]},
             "sm_80",
             (*compiler.OPTIONS, "--gpu-architecture=sm_80", f"-DNUMBER={number}"),
         )
