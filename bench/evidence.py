@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
+from . import environment, frameworks, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -27,7 +27,7 @@ class Evidence:
     backends: tuple[str, ...]
     measure: Callable[[str, Write, float], None]
     markdown: Callable[[Sequence[Record]], str]
-    draw: Callable[[Any, Sequence[Record], Path], None]
+    draw: Callable[[Any, Sequence[Record], Path], None] | None
     page: str = "evidence.md"
     summary: Callable[[Sequence[Record]], str] = lambda records: ""
     choose: Callable[[Sequence[Record]], list[Record]] = latest_run
@@ -99,6 +99,15 @@ EVIDENCE = {
         draw=streamed.draw,
         page="streamed.md",
     ),
+    "frameworks": Evidence(
+        about="what `cuflash.torch` and `cuflash.jax` add to a call; bfloat16, batch 1, 8 heads of 64, seqlen 256, "
+        "causal",
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: frameworks.measure(backend, write),
+        markdown=frameworks.markdown,
+        draw=None,
+        page="performance.md",
+    ),
     "ranks": Evidence(
         about="sequences over devices of a host, beside the whole problem on one of them",
         backends=("gpu",),
@@ -157,9 +166,10 @@ def sections(name: str, results: Path, page: Path) -> str:
     """What the runs of a suite show, a section for each backend, as plots lie from `page`; "" without a run."""
     found = []
     for kind, records in runs(name, results).items():
-        path = relative(picture(name, kind, results), page.parent)
-        device = {"gpu": "a GPU", "cpu": "a CPU"}[kind]
-        found.append(f"### {name} on {device}\n\n{shown(name, records)}\n\n![{name} on {device}]({path})")
+        title = f"{name} on {'a GPU' if kind == 'gpu' else 'a CPU'}"
+        found.append(f"### {title}\n\n{shown(name, records)}")
+        if EVIDENCE[name].draw is not None:
+            found.append(f"![{title}]({relative(picture(name, kind, results), page.parent)})")
     return "\n\n".join(found)
 
 
@@ -186,5 +196,7 @@ def draw_all(results: Path) -> None:
     import matplotlib.pyplot as plt
 
     for name, evidence in EVIDENCE.items():
+        if evidence.draw is None:
+            continue
         for kind, records in runs(name, results).items():
             evidence.draw(plt, records, picture(name, kind, results))

@@ -6,9 +6,11 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.cli.here import Failure
+from cuflash.cli.parser import Several
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import LAYOUTS, PRECISIONS, Causal, Options
@@ -64,9 +66,10 @@ def add_backend_argument(command: argparse.ArgumentParser) -> None:
 def add_problem_arguments(
     command: argparse.ArgumentParser, head_dim: int = 128, seqlen: int = 4096, num_heads: int = 16
 ) -> None:
+    several: Any = {"nargs": "+", "action": Several}
     command.add_argument(
         "--arch",
-        nargs="+",
+        **several,
         type=capability,
         metavar="X.Y",
         help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
@@ -74,14 +77,14 @@ def add_problem_arguments(
     command.add_argument(
         "--pass",
         dest="passes",
-        nargs="+",
+        **several,
         choices=PASS_NAMES,
         metavar="PASS",
         help=f"of {', '.join(PASS_NAMES)} (default: {' '.join(DEFAULT_PASSES)})",
     )
     command.add_argument(
         "--tangents",
-        nargs="+",
+        **several,
         choices=MOVABLE,
         default=list(INPUTS),
         metavar="NAME",
@@ -91,13 +94,14 @@ def add_problem_arguments(
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
     dtypes = f"of {', '.join(DTYPES)} (default: bfloat16)"
-    group.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], metavar="DTYPE", help=dtypes)
-    group.add_argument(
-        "--head-dim", nargs="+", type=positive, default=[head_dim], metavar="D", help=f"default: {head_dim}"
-    )
+    group.add_argument("--dtype", **several, choices=DTYPES, default=["bfloat16"], metavar="DTYPE", help=dtypes)
+    of_head_dim = f"default: {head_dim}"
+    group.add_argument("--head-dim", **several, type=positive, default=[head_dim], metavar="D", help=of_head_dim)
     group.add_argument(
         "--causal",
         nargs="*",
+        action=Several,
+        const="yes",
         choices=CAUSAL,
         default=["no"],
         metavar="HOW",
@@ -140,7 +144,7 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
     if args.precision == "tf32" and "float32" not in args.dtype:
         raise Failure("--precision tf32 goes with --dtype float32")
     seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
-    for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal or ["yes"]):
+    for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal):
         given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}
         options = Options(**given | {"causal": CAUSAL[causal]})
         q, k, v = (

@@ -24,6 +24,7 @@ from cuflash.cli.arguments import (
 )
 from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import Failure
+from cuflash.cli.parser import Several
 from cuflash.cli.plans import compiled
 from cuflash.emulator import SCHEDULES, EmulationError, Schedule, building
 from cuflash.emulator import passes as emulated
@@ -53,6 +54,7 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--schedule",
         nargs="+",
+        action=Several,
         choices=ORDERS,
         default=ORDERS,
         metavar="ORDER",

@@ -54,6 +54,8 @@ def run_command(parser: Parser, argv: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     try:
+        if getattr(args, "json", False) and sys.stdout is None:  # which the process was started without
+            raise Failure("--json: got no standard output, expected one that takes the document")
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except BrokenPipeError:

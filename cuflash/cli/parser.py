@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:  # here, and not by the parser of all commands, which does not know the arguments of one
             self._refuse(unknown)
         if not hasattr(found, "given"):  # of the parser of a command, which comes first
-            absent = object()
+            absent: list[Any] = []  # `Several` adds to what there is
             again, _ = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(vars(found), absent)))
             found.given = {name for name, value in vars(again).items() if value is not absent}
         return found, unknown
@@ -150,6 +150,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with the message, after a line that says how all arguments are shown."""
         self.exit(2, f"{self.prog} --help shows all arguments\n{self.prog}: {message}\n")
+
+
+class Several(argparse.Action):
+    """Values of one argument, each once, in the order of the command line, where the argument may stand repeatedly.
+
+    `const` is the value of the argument alone.
+    """
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        earlier = () if before is self.default else before
+        setattr(namespace, self.dest, list(dict.fromkeys([*earlier, *(values or [self.const])])))
 
 
 def _take(takers: Sequence[str]) -> str:

@@ -104,6 +104,16 @@ def test_closed_streams_are_no_failure(command, closed):
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
+@pytest.mark.parametrize("command", ["info", "plan --arch 8.0", "check --quick"])
+def test_a_document_needs_standard_output(command):
+    shell = f"exec {sys.executable} -m cuflash {command} --json >&-"
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    name, said = done.stderr.split(": ", 1)
+    assert done.returncode == 1 and name == f"python -m cuflash {command.split()[0]}"
+    assert said == "--json: got no standard output, expected one that takes the document\n"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_an_interruption_is_one_word():
     """As from a terminal, by a signal to a process that is at work; a shell may have told this one to ignore it."""

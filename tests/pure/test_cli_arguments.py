@@ -133,6 +133,30 @@ def test_arguments_without_effect_are_refused(capsys, command, words):
     assert capsys.readouterr() == ("", f"python -m cuflash {command.split()[0]}: {words}\n")
 
 
+SEVERAL = {
+    "arch": ("8.0", "9.0", "7.5"),
+    "passes": ("forward", "backward", "jvp", "backward_jvp"),
+    "tangents": ("q", "k", "v", "bias"),
+    "dtype": ("float16", "bfloat16", "float64"),
+    "head_dim": ("64", "128", "256"),
+    "causal": ("no", "yes", "top_left"),
+}
+
+
+@given(command=st.sampled_from(OF_PROBLEMS), name=st.sampled_from(sorted(SEVERAL)), data=st.data())
+def test_values_are_taken_together_and_once_each(command, name, data):
+    """However they are spread over occurrences of their argument, which replace the default."""
+    occurrences = data.draw(st.lists(st.lists(st.sampled_from(SEVERAL[name]), min_size=1), min_size=1, max_size=3))
+    option = "--pass" if name == "passes" else f"--{name.replace('_', '-')}"
+    args = make_parser().parse_args([command, *(x for values in occurrences for x in (option, *values))])
+    assert list(map(str, getattr(args, name))) == list(dict.fromkeys(x for values in occurrences for x in values))
+    assert args.given == {name}
+
+
+def test_causal_alone_means_yes():
+    assert make_parser().parse_args(["plan", "--causal", "--causal", "no"]).causal == ["yes", "no"]
+
+
 @pytest.mark.parametrize("name", ["cuflash", "cuflash.exe", "__main__.py", "pytest"])
 def test_the_program_is_called_as_it_was_typed(capsys, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}", "plan", "--quik"])

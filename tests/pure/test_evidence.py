@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import evidence, memory, traffic, training
+from bench import evidence, frameworks, memory, traffic, training
 from bench.__main__ import EVIDENCE, main, parser
 from bench.cases import Case
 from bench.examples import run_page
@@ -283,3 +283,30 @@ def test_ratios_of_memory():
         "-",
     ]
     assert [memory._growth(x) for x in ([1, 2, 8], [1, 2, 8, None], [None, 3], [])] == ["x 4", "x 4", "", ""]
+
+
+def test_ways_of_frameworks_give_the_same_results(monkeypatch):
+    monkeypatch.setattr(frameworks, "SHAPE", (1, 1, 8, 8))
+    records, write = writer()
+    frameworks.measure("cpu", write, samples=1, calls_per_sample=1, seconds=0.01)
+    rows = records[1:]
+    assert len(rows) == 2 * len({r["way"] for r in rows})
+    own = [r for r in rows if "scaled_dot_product" not in r["way"]]
+    assert [r["difference"] for r in own] == [0] * len(own)
+    assert all(r["host_us"] > 0 and r["result_us"] > 0 for r in rows)
+    assert {r["way"] for r in rows if "first_s" in r} == {r["way"] for r in rows if ", " in r["way"]}
+    text = frameworks.markdown(records)
+    assert all(f"\n| {r['way']} | " in text for r in rows)
+
+
+def test_frameworks_are_compared_with_the_bare_call():
+    pairs = zip(frameworks.PASSES, (20.0, 50.0), (31.5, 75.25), strict=True)
+    rows = [
+        {"record": "frameworks", "way": way, "pass": pass_, "host_us": us, "result_us": us + 4}
+        for pass_, *times in pairs
+        for way, us in zip((frameworks.BARE, "cuflash.torch"), times, strict=True)
+    ]
+    assert frameworks.markdown(rows).endswith(
+        "| bare call | 20.0 / 50.0 | - | 24.0 / 54.0 | - |\n"
+        "| cuflash.torch | 31.5 / 75.2 | 11.5 / 25.2 | 35.5 / 79.2 | - |"
+    )
