@@ -13,7 +13,17 @@ from cuflash.cli.parser import Parser, exit_code
 from .cases import ALL_PASSES, ITEMSIZE
 from .suites import SUITES
 
-EVIDENCE = ("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
+EVIDENCE = (
+    "memory",
+    "memory-second",
+    "traffic",
+    "training",
+    "pathfinder",
+    "rounding",
+    "streamed",
+    "logsumexp",
+    "ranks",
+)
 
 # Arguments of `run` by where they are kept, of suites of times and of those of other evidence.
 OF_SUITES = {"peers": "peers", "passes": "pass", "case": "case", "seconds": "seconds", "devices": "devices"}
@@ -149,6 +159,7 @@ def _report(args: argparse.Namespace) -> int:
         texts = {
             (args.readme, ""): readme_part(args.results),
             (args.page, ""): section(args.results, args.page),
+            (args.page, "logsumexp"): sections("logsumexp", args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),
             (args.ranks, ""): sections("ranks", args.results, args.ranks),

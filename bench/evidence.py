@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
+from . import environment, logsumexp, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -98,6 +98,17 @@ EVIDENCE = {
         markdown=streamed.markdown,
         draw=streamed.draw,
         page="streamed.md",
+    ),
+    "logsumexp": Evidence(
+        about="ten alternating steps of Sinkhorn's algorithm, and kernel densities, by logsumexp without values; "
+        'precision="highest" unless said',
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: logsumexp.measure(
+            write, logsumexp.Machine.of(backend), logsumexp.CASES[backend]
+        ),
+        markdown=logsumexp.markdown,
+        draw=logsumexp.draw,
+        page="performance.md",
     ),
     "ranks": Evidence(
         about="sequences over devices of a host, beside the whole problem on one of them",
