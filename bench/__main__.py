@@ -14,7 +14,7 @@ from .cases import ALL_PASSES, ITEMSIZE
 from .suites import SUITES
 
 EVIDENCE = (
-    *("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks"),
+    *("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "logsumexp", "ranks"),
     "frameworks",
 )
 
@@ -153,6 +153,7 @@ def _report(args: argparse.Namespace) -> int:
             (args.readme, ""): readme_part(args.results),
             (args.page, ""): section(args.results, args.page),
             (args.page, "frameworks"): sections("frameworks", args.results, args.page),
+            (args.page, "logsumexp"): sections("logsumexp", args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),
             (args.ranks, ""): sections("ranks", args.results, args.ranks),

@@ -11,7 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax")
+PACKAGES = (
+    *("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax"),
+    *("scipy", "scikit-learn", "pykeops", "flash-sinkhorn"),
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 

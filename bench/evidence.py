@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, frameworks, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
+from . import (
+    environment,
+    frameworks,
+    logsumexp,
+    memory,
+    pathfinder,
+    ranks,
+    report,
+    rounding,
+    streamed,
+    traffic,
+    training,
+)
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -106,6 +118,17 @@ EVIDENCE = {
         measure=lambda backend, write, scale: frameworks.measure(backend, write),
         markdown=frameworks.markdown,
         draw=None,
+        page="performance.md",
+    ),
+    "logsumexp": Evidence(
+        about="ten alternating steps of Sinkhorn's algorithm, and kernel densities, by logsumexp without values; "
+        'precision="highest" unless said',
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: logsumexp.measure(
+            write, logsumexp.Machine.of(backend), logsumexp.CASES[backend]
+        ),
+        markdown=logsumexp.markdown,
+        draw=logsumexp.draw,
         page="performance.md",
     ),
     "ranks": Evidence(

@@ -16,9 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cuflash.arrays.checks import value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
-from cuflash.spec.keywords import DIFFERENCES_OF
+from cuflash.spec.keywords import DIFFERENCES_OF, unexpected_keyword
 from cuflash.spec.outputs import model_of
 
 OPTION_NAMES = tuple(inspect.signature(FlashAttention).parameters)
@@ -91,15 +92,17 @@ def call_of(token: str) -> Call:
     return found
 
 
-def forward_call(attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any]) -> Call:
-    """The forward pass of an `attention` with options as keywords, or `attn` in place of these.
+def forward_call(
+    attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any], function: str = "attention"
+) -> Call:
+    """The forward pass of a function with options as keywords, or `attn` in place of these.
 
     `names` are those of its arrays. What is left of the keywords is no array, and an option or wrong.
     """
     if attn is None:
         for name, x in options.items():
             if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
-                raise _keyword_error(name, x)
+                raise _keyword_error(function, name, x)
         try:
             attn = _kept(**options)
         except TypeError:  # an option that has no hash, or is wrong
@@ -107,19 +110,27 @@ def forward_call(attn: FlashAttention | None, names: tuple[str, ...], options: M
     elif options:
         name, x = next(iter(options.items()))
         if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
-            raise _keyword_error(name, x)
+            raise _keyword_error(function, name, x)
         raise TypeError(f"{name}: got it together with attn, expected one of them; give it to attn")
     found = call(attn, names)
     if len(found.inputs) != len(names):
         unknown = next(name for name in names if name not in found.inputs)
-        raise TypeError(f"attention() got an unexpected keyword argument {unknown!r}")
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown!r}")
     return found
 
 
-def _keyword_error(name: str, x: object) -> TypeError:
+def check_lse_keywords(attn: FlashAttention | None, keywords: Mapping[str, Any]) -> None:
+    """Refuse what a `logsumexp` does not take: what belongs to values, and dropout, which does not change lse."""
+    if wrong := keywords.keys() & {"v", "v_scale", "dropout", "seed", "offset", "return_lse"}:
+        raise unexpected_keyword("logsumexp", min(wrong), {"q", "k", "attn", *OPTION_NAMES, *NAMES})
+    if attn is not None and attn.options.dropout:
+        raise value_error("attn", f"dropout={attn.options.dropout}", "one without dropout, which does not change lse")
+
+
+def _keyword_error(function: str, name: str, x: object) -> TypeError:
     if name in NAMES:
         return TypeError(f"{name}: got {type(x).__name__}, expected an array of the library of q")
-    return TypeError(f"attention() got an unexpected keyword argument {name!r}")
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:

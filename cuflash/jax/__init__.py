@@ -1,4 +1,4 @@
-"""Attention of JAX arrays, for `jax.grad`, `jax.jvp`, `jax.jit` and `jax.vmap`.
+"""Attention and logsumexp of JAX arrays, for `jax.grad`, `jax.jvp`, `jax.jit` and `jax.vmap`.
 
 >>> import jax, cuflash.jax
 >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 64))
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from cuflash.flash_attention import FlashAttention
-from cuflash.frameworks import forward_call
+from cuflash.frameworks import check_lse_keywords, forward_call
 from cuflash.jax.primitives import FORWARD, RANDOM, Array, bind
 from cuflash.spec.options import check_random
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cuflash.spec.options import AttentionKeywords, Function
     from cuflash.spec.type_variables import WithFunction
 
-__all__ = ["attention"]
+__all__ = ["attention", "logsumexp"]
 
 
 # fmt: off
@@ -131,28 +131,90 @@ def attention(
     See Also
     --------
     cuflash.FlashAttention : The options, and passes without a framework.
+    logsumexp : lse alone, without values.
     cuflash.torch.attention : The same for PyTorch.
 
     References
     ----------
     Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
     """
-    arrays = {"q": q, "k": k, "v": v}
+    out, lse = _forward("attention", {"q": q, "k": k, "v": v}, attn, seed, offset, keywords)
+    return (out, lse) if return_lse else out
+
+
+def logsumexp(q: Array, k: Array, *, attn: FlashAttention | None = None, **keywords: Any) -> Array:
+    """The logarithm of the sum of exponentials of each row of scores, differentiable as `attention` is.
+
+    Neither the product with values nor its derivatives are computed. Gradients reach q, k, bias, alibi_slopes, sinks,
+    and the arrays that `score` reads.
+
+    Parameters
+    ----------
+    q, k : jax.Array
+        As `cuflash.FlashAttention.forward` takes them.
+    attn : FlashAttention, optional
+        The options, without dropout, which does not change lse.
+    **keywords :
+        As `attention` takes them.
+
+    Returns
+    -------
+    jax.Array
+        (..., num_heads, seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `attention` does.
+
+    See Also
+    --------
+    cuflash.logsumexp : The same for NumPy and CuPy arrays.
+    attention : With values.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, section 3.1, "L".
+
+    Examples
+    --------
+    >>> import jax, cuflash.jax
+    >>> x, y = jax.random.normal(jax.random.key(0), (2, 100, 3))
+    >>> right = jax.nn.logsumexp(x @ y.T, axis=-1)
+    >>> bool(jax.numpy.allclose(cuflash.jax.logsumexp(x, y, scale=1.0), right, atol=1e-5))
+    True
+    """
+    check_lse_keywords(attn, keywords)
+    return _forward("logsumexp", {"q": q, "k": k}, attn, None, None, keywords)[1]
+
+
+def _forward(
+    function: str,
+    arrays: dict[str, Any],
+    attn: FlashAttention | None,
+    seed: Array,
+    offset: Array,
+    keywords: dict[str, Any],
+) -> Any:
+    """out and lse of the forward pass; without v, of values that have no columns, as `cuflash` computes lse alone."""
+    for name, x in arrays.items():
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a jax.Array")
+    k = arrays["k"]
+    if "v" not in arrays:
+        arrays["v"] = jax.numpy.empty((*k.shape[:-1], 0), k.dtype)
+        keywords |= {"v_scale": keywords["k_scale"]} if "k_scale" in keywords else {}
     options: dict[str, Any] = {}
     for name, x in keywords.items():
         if isinstance(x, (jax.Array, np.ndarray)):
             arrays[name] = x
         elif x is not None:
             options[name] = x
-    for name in ("q", "k", "v"):
-        if not isinstance(arrays[name], (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a jax.Array")
-    attn = forward_call(attn, tuple(arrays), options).attn
+    attn = forward_call(attn, tuple(arrays), options, function).attn
     if attn.options.dropout:
         arrays[RANDOM] = _random(seed, offset)
     given = {name: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for name, x in arrays.items()}
-    out, lse = bind(FORWARD, attn, given)
-    return (out, lse) if return_lse else out
+    return bind(FORWARD, attn, given)
 
 
 def _random(seed: Array, offset: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Attention of PyTorch tensors, for autograd, `torch.func` and `torch.compile`.
+"""Attention and logsumexp of PyTorch tensors, for autograd, `torch.func` and `torch.compile`.
 
 >>> import torch, cuflash.torch
 >>> q, k, v = torch.randn(3, 8, 100, 64, requires_grad=True)
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cuflash.flash_attention import FlashAttention
-from cuflash.frameworks import forward_call
+from cuflash.frameworks import check_lse_keywords, forward_call
 from cuflash.torch.operators import Forward
 
 if TYPE_CHECKING:
@@ -32,15 +32,17 @@ if TYPE_CHECKING:
     from cuflash.spec.options import AttentionKeywords, Function
     from cuflash.spec.type_variables import WithFunction
 
-__all__ = ["attention"]
+__all__ = ["attention", "logsumexp"]
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _token(attn: FlashAttention | None, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> str:
+def _token(
+    attn: FlashAttention | None, names: tuple[str, ...], options: tuple[tuple[str, Any], ...], function: str
+) -> str:
     """What a compiled graph has in place of the options; the compiler calls this once, and guards the arguments."""
-    return forward_call(attn, names, dict(options)).token
+    return forward_call(attn, names, dict(options), function).token
 
 
 def _cast(arrays: dict[str, Tensor]) -> None:
@@ -149,29 +151,93 @@ def attention(
     See Also
     --------
     cuflash.FlashAttention : The options, and passes without a framework.
+    logsumexp : lse alone, without values.
     cuflash.jax.attention : The same for JAX.
 
     References
     ----------
     Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
     """
-    arrays = {"q": q, "k": k, "v": v}
+    out, lse = _forward("attention", {"q": q, "k": k, "v": v}, attn, seed, offset, keywords)
+    return (out, lse) if return_lse else out
+
+
+def logsumexp(q: Tensor, k: Tensor, *, attn: FlashAttention | None = None, **keywords: Any) -> Tensor:
+    """The logarithm of the sum of exponentials of each row of scores, differentiable as `attention` is.
+
+    Neither the product with values nor its derivatives are computed. Gradients reach q, k, bias, alibi_slopes, sinks,
+    and the tensors that `score` reads.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor
+        As `cuflash.FlashAttention.forward` takes them, in host or CUDA memory.
+    attn : FlashAttention, optional
+        The options, without dropout, which does not change lse.
+    **keywords :
+        As `attention` takes them.
+
+    Returns
+    -------
+    torch.Tensor
+        (..., num_heads, seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `attention` does.
+
+    See Also
+    --------
+    cuflash.logsumexp : The same for NumPy and CuPy arrays.
+    attention : With values.
+
+    References
+    ----------
+    Dao: FlashAttention-2 (2023), https://arxiv.org/abs/2307.08691, section 3.1, "L".
+
+    Examples
+    --------
+    >>> import torch, cuflash.torch
+    >>> x, y = torch.randn(2, 100, 3, dtype=torch.float64)
+    >>> right = torch.logsumexp(x @ y.T, dim=-1)
+    >>> torch.allclose(cuflash.torch.logsumexp(x, y, scale=1.0), right)
+    True
+    """
+    check_lse_keywords(attn, keywords)
+    return _forward("logsumexp", {"q": q, "k": k}, attn, None, None, keywords)[1]
+
+
+def _forward(
+    function: str,
+    arrays: dict[str, Any],
+    attn: FlashAttention | None,
+    seed: int | None,
+    offset: int | None,
+    keywords: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the forward pass; without v, of values that have no columns, as `cuflash` computes lse alone."""
+    for name, x in arrays.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    q, k = arrays["q"], arrays["k"]
+    if "v" not in arrays:
+        arrays["v"] = k.new_empty((*k.shape[:-1], 0))
+        keywords |= {"v_scale": keywords["k_scale"]} if "k_scale" in keywords else {}
     options: dict[str, Any] = {}
     for name, x in keywords.items():
         if isinstance(x, Tensor):
             arrays[name] = x
         elif x is not None:
             options[name] = x
-    for name in ("q", "k", "v"):
-        if not isinstance(arrays[name], Tensor):
-            raise TypeError(f"{name}: got {type(arrays[name]).__name__}, expected a torch.Tensor")
     if torch.is_autocast_enabled(q.device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
         # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.
         fixed = {name: next(iter({x})) if isinstance(x, (int, float)) else x for name, x in options.items()}
-        token = _token(attn, tuple(arrays), tuple(fixed.items()))
+        token = _token(attn, tuple(arrays), tuple(fixed.items()), function)
         out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)
     else:
-        out, lse = Forward.apply(forward_call(attn, tuple(arrays), options), seed, offset, *arrays.values())
-    return (out, lse) if return_lse else out
+        call = forward_call(attn, tuple(arrays), options, function)
+        out, lse = Forward.apply(call, seed, offset, *arrays.values())
+    return out, lse

@@ -10,7 +10,7 @@ import cuflash
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash.jax import attention  # noqa: E402
+from cuflash.jax import attention, logsumexp  # noqa: E402
 
 jnp = jax.numpy
 pytestmark = pytest.mark.gpu
@@ -108,3 +108,35 @@ def test_vmap_is_a_loop():
     q, k = normal(3, 4, 17, 8), normal(4, 19, 8)
     right = jnp.stack([attention(x, k, k) for x in q])
     np.testing.assert_array_equal(jax.vmap(lambda q: attention(q, k, k))(q), right)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_lse_and_its_gradients_are_those_of_the_passes_without_values(dtype, compiled):
+    q, k = normal(2, 4, 130, 64, dtype=dtype), normal(2, 2, 150, 64, dtype=dtype, seed=1)
+    dlse = normal(2, 4, 130, dtype="float64" if dtype == "float64" else "float32", seed=2)
+    attn = cuflash.FlashAttention(causal=True, deterministic=True)
+
+    def both(q, k, dlse):
+        lse, back = jax.vjp(lambda q, k: logsumexp(q, k, attn=attn), q, k)
+        return lse, *back(dlse)
+
+    found = (jax.jit(both) if compiled else both)(q, k, dlse)
+    right = attn.forward(q, k, None).lse
+    expected = attn.backward(None, q, k, None, None, right, dlse=dlse, need=("dq", "dk"))
+    for got, x in zip(found, (right, expected.dq, expected.dk), strict=True):
+        np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+def test_second_derivatives_of_lse(compiled):
+    """Forward mode over reverse mode, against the formula."""
+    q, k, t = normal(4, 5, 3), normal(4, 6, 3, seed=1), normal(4, 5, 3, seed=2)
+
+    def product(f):
+        of = lambda q: jax.jvp(jax.grad(lambda q: jnp.sin(f(q)).sum()), (q,), (t,))[1]  # noqa: E731
+        return (jax.jit(of) if compiled else of)(q)
+
+    found = product(lambda q: logsumexp(q, k, scale=1.0))
+    right = product(lambda q: jax.nn.logsumexp(q @ k.mT, axis=-1))
+    np.testing.assert_allclose(found, right, rtol=1e-10, atol=1e-12)

@@ -8,7 +8,7 @@ import cuflash
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash.torch import attention  # noqa: E402
+from cuflash.torch import attention, logsumexp  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +68,37 @@ def test_tangents_are_those_of_the_passes(dtype):
     product = attn.backward_jvp(dout, q, k, v, *right, tk=tk, mask=mask, need=("tdk",))
     atol = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-13}[dtype]
     torch.testing.assert_close(tdk, product.tdk, rtol=atol, atol=atol)  # another kernel: q and v have tangents of 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lse_and_its_gradients_are_those_of_the_passes_without_values(dtype):
+    q, k, _, sinks, mask = problem(dtype)
+    attn = cuflash.FlashAttention(causal=True, deterministic=True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, sinks)]
+    lse = logsumexp(*leaves[:2], sinks=leaves[2], mask=mask, attn=attn)
+    right = attn.forward(q, k, None, sinks=sinks, mask=mask).lse
+    assert torch.equal(lse.detach(), right)
+    dlse = normal(*lse.shape, seed=5).to(lse.dtype)
+    found = torch.autograd.grad(lse, leaves, dlse)
+    how = {"sinks": sinks, "mask": mask, "need": ("dq", "dk", "dsinks")}
+    expected = attn.backward(None, q, k, None, None, right, dlse=dlse, **how)
+    for got, x in zip(found, (expected.dq, expected.dk, expected.dsinks), strict=True):
+        assert torch.equal(got, x)
+
+
+def test_derivatives_of_lse():
+    q, k = (normal(1, heads, n, 4, seed=heads).requires_grad_() for heads, n in ((4, 5), (2, 6)))
+
+    def f(q, k):
+        return logsumexp(q, k, causal=True, softcap=2.0, deterministic=True)
+
+    how = {"fast_mode": True}
+    assert torch.autograd.gradcheck(f, (q, k), check_forward_ad=True, **how)
+    assert torch.autograd.gradgradcheck(f, (q, k), check_fwd_over_rev=True, **how)
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    found, right = (torch.autograd.grad(g(q, k).sin().sum(), (q, k)) for g in (compiled, f))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
 def test_kernels_run_on_the_current_stream():

@@ -22,7 +22,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 from jax.test_util import check_grads  # noqa: E402
 
-from cuflash.jax import attention  # noqa: E402
+from cuflash.jax import attention, logsumexp  # noqa: E402
 
 jnp = jax.numpy
 
@@ -293,6 +293,66 @@ def test_wrong_arguments_are_named(keywords, error, words, compiled):
         (jax.jit(f) if compiled else f)(jnp.asarray(X))
 
 
+# ---- logsumexp -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(ct.cases(**SMALL | {"features": [x for x in FEATURES if x != "dropout"]}), st.booleans())
+def test_lse_and_its_gradients_are_those_of_the_passes_without_values(case, compiled):
+    """To the bit: of every option, with values of the arrays and within jit."""
+    case = replace(case, has_values=False, dlse=True)
+    arrays, plain = case.arrays(jnp.asarray), case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    inputs = {name: arrays[name] for name in ("q", "k")} | ct.optional(arrays)
+    names = [name for name in movable(case) if name in inputs]
+
+    def both(own, dlse):
+        lse, back = jax.vjp(lambda own: logsumexp(**inputs | own, attn=attn), own)
+        return lse, back(dlse)[0]
+
+    lse, found = (jax.jit(both) if compiled else both)({name: inputs[name] for name in names}, arrays["dlse"])
+    right = attn.forward(plain["q"], plain["k"], None, **ct.optional(plain)).lse
+    np.testing.assert_array_equal(lse, right)
+    need, optional = tuple(f"d{name}" for name in names), ct.optional(plain) | {"dlse": plain["dlse"]}
+    expected = attn.backward(None, plain["q"], plain["k"], None, None, right, need=need, **optional)
+    for name in names:
+        np.testing.assert_array_equal(found[name], getattr(expected, f"d{name}"), err_msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["with values", "jit"])
+def test_derivatives_of_lse(compiled):
+    rng = np.random.default_rng(0)
+    xs = tuple(jnp.asarray(rng.standard_normal(shape)) for shape in ((2, 4, 5, 3), (2, 2, 6, 3), (4, 5, 6)))
+
+    def f(q, k, bias):
+        return jnp.sin(logsumexp(q, k, bias=bias, causal=True)).sum()
+
+    f, direction = jax.jit(f) if compiled else f, tuple(jnp.cos(x) for x in xs)
+    check_grads(f, xs, order=1)
+    check_grads(f, xs, order=2, modes=["rev"])
+    check_grads(jax.grad(f, (0, 1, 2)), xs, order=1, modes=["fwd"])
+    check_grads(lambda *xs: jax.jvp(f, xs, direction)[1], xs, order=1, modes=["rev"])
+    many = tuple(jnp.stack([x, 2 * x]) for x in xs)
+    mapped = jax.vmap(jax.grad(f, (0, 1, 2)))(*many)
+    for found, right in zip(mapped, jax.grad(f, (0, 1, 2))(*(x[1] for x in many)), strict=True):
+        np.testing.assert_allclose(found[1], right, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"k": [1.0]}, r"k: got list, expected a jax\.Array"),
+        ({"v": X}, r"logsumexp\(\) got an unexpected keyword argument 'v'"),
+        ({"dropout": 0.5}, r"logsumexp\(\) got an unexpected keyword argument 'dropout'"),
+        ({"gamma": X}, r"logsumexp\(\) got an unexpected keyword argument 'gamma'"),
+        ({"attn": cuflash.FlashAttention(dropout=0.5)}, "attn: got dropout=0.5, expected one without dropout, which"),
+    ],
+)
+def test_wrong_arguments_of_logsumexp_are_named(keywords, words):
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        logsumexp(**{"q": X, "k": X} | keywords)
+
+
 def test_keys_in_pages_have_no_gradient():
     pages, q = jnp.ones((3, 2, 16, 8)), jnp.ones((1, 2, 4, 8))
     paged = {"block_table": jnp.array([[2, 0]], jnp.int32), "kv_lengths": jnp.array([20], jnp.int32)}
@@ -304,5 +364,6 @@ def test_keys_in_pages_have_no_gradient():
 
 def test_the_documentation_is_right():
     """Its parameters are those that there are, and its example runs."""
-    assert documented_parameters(attention) == parameters(attention)
+    for function in (attention, logsumexp):
+        assert documented_parameters(function) == parameters(function)
     assert doctest.testmod(sys.modules[attention.__module__]).failed == 0

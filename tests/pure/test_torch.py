@@ -22,10 +22,11 @@ from tests.second_derivatives import FEATURES, moved_by
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from cuflash.torch import attention  # noqa: E402
+from cuflash.torch import attention, logsumexp  # noqa: E402
 from cuflash.torch.tensors import numpy_view  # noqa: E402
 
 from_numpy = ct.through_dlpack(torch.from_dlpack)
+X = torch.randn(2, 4, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -512,6 +513,108 @@ def test_a_graph_of_another_process_has_its_options():
     assert "RuntimeError: score: got a graph that another process compiled" in other.stderr
 
 
+# ---- logsumexp -------------------------------------------------------------------------------------------------------
+
+OF_VALUES = ("v", "v_scale", "dropout", "seed", "offset")
+
+
+def without_values(leaves, given):
+    """As `function_of`, for lse alone."""
+    leaves, given = ({name: x for name, x in own.items() if name not in OF_VALUES} for own in (leaves, given))
+
+    def f(*xs):
+        return logsumexp(**dict(zip(leaves, xs, strict=True)), **given)
+
+    return f, tuple(leaves.values())
+
+
+@settings(max_examples=examples(60))
+@given(ct.cases(**SMALL | {"features": [x for x in FEATURES if x != "dropout"]}))
+def test_lse_and_its_gradients_are_those_of_the_passes_without_values(case):
+    """To the bit: of every option."""
+    case = replace(case, has_values=False, dlse=True)
+    arrays, plain = case.arrays(from_numpy), case.arrays()
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    inputs = {name: arrays[name] for name in ("q", "k")} | ct.optional(arrays)
+    leaves = {name: inputs[name].requires_grad_() for name in movable(case) if name in inputs}
+    lse = logsumexp(**inputs, attn=attn)
+    right = attn.forward(plain["q"], plain["k"], None, **ct.optional(plain)).lse
+    np.testing.assert_array_equal(to_numpy(lse), right)
+    found = torch.autograd.grad(lse, list(leaves.values()), arrays["dlse"])
+    need, optional = tuple(f"d{name}" for name in leaves), ct.optional(plain) | {"dlse": plain["dlse"]}
+    expected = attn.backward(None, plain["q"], plain["k"], None, None, right, need=need, **optional)
+    for name, x in zip(leaves, found, strict=True):
+        assert (x.shape, x.dtype) == (leaves[name].shape, leaves[name].dtype)
+        gradient = getattr(expected, f"d{name}")
+        np.testing.assert_array_equal(to_numpy(x), gradient.astype(to_numpy(x).dtype), err_msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_derivatives_of_lse(name):
+    f, xs = without_values(*problem(OPTIONS[name]))
+    how = {"fast_mode": True}
+    assert torch.autograd.gradcheck(f, xs, check_forward_ad=True, **how)
+    assert torch.autograd.gradgradcheck(f, xs, check_fwd_over_rev=True, **how)
+
+
+def test_second_derivatives_of_lse_in_any_order():
+    f, xs = without_values(*problem(OPTIONS["causal, softcap"]))
+    xs = tuple(x.detach() for x in xs)
+    every, direction = tuple(range(len(xs))), tuple(torch.randn_like(x) for x in xs)
+
+    def loss(*xs):
+        return f(*xs).sin().sum()
+
+    gradient = torch.func.grad(loss, every)
+    right = torch.func.jvp(gradient, xs, direction)[1]
+    over_forward = torch.func.grad(lambda *xs: torch.func.jvp(loss, xs, direction)[1], every)(*xs)
+    for found in (over_forward, torch.func.vjp(gradient, *xs)[1](direction)):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal, softcap", "mask, bias, sinks, GQA, dropout", "window, slopes, layout"])
+def test_lse_is_compiled_as_one_graph_and_mapped(name):
+    f, xs = without_values(*problem(OPTIONS[name]))
+    found = compiled_and_not(lambda *xs: f(*xs) * 2, xs, "aot_eager")
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    many = tuple(torch.stack([x, 2 * x, -x]) for x in xs)
+    mapped = torch.func.vmap(lambda *xs: (f(*xs), *torch.func.grad(lambda *xs: f(*xs).sum(), (0, 1))(*xs)))(*many)
+    for entry in range(3):
+        own = tuple(x[entry].detach().requires_grad_() for x in many)
+        right = (lse := f(*own), *torch.autograd.grad(lse.sum(), own[:2]))
+        torch.testing.assert_close(tuple(x[entry] for x in mapped), right, rtol=1e-12, atol=1e-12)
+
+
+def test_lse_of_fp8_of_pages_and_in_autocast():
+    k8, scale = X.to(torch.float8_e4m3fn), torch.tensor(0.5)
+    right = logsumexp(X, 0.5 * k8.float())
+    torch.testing.assert_close(logsumexp(X.bfloat16(), k8, k_scale=scale), right, atol=0.05, rtol=0)
+    pages = torch.randn(3, 2, 16, 8)
+    paged = {"block_table": torch.tensor([[2, 0]]), "kv_lengths": torch.tensor([20])}
+    keys = pages[[2, 0]].transpose(0, 1).reshape(1, 2, 32, 8)
+    expected = logsumexp(X[None], keys, kv_lengths=paged["kv_lengths"])
+    torch.testing.assert_close(logsumexp(X[None], pages, **paged), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logsumexp(X, X), logsumexp(X.bfloat16(), X.bfloat16()))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"k": X.numpy()}, r"k: got ndarray, expected a torch\.Tensor"),
+        ({"v": X}, r"logsumexp\(\) got an unexpected keyword argument 'v'"),
+        ({"v_scale": X}, r"logsumexp\(\) got an unexpected keyword argument 'v_scale'"),
+        ({"dropout": 0.5}, r"logsumexp\(\) got an unexpected keyword argument 'dropout'"),
+        ({"gamma": X}, r"logsumexp\(\) got an unexpected keyword argument 'gamma'"),
+        ({"is_causal": True}, r"logsumexp\(\) got an unexpected keyword argument 'is_causal'"),
+        ({"attn": cuflash.FlashAttention(dropout=0.5)}, "attn: got dropout=0.5, expected one without dropout, which"),
+    ],
+)
+def test_wrong_arguments_of_logsumexp_are_named(keywords, words):
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        logsumexp(**{"q": X, "k": X} | keywords)
+
+
 # ---- autocast, arguments ---------------------------------------------------------------------------------------------
 
 
@@ -542,9 +645,6 @@ def test_no_copy_is_made_of_arguments(monkeypatch):
     attention(q, k, v)
     for name, x in {"q": q, "k": k, "v": v}.items():
         assert seen[name].ctypes.data == x.data_ptr() and seen[name].dtype.name == "bfloat16"
-
-
-X = torch.randn(2, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -593,5 +693,6 @@ def test_fp8_and_pages():
 
 def test_the_documentation_is_right():
     """Its parameters are those that there are, and its example runs."""
-    assert documented_parameters(attention) == parameters(attention)
+    for function in (attention, logsumexp):
+        assert documented_parameters(function) == parameters(function)
     assert doctest.testmod(sys.modules[attention.__module__]).failed == 0
