@@ -380,7 +380,8 @@ def add_convert(
         if in_order and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
         if in_order:
-            draft.reasons.append("deterministic: tiles of keys add to dq in order")
+            name = "tdq" if draft.pass_.has_tangents else "dq"
+            draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
         wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))

@@ -17,9 +17,9 @@ from cuflash.spec.outputs import DEFAULT_NEED
 def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the pass, with the tiles that are given, or those of the tables.
 
-    tdk and tdv have a kernel whose blocks own keys, and with most tiles add to tdq as well, in no fixed order. Where
-    results have to be the same, bit for bit, run after run, or where tdq alone is wanted, tdq has a kernel whose blocks
-    own queries. Tangents of score gradients have one of their own.
+    tdk and tdv have a kernel whose blocks own keys, and with most tiles add to tdq as well. Where results have to be
+    the same, bit for bit, run after run, they add in a fixed order, if the family can; otherwise, and where tdq alone
+    is wanted, tdq has a kernel whose blocks own queries. Tangents of score gradients have one of their own.
     """
     problem, need = draft.problem, draft.need
     of_scores = (*score_gradients(draft), *draft.score_arg_gradients)
@@ -32,6 +32,8 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if of_keys is None and (makes_keys or ("tdq" in need and _may_make_tdq_alone(draft))):
         family, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
+    if family is not None:
+        of_keys = family.configured(of_keys, draft)
     makes_tdq = family is not None and family.adds_to_tdq(draft, of_keys) and "tdq" in need
     if makes_tdq:
         of_queries = None
@@ -49,6 +51,9 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines |= tangent_defines(problem)
     off = ("PAIRS_STATS", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL", "CLEARS_AHEAD")
     draft.defines |= {f"CUFLASH_{name}": 0 for name in off} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
+    if family is not None:
+        draft.defines["CUFLASH_DQ_IN_ORDER"] = int(family.dq_in_order(of_keys))
+        draft.defines["CUFLASH_REVERSED_ONE_IN"] = family.reversed_one_in(problem, of_keys)
     draft.defines |= {f"CUFLASH_NEEDS_D{x}": int(f"td{x.lower()}" in need) for x in "KV"} | needs(())
     draft.defines |= {f"CUFLASH_{name.upper()}_WIDE": int(_is_wide(draft, f"t{name}")) for name in DEFAULT_NEED}
     draft.defines |= {"CUFLASH_DQ_BY_REDUCTION": int(makes_tdq)} | ({} if family is None else family.defines)

@@ -110,13 +110,21 @@ class BackwardJvpFamily(ForwardFamily[Row]):
     serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
 
+    def configured(self, main: Row, draft: Draft) -> Row:
+        """The row as this problem needs it."""
+        return main
+
     def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
         """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
-        return not draft.problem.deterministic
+        return not draft.problem.deterministic or self.dq_in_order(main)
 
     def dq_in_order(self, main: Row) -> bool:
         """Whether blocks add to tdq in a fixed order."""
         return False
+
+    def reversed_one_in(self, problem: Problem, main: Row) -> int:
+        """`BackwardFamily.reversed_one_in`."""
+        return 0
 
     def head_section(self, draft: Draft, main: Row) -> int:
         """How many heads have their blocks side by side in the launch order."""

@@ -25,9 +25,7 @@
 //   ds_empty[i]   dQ, and dK if it does, has read it  the consumers that make dS', before they write there again
 //   p_full        P' has been handed over             the consumer that makes dS', where roles are split
 //   p_empty       P' has been read                    the consumer that makes P', before it hands over the next
-//   turn[i]       it is this block's turn at a tile   dQ, before it adds to the tile
-//   added[i]      dQ of the tile has been added       the thread that ends the turn
-//   ended[i]      the turn has been ended             the thread that waits for turns, before the turn after next
+//   turn[i], added[i], ended[i]                       the order of dQ (sm90/dq_order.cuh)
 //   named: per consumer, one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ
 #include "common/io/clear_dq.cuh"
 #include "common/config.cuh"

@@ -66,8 +66,7 @@ struct Producer {
   }
 };
 
-// The last warpgroup where blocks add to dQ in order. Its first warp is the producer; a thread of the second waits for
-// this block's turns, and a thread of the third ends them.
+// The last warpgroup where blocks add to dQ in order. Its first warp is the producer, others keep the order.
 CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common, found);
@@ -79,24 +78,7 @@ CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& sh
     while (producer.steps_left > 0) producer.load_queries();
     return;
   }
-  if (thread != 32 && thread != 64) return;
-  Position<kTurnStages> at;
-  QueryTileIterator m_tile = tile.first();
-#pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
-    u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, m_tile));
-    const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage},
-        ended{shared.ended + 8 * at.stage};
-    if (thread == 32) {
-      ended.wait(at.parity ^ 1);
-      ptx::wait_for_turn(turns, tile.turn(common, m_tile.m_block));
-      turn.arrive();
-    } else {
-      added.wait(at.parity);
-      ptx::end_turn(turns);
-      ended.arrive();
-    }
-  }
+  shared.turns.keep(common, tile, thread);
 }
 
 // [GEMM 7] dQ = dS K, for kDqColumns columns of K. The first fragments of dS are in registers, the others in shared
@@ -127,7 +109,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);
   Position<kDsStages> at;
-  Position<kTurnStages> turn_at;
+  DqTurns::At turn_at;
   Position<kNumStages> q_at;
   QueryTileIterator m_tile = tile.first();
 #pragma unroll 1
@@ -164,7 +146,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       const u64 b =
           descriptor_of_transposed<kBlockN>(shared.k + first / kChunk * kBlockN * kLineBytes) + first % kChunk * 2 / 16;
       issue_dq(dq, ds, a, b);
-      if constexpr (kDqInOrder && index == 0) Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);
+      if constexpr (kDqInOrder && index == 0) shared.turns.turn(turn_at).wait(turn_at.parity);
       if (kLoadsEarly && index + 1 == slices && produces) producer.load_queries();
       wait_for<0>(dq);
       if constexpr (!kDqHoldsDs && index + 1 == slices) arrive_as_warp(shared.ds_ring.empty(at));
@@ -173,7 +155,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
         ptx::reduce_add_x4(accumulator + (index * kDqColumns / 8 + n) * 128 * 4, dq[n]);
     });
     if constexpr (kDqInOrder) {
-      arrive_as_warp({shared.added + 8 * turn_at.stage});
+      arrive_as_warp(shared.turns.added(turn_at));
       turn_at.advance();
       arrive_as_warp(shared.do_ring.empty(q_at));
       q_at.advance();

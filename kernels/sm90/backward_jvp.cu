@@ -14,7 +14,8 @@
 //     everything for 64 keys of its own. Or, where registers hold only one of the two sums, both have the same 64 keys:
 //     the first makes P', u' and tdV, the second dX', tdX' and tdK, and P' and u' are handed over in shared memory.
 //   - The warpgroup of tdQ reads dX' and tdX' from shared memory, makes tdQ of the tile, and adds it to memory, at its
-//     own pace. One of its warps is the producer, or a warp of a warpgroup of its own.
+//     own pace. One of its warps is the producer, or a warp of a warpgroup of its own, in which two others keep the order
+//     of tdQ if blocks add to it in order.
 // A step takes a tile of queries, or half of one. Consumers issue tdV and tdK of a step right after the first products
 // of the next one, so that these run while P' or dX' of the next one is made. Or before them, where there is but one
 // stage of Q: the next Q is loaded once tdK has read this one, and arrives while the products of the next dO run.
@@ -28,6 +29,7 @@
 //   dx_empty[i]   tdQ has read them                   the consumers that make them, before they write there again
 //   p_full        P' and u' have been handed over     the consumer that makes dX', where roles are split
 //   p_empty       they have been read                 the consumer that makes P', before it hands over the next
+//   turn[i], added[i], ended[i]                       the order of tdQ (sm90/dq_order.cuh)
 //   named: per consumer, one for itself and one for the ping-pong; one for all consumers; one for consumers and tdQ
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"

@@ -110,6 +110,7 @@ CUFLASH_DEVICE void accumulate_tdq(const BackwardJvpParams& params, const Shared
   }
   shared.kv_full.wait(0);
   Position<kDxStages> at;
+  DqTurns::At turn_at;
   QueryTileIterator m_tile = tile.first();
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
@@ -121,6 +122,7 @@ CUFLASH_DEVICE void accumulate_tdq(const BackwardJvpParams& params, const Shared
       repeat<kSlices>([&](auto slice) {
         constexpr int index = decltype(slice)::value;
         issue_tdq(tdq, shared.tdx + at.stage * kBytesDx, shared.dx + at.stage * kBytesDx, shared, index * kTdqColumns);
+        if constexpr (kDqInOrder && index == 0) shared.turns.turn(turn_at).wait(turn_at.parity);
         if (index + 1 == kSlices && produces) producer.load_queries();
         wait_for<0>(tdq);
         if constexpr (index + 1 == kSlices) arrive_as_warp(shared.dx_ring.empty(at));
@@ -128,6 +130,10 @@ CUFLASH_DEVICE void accumulate_tdq(const BackwardJvpParams& params, const Shared
         for (int n = 0; n < kTdqColumns / 8; ++n)
           ptx::reduce_add_x4(sum + (index * kTdqColumns / 8 + n) * 128 * 4, tdq[n]);
       });
+      if constexpr (kDqInOrder) {
+        arrive_as_warp(shared.turns.added(turn_at));
+        turn_at.advance();
+      }
     } else {
       arrive_as_warp(shared.dx_ring.empty(at));
       if (produces) producer.load_queries();
@@ -135,9 +141,12 @@ CUFLASH_DEVICE void accumulate_tdq(const BackwardJvpParams& params, const Shared
   }
 }
 
-// The warpgroup of the producer, where there is one: its first warp.
+// The warpgroup of the producer, where there is one: its first warp. Others keep the order of tdQ.
 CUFLASH_DEVICE void produce(const BackwardJvpParams& params, const Shared& shared, const Work& found, u32 thread) {
   const BackwardWork tile(params.common, found);
+  if constexpr (kDqInOrder) {
+    if (ptx::uniform(thread / 32) != 0) shared.turns.keep(params.common, tile, thread);
+  }
   if (ptx::uniform(thread / 32) != 0 || tile.num_steps == 0) return;
   Producer producer(params, shared, tile);
   producer.load_keys();

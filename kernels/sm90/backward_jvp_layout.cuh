@@ -3,6 +3,7 @@
 #include "common/config.cuh"
 #include "common/io/params.cuh"
 #include "common/softmax/backward.cuh"
+#include "sm90/dq_order.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
@@ -23,8 +24,7 @@ constexpr bool kSplitsRoles = kSchedule != Schedule::kOwnKeys;
 constexpr bool kSumsFirst = kSchedule == Schedule::kHalfStages;
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
-static_assert(!kDqInOrder && !kSplitsGroup && !kSplitsTail,
-              "blocks add to tdQ in no order, and share no tiles of keys");
+static_assert(!kSplitsGroup && !kSplitsTail, "blocks share no tiles of keys");
 
 constexpr int kConsumers = 2;
 constexpr int kKeyWriters = kSplitsRoles ? 1 : kConsumers;  // consumers that make dX' of a tile of queries
@@ -34,7 +34,8 @@ constexpr int kPartRows = kBlockM / kParts, kPartTiles = kPartRows / 8;
 constexpr int kStageRows = kSchedule == Schedule::kHalfStages ? kPartRows : kBlockM;  // queries of a stage
 constexpr int kQStages = kSchedule == Schedule::kHalfStages ? 1 : kNumStages;         // of Q and tQ
 constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr bool kHasProducer = kSchedule == Schedule::kHalfStages;  // as a warpgroup; else a warp of tdQ is the producer
+// Whether the producer has a warpgroup, which keeps the order of tdQ, too. Else a warp of tdQ is the producer.
+constexpr bool kHasProducer = kSchedule == Schedule::kHalfStages || kDqInOrder;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kHasProducer), "the consumers, tdQ, and the producer");
 static_assert(kBlockN == 64 * kKeyWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "tdQ is one product of 64 rows");
@@ -62,7 +63,7 @@ constexpr u32 kBytesDx = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kStageRows * 8;     // and as many of their tangents
 constexpr u32 kBytesP = 128 * kPartTiles * 16;  // and as many of u'
 constexpr int kDxStages = CUFLASH_DX_STAGES, kPStages = kSplitsRoles;
-constexpr u32 kBytesBarriers = 8 * (2 + 2 * kQStages + 2 * kNumStages + 2 * kDxStages + 2 * kPStages);
+constexpr u32 kBytesBarriers = 8 * (2 + 2 * kQStages + 2 * kNumStages + 2 * kDxStages + 2 * kPStages) + DqTurns::kBytes;
 static_assert(2 * (kBytesK + kBytesV) + kQStages * 2 * kBytesQ + kNumStages * (kBytesDo + 2 * kBytesStats) +
                       2 * kDxStages * kBytesDx + 2 * kPStages * kBytesP + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
@@ -70,11 +71,13 @@ static_assert(2 * (kBytesK + kBytesV) + kQStages * 2 * kBytesQ + kNumStages * (k
 
 // Registers of a thread once each role has its own number of them: as many in all as the block started with.
 constexpr int kProducerRegisters = kHasProducer ? 24 : 0;
-constexpr int kTdqRegisters = kSchedule == Schedule::kHalfStages ? 72 : 72;
-constexpr int kFirstRegisters = kSchedule == Schedule::kHalfStages ? 208 : kSplitsRoles ? 208 : 216;  // that makes P'
+constexpr int kTdqRegisters = kDqInOrder && kSchedule != Schedule::kHalfStages ? 56 : 72;
+constexpr int kFirstRegisters = kSplitsRoles ? 208 : 216;  // of the consumer that makes P'
 constexpr int kSecondRegisters = (kHasProducer ? 512 : 504) - kProducerRegisters - kTdqRegisters - kFirstRegisters;
 // Columns of tdQ that one product makes.
-constexpr int kTdqColumns = kDim % 128 == 0 && 128 / 2 + 28 <= kTdqRegisters ? 128 : kDim % 64 == 0 ? 64 : 32;
+constexpr int kTdqColumns = kDim % 128 == 0 && 128 / 2 + 28 <= kTdqRegisters ? 128
+                            : kDim % 64 == 0 && 64 / 2 + 28 <= kTdqRegisters ? 64
+                                                                             : 32;
 
 // Named barriers: one per consumer, one for all consumers, one for consumers and tdQ at the end, and one per consumer
 // for the ping-pong.
@@ -97,6 +100,7 @@ struct Shared {
   Ring<kNumStages> do_ring;
   Ring<kDxStages> dx_ring;
   Ring<kPStages> p_ring;
+  DqTurns turns;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -116,6 +120,7 @@ struct Shared {
     do_ring = {q_ring.address + Ring<kQStages>::kBytes};
     dx_ring = {do_ring.address + Ring<kNumStages>::kBytes};
     p_ring = {dx_ring.address + Ring<kDxStages>::kBytes};
+    turns.place(p_ring.address + Ring<kPStages>::kBytes);
   }
 };
 
@@ -126,5 +131,6 @@ CUFLASH_DEVICE void make_barriers(const Shared& shared) {
   shared.do_ring.init(kConsumers);
   shared.dx_ring.init(4, 4 * kKeyWriters);
   shared.p_ring.init(4, 4);
+  shared.turns.init();
   ptx::fence_barrier_init();
 }

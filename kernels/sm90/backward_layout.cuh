@@ -5,6 +5,7 @@
 #include "common/config.cuh"
 #include "common/io/params.cuh"
 #include "sm90/bias_terms.cuh"
+#include "sm90/dq_order.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
@@ -70,7 +71,7 @@ constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
 // Per-row values, and per-row and per-key values, of one warp of the consumers.
 constexpr u32 kBytesPerRowValues = kNumPerRow * kBlockM * 4, kBytesPoints = kBytesPerRowValues + kNumPerWarpKey * 64;
-constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
+constexpr int kDsStages = 2, kPStages = kSplitsRoles;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Whether each thread of a consumer keeps numbers of its own scores in shared memory until dS' is made (kKeepsScores):
 // their tanh, where the gradient of the cap is wanted; or the products, where derivatives of a score_mod
@@ -96,7 +97,7 @@ static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows
 // Each stage of dS' also has the sums of its step, from all warps of the tile.
 constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
-constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
+constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages) + DqTurns::kBytes;
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
                       kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP +
                       kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers ==
@@ -161,7 +162,7 @@ struct Shared {
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
   Ring<kPStages> p_ring;
-  u32 turn, added, ended;  // the first of kTurnStages barriers each
+  DqTurns turns;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -180,9 +181,7 @@ struct Shared {
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
     p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
-    turn = p_ring.address + Ring<kPStages>::kBytes;
-    added = turn + 8 * kTurnStages;
-    ended = added + 8 * kTurnStages;
+    turns.place(p_ring.address + Ring<kPStages>::kBytes);
   }
 };
 
@@ -199,10 +198,6 @@ CUFLASH_DEVICE void make_barriers(const Shared& shared) {
     shared.p_ring.full({i}).init(4);
     shared.p_ring.empty({i}).init(4);
   }
-  for (int i = 0; i < kTurnStages; ++i) {
-    Barrier{shared.turn + 8 * i}.init(1);
-    Barrier{shared.added + 8 * i}.init(4);
-    Barrier{shared.ended + 8 * i}.init(1);
-  }
+  shared.turns.init();
   ptx::fence_barrier_init();
 }

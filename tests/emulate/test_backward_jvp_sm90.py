@@ -55,11 +55,12 @@ def results_of_jvp(case: Case, tangents: dict[str, Any]) -> dict[str, Any]:
     return arrays | tangents | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
 
 
-def check(case: Case, moved: Moved, **options: Any) -> None:
+def check(case: Case, moved: Moved, deterministic: bool = False, **options: Any) -> None:
     """Hold the tangents of gradients to the oracle rule."""
     given = results_of_jvp(case, moved.arrays(case))
     need = ("tdq", "tdk", "tdv", *(["tdsinks"] if case.sinks else []))
-    found = passes.backward_jvp(case.problem, given, need=need, arch="9.0", **case.random, **options)
+    problem = replace(case.problem, deterministic=deterministic)
+    found = passes.backward_jvp(problem, given, need=need, arch="9.0", **case.random, **options)
     assert_tangents(case, moved, dict(zip(need, found, strict=True)))
 
 
@@ -90,6 +91,22 @@ def test_every_option(case, dims, numbers, plans):
     assert all(is_sm90(plan) == (is_served and case.strides != "padded") for plan in plans)
 
 
+@pytest.mark.parametrize(
+    ("case", "dims"), sample([(in_half(case, dims), dims) for case in CASES for dims in DIMS], 24), ids=str
+)
+def test_blocks_add_to_tdq_in_order(case, dims, plans):
+    """With a block-sparse index, of which their order knows nothing, tdq has a kernel of its own."""
+    check(case, everything(case), deterministic=True)
+    is_served = (dims[0] <= 128 or case.cu_seqlens_q is None) and case.strides != "padded"
+    for plan in plans:
+        (main,) = (kernel for kernel in plan.kernels if kernel.source.endswith("backward_jvp.cu"))
+        assert is_sm90(plan) == is_served
+        defines = dict(main.defines)
+        in_order = is_served and not defines["CUFLASH_HAS_BLOCK_INDEX"]
+        assert defines["CUFLASH_DQ_IN_ORDER"] == in_order
+        assert in_order != any(kernel.source == "sm80/backward_jvp_dq.cu" for kernel in plan.kernels)
+
+
 @settings(max_examples=examples(10), deadline=None)
 @given(
     cases(
@@ -102,11 +119,13 @@ def test_every_option(case, dims, numbers, plans):
         max_head_dim=256,
         max_scores=2**15,
     ),
+    st.booleans(),
     st.data(),
 )
-def test_options_together(case, data):
+def test_options_together(case, deterministic, data):
     case = replace(case, head_dim=-(-case.head_dim // 8) * 8, head_dim_v=-(-case.head_dim_v // 8) * 8)
-    check(case, without_tdout(data.draw(moved_by(case))), schedule=data.draw(st.sampled_from(SCHEDULES)))
+    moved, schedule = without_tdout(data.draw(moved_by(case))), data.draw(st.sampled_from(SCHEDULES))
+    check(case, moved, deterministic=deterministic, schedule=schedule)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,38 @@ def test_half_precision_without_tdout(own, head_dim, common):
     assert_tangents(case, moved, computed(case, moved))
 
 
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("own", OF_SM90, ids=str)
+def test_blocks_add_to_tdq_in_order(own, head_dim):
+    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
+    case = Case(**{**sizes, "head_dim": head_dim, **own})
+    moved = Moved(names=("q", "k", "v"), cotangents=("tdlse",) if case.dlse else ())
+    attention = cuflash.FlashAttention(**case.keywords, deterministic=True)
+    assert_tangents(case, moved, tangents_by(attention, case, moved, convert=cupy.asarray))
+
+
+@pytest.mark.parametrize("heads_kv", [40, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_that_wait_for_their_turns_repeat_results(causal, head_dim, heads_kv):
+    """With more blocks than the device runs at a time."""
+    random = cupy.random.default_rng(0)
+    of_q, of_k = (40, 1100, head_dim), (heads_kv, 1100, head_dim)
+    shapes = (of_q, of_k, of_k, of_q, of_k, of_k, of_q)
+    q, k, v, tq, tk, tv, dout = (random.standard_normal((1, *x), dtype=np.float32).astype(np.float16) for x in shapes)
+    tangents = {"tq": tq, "tk": tk, "tv": tv}
+    fast, fixed = (cuflash.FlashAttention(causal=causal, deterministic=x) for x in (False, True))
+    results = fast.jvp(q, k, v, **tangents)
+    right, first, *others = (a.backward_jvp(dout, q, k, v, *results, **tangents) for a in (fast, *[fixed] * 5))
+    for x, y in zip(first, right, strict=True):
+        x, y = x.astype(np.float32), y.astype(np.float32)
+        assert float(abs(x - y).max()) <= 4e-3 * float(abs(y).max())
+    for other in others:
+        for x, y in zip(other, first, strict=True):
+            cupy.testing.assert_array_equal(x, y)
+
+
 def test_what_blocks_add_to_memory_differs_in_the_last_digits_alone():
     random = cupy.random.default_rng(0)
     q, k, v, tq, tk, tv, dout = random.standard_normal((7, 2, 3, 700, 64), dtype=np.float32).astype(np.float16)

@@ -78,12 +78,13 @@ def test_kernels_make_what_is_needed():
 
     postprocess = ["helpers/backward_postprocess.cu"]
     preprocess, sinks = "helpers/backward_preprocess.cu", "helpers/sinks.cu"
-    assert sources("tdq", deterministic=True) == [preprocess, "sm80/backward_jvp_dq.cu"]
+    in_order = [preprocess, "sm90/backward_jvp.cu", *postprocess]
+    assert sources("tdq", deterministic=True) == sources("tdq", "tdk", deterministic=True) == in_order
     assert sources("tdv", arch="8.0") == [preprocess, "sm80/backward_jvp.cu"]
     assert sources("tdq", arch="8.0") == [preprocess, "sm80/backward_jvp_dq.cu"]
     assert sources("tdq", "tdk", arch="8.0") == [preprocess, "sm80/backward_jvp.cu", *postprocess]
     both = ["sm80/backward_jvp.cu", "sm80/backward_jvp_dq.cu"]
-    assert sources("tdq", "tdk", deterministic=True) == [preprocess, *both]
+    assert sources("tdq", "tdk", arch="8.0", deterministic=True) == [preprocess, *both]
     assert sources("tdsinks") == sources("tdsinks", arch="8.0") == [preprocess, sinks]
     assert sources("tdv") == sources("tdk", deterministic=True) == [preprocess, "sm90/backward_jvp.cu"]
     assert sources("tdq") == sources("tdq", "tdv") == [preprocess, "sm90/backward_jvp.cu", *postprocess]

@@ -108,30 +108,20 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_ORDER)
 
     def head_section(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        if main.dq_in_order:
+            return head_section_in_order(draft, main)
         problem = draft.problem
-        if main.dq_in_order and problem.window_right is None:
-            resident, steps = (
-                draft.device.num_sms * main.min_blocks,
-                draft.steps_of_tile(main) // draft.run_time.group_splits,
-            )
-            return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
         most = CAUSAL_HEAD_SECTION
-        if problem.window_right is None or (problem.has_window and not main.dq_in_order):
+        if problem.window_right is None or problem.has_window:
             most = BACKWARD_HEAD_SECTION
         if problem.is_packed:
-            most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
+            most = PACKED_HEAD_SECTION
         if problem.window_right is None:
             return most
-        heads = problem.group_size // draft.run_time.group_splits if main.dq_in_order else 1
-        section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
-        return max(section, 1 if main.dq_in_order else 2)
+        return max(min(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), most), 2)
 
     def reversed_one_in(self, problem: Problem, main: BackwardSm90Tile) -> int:
-        if not main.dq_in_order or problem.window_right is None or problem.window_left is not None:
-            return 0
-        if problem.group_size > 1:
-            return GROUPED_REVERSED_ONE_IN
-        return SPLIT_ROLES_REVERSED_ONE_IN if main.splits_roles else 0
+        return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
 
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
@@ -275,7 +265,27 @@ def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
     )
 
 
-def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
+def head_section_in_order(draft: Draft, main: Tile) -> int:
+    """How many heads have their blocks side by side in launch order where blocks add to dq, or to tdq, in order."""
+    problem, group_splits = draft.problem, draft.run_time.group_splits
+    if problem.window_right is None:
+        resident, steps = draft.device.num_sms * main.min_blocks, draft.steps_of_tile(main) // group_splits
+        return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
+    most = PACKED_IN_ORDER_SECTION if problem.is_packed else CAUSAL_HEAD_SECTION
+    heads = problem.group_size // group_splits
+    return max(min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most), 1)
+
+
+def reversed_one_in_order(problem: Problem, splits_roles: bool) -> int:
+    """One head of this many runs backwards from the last query, where blocks add to dq, or to tdq, in order."""
+    if problem.window_right is None or problem.window_left is not None:
+        return 0
+    if problem.group_size > 1:
+        return GROUPED_REVERSED_ONE_IN
+    return SPLIT_ROLES_REVERSED_ONE_IN if splits_roles else 0
+
+
+def _head_bytes(draft: Draft, main: Tile) -> int:
     """Bytes of Q, dO and dQ of one head. Packed: for the mean length, since blocks work on few sequences at once."""
     dim, dim_v = draft.padded_dims(main)
     return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)

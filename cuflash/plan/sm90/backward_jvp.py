@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BackwardJvpFamily
 from cuflash.plan.sm80.tiles import BackwardTile
-from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, fragments_of_a_warpgroup
+from cuflash.plan.sm90.backward import (
+    BACKWARD_HEAD_SECTION,
+    fragments_of_a_warpgroup,
+    head_section_in_order,
+    reversed_one_in_order,
+)
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker
 from cuflash.spec.inputs import INPUTS
@@ -27,6 +32,7 @@ class BackwardJvpSm90Tile(Tile):
     dx_stages: int  # stages of dX and tdX, on their way to the warpgroup of tdq
     schedule: Literal["kOwnKeys", "kSplitRoles", "kHalfStages"]  # of kernels/sm90/backward_jvp_layout.cuh
     ping_pong: bool  # consumers take turns to issue products
+    dq_in_order: bool = False  # blocks add to tdq one after another, in a fixed order
     origin: str = field(compare=False)
 
     defined = ("dx_stages", "schedule", "ping_pong")
@@ -56,8 +62,11 @@ class BackwardJvpSm90Tile(Tile):
 
     @property
     def num_warps(self) -> int:
-        """Four warps for each of two consumers, four for tdq, and four for the producer if it is not one of these."""
-        return 16 if self.schedule == "kHalfStages" else 12
+        """Four warps for each of two consumers, four for tdq, and four for the producer if it is not one of these.
+
+        It is not where warps beside it keep the order of tdq.
+        """
+        return 16 if self.schedule == "kHalfStages" or self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
@@ -65,7 +74,8 @@ class BackwardJvpSm90Tile(Tile):
         queries = q_stages * 2 * chunked_bytes(rows, dim) + self.num_stages * (chunked_bytes(rows, dim_v) + rows * 16)
         dx = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * rows * 8 if self.splits_roles else 0
-        barriers = 8 * (2 + 2 * q_stages + 2 * self.num_stages + 2 * self.dx_stages + 2 * self.splits_roles)
+        rings = q_stages + self.num_stages + self.dx_stages + self.splits_roles
+        barriers = 8 * (2 + 2 * rings + 6 * self.dq_in_order)
         return 2 * keys + queries + self.dx_stages * dx + p + barriers
 
 
@@ -92,8 +102,8 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
             return "it makes no products of tdout"
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        if problem.deterministic and "tdq" in draft.need:
-            return "it adds to tdq in no fixed order"
+        if _has_separate_tdq(draft) and not {"tdk", "tdv"} & set(draft.need):
+            return "the order of tdq counts the tiles that the block-sparse index leaves out"
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
         if why_not is None and problem.is_packed:
             tile, _ = choose_row(BACKWARD_JVP_SM90_TILES, problem, draft.device)
@@ -101,10 +111,22 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
                 return f"of packed sequences it serves head dimensions up to {BACKWARD_JVP_SM90_TILES[1].max_dim}"
         return why_not
 
+    def configured(self, main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
+        has_order = draft.problem.deterministic and "tdq" in draft.need and not _has_separate_tdq(draft)
+        return replace(main, dq_in_order=has_order)
+
+    def dq_in_order(self, main: BackwardJvpSm90Tile) -> bool:
+        return main.dq_in_order
+
+    def reversed_one_in(self, problem: Problem, main: BackwardJvpSm90Tile) -> int:
+        return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
+
     def accumulator_layout(self, main: BackwardJvpSm90Tile) -> BackwardTile:
         return fragments_of_a_warpgroup(main)
 
     def head_section(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
+        if main.dq_in_order:
+            return head_section_in_order(draft, main)
         return BACKWARD_HEAD_SECTION if draft.problem.window_right is None else CAUSAL_HEAD_SECTION
 
     def draft(self, draft: Draft, tile: BackwardJvpSm90Tile) -> None:
@@ -123,6 +145,11 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         draft.add_block_index(tile, "query_index")
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+def _has_separate_tdq(draft: Draft) -> bool:
+    """Whether tdq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
+    return draft.problem.deterministic and "tdq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ BACKWARD = "sm90/backward.cu"
 BACKWARD_WORK = "sm90/backward_work.cuh"
 WEIGHTS = "sm90/backward_weights.cuh"
 BACKWARD_DQ = "sm90/backward_dq.cuh"
+DQ_ORDER = "sm90/dq_order.cuh"
 PRODUCTS = "sm90/products.cuh"
 BACKWARD_SUMS = "sm90/backward_sums.cuh"
 KEY_SUMS = "common/score/key_sums.cuh"
@@ -187,14 +188,14 @@ MUTANTS = (
            "backward sm90"),
     mutant("columns are added before they are made", BACKWARD_DQ, "      wait_for<0>(dq);\n",
            "      ptx::fence_operand(dq);\n", "backward sm90"),
-    mutant("no turn ends", BACKWARD_DQ, "      ptx::end_turn(turns);\n", "\n", "backward sm90 in order"),
-    mutant("the turn ends under its additions", BACKWARD_DQ, "      added.wait(at.parity);\n", "\n",
-           "backward sm90 in order"),
+    mutant("no turn ends", DQ_ORDER, "      ptx::end_turn(turns);\n", "\n", "backward sm90 in order"),
+    mutant("the turn ends under its additions", DQ_ORDER, "        own_added.wait(at.parity);\n", "\n",
+           "backward sm90 in order", "tangents sm90 in order"),
     mutant("additions do not wait for the turn", BACKWARD_DQ,
-           "Barrier{shared.turn + 8 * turn_at.stage}.wait(turn_at.parity);", ";", "backward sm90 in order shared"),
-    mutant("nobody waits for the turn", BACKWARD_DQ,
-           "      ptx::wait_for_turn(turns, tile.turn(common, m_tile.m_block));\n", "\n", "backward sm90 in order"),
-    mutant("turns run ahead of their ends", BACKWARD_DQ, "      ended.wait(at.parity ^ 1);\n", "\n",
+           "shared.turns.turn(turn_at).wait(turn_at.parity);", ";", "backward sm90 in order shared"),
+    mutant("nobody waits for the turn", DQ_ORDER,
+           "        ptx::wait_for_turn(turns, tile.turn(params, m_tile.m_block));\n", "\n", "backward sm90 in order"),
+    mutant("turns run ahead of their ends", DQ_ORDER, "        own_ended.wait(at.parity ^ 1);\n", "\n",
            "backward sm90 in order"),
     mutant("dQ does not let tiles be asked for", BACKWARD_DQ, "      arrive_as_warp(shared.do_ring.empty(q_at));\n",
            "\n", "backward sm90 in order"),

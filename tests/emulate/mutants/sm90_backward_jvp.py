@@ -89,6 +89,11 @@ MUTANTS = (
     mutant("all slices of tdQ in the first one's place", DQ, "(index * kTdqColumns / 8 + n) * 128 * 4", "n * 128 * 4",
            SPLIT),
     mutant("tdQ of the first tile", DQ, "tile.index_of(common, m_tile) * (kBlockM * kDim)", "0", OWN),
+    mutant("tdQ is added before the turn", DQ, "shared.turns.turn(turn_at).wait(turn_at.parity);", ";",
+           "tangents sm90 in order", "tangents sm90 wide in order"),
+    mutant("the end of tdQ is not announced", DQ, "        arrive_as_warp(shared.turns.added(turn_at));\n", "",
+           "tangents sm90 in order"),
+    mutant("tdQ keeps no order", DQ, "shared.turns.keep(params.common, tile, thread);", ";", "tangents sm90 in order"),
     # ---- sm90/backward_jvp_weights.cuh
     mutant("both queries of a lane have the statistics of the first", WEIGHTS, "own[i % 2], tlse[i % 2]);",
            "own[0], tlse[i % 2]);", "tangents sm90 of pairs"),

@@ -30,7 +30,7 @@ class TangentTrial:
     moved: Moved | None = None  # everything, where none is said
     arch: str = "8.0"
     is_partial: bool = False  # results are not rounded
-    deterministic: bool = False  # tdq has a kernel of its own
+    deterministic: bool = False  # tdq has a kernel of its own, or blocks add to it in order
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -62,6 +62,8 @@ OF_SM90 = {
     "tangents sm90 of large scores": Case(**{**SIZES, "head_dim": 40}, score_mean=3e3),
     "tangents sm90 of packed": Case(**OF_PACKED_SM90),
 }
+
+IN_ORDER = ("tangents sm90", "tangents sm90 wide")
 
 
 def sm90(case: Case) -> TangentTrial:
@@ -186,6 +188,7 @@ TRIALS: dict[str, AnyTrial] = {
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     **{name: sm90(own) for name, own in OF_SM90.items()},
+    **{f"{name} in order": replace(sm90(OF_SM90[name]), deterministic=True) for name in IN_ORDER},
     "tangents beside a sink": SinkTrial(),
     "partial tangents": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16), is_partial=True),
     "partial tangents in order": TangentTrial(
