@@ -277,7 +277,7 @@ class Machine:
 
 
 def measure(
-    write: Callable[..., None], machine: Machine, cases: Iterable[Case], budget_s: float = 1.0, limit_s: float = 30.0
+    write: Callable[..., None], machine: Machine, cases: Iterable[Case], budget_s: float = 0.5, limit_s: float = 10.0
 ) -> None:
     """Write a record for each contender of each case. Those with wrong results are not timed."""
     cases = list(cases)
