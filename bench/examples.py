@@ -124,6 +124,12 @@ def _measured(call: Callable[[], object]) -> tuple[float, int]:
     return seconds, nbytes
 
 
+def _machine() -> str:
+    """What a picture was measured on."""
+    facts = environment.describe(gpu=False)
+    return f"{facts['cpu']}, {facts['cores']} cores, revision {facts['revision']}, {facts['time'][:10]}"
+
+
 def _million_keys(plt: Any, names: Names) -> Any:
     attention, dim, asked = names["cuflash"].attention, names["DIM"], names["ASKED"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(6.5, 3))
@@ -148,9 +154,86 @@ def _million_keys(plt: Any, names: Names) -> Any:
     left.set(xlabel="keys", ylabel="seconds")
     right.set(xlabel="keys", ylabel="MiB beside inputs")
     left.legend(frameon=False)
-    facts = environment.describe(gpu=False)
-    where = f"{facts['cpu']}, {facts['cores']} cores, revision {facts['revision']}, {facts['time'][:10]}"
-    figure.suptitle(f"{fraction:.0%} of {asked} patterns whole out of {MOST_KEYS}\n{where}", fontsize=8)
+    figure.suptitle(f"{fraction:.0%} of {asked} patterns whole out of {MOST_KEYS}\n{_machine()}", fontsize=8)
+    return figure
+
+
+def _sinkhorn(plt: Any, names: Names) -> Any:
+    figure, (left, right) = plt.subplots(1, 2, sharex=True, sharey=True, figsize=(6.5, 3.3))
+    steps = np.stack(names["path"])
+    lines = np.concatenate([steps, np.full_like(steps[:1], np.nan)]).swapaxes(0, 1).reshape(-1, 2)
+    left.plot(*lines.T, color=MUTED, linewidth=0.4)  # one line with gaps, which keeps the file small
+    left.plot(*steps[0].T, ".", color=OTHER, markersize=3)
+    left.set(title="a disc, and the paths of its points", aspect="equal")
+    right.plot(*names["target"].T, ".", color=MUTED, markersize=5, label="target")
+    right.plot(*steps[-1].T, ".", color=ACCENT, markersize=2, label="end of the paths")
+    right.set(title="where they end", aspect="equal")
+    right.legend(frameon=False)
+    return figure
+
+
+def _density(plt: Any, names: Names) -> Any:
+    figure, axes = plt.subplots(1, 3, figsize=(7.5, 2.3), width_ratios=(3, 3, 2))
+    samples = names["samples"]
+    x, y = (np.linspace(low - 0.4, high + 0.4, 90) for low, high in zip(samples.min(0), samples.max(0), strict=True))
+    grid = np.stack([a.ravel() for a in np.meshgrid(x, y)], axis=1)
+    found = {"rule of thumb": np.exp(names["first"]), "leave-one-out": names["bandwidths"]}
+    for axis, (title, bandwidths) in zip(axes, found.items(), strict=False):
+        image = np.exp(names["log_density"](grid, samples, bandwidths)).reshape(90, 90)
+        axis.imshow(image, origin="lower", extent=(x[0], x[-1], y[0], y[-1]), cmap="Reds", interpolation="none")
+        axis.set(title=title, xticks=[], yticks=[])
+    axes[0].plot(*samples[::4].T, ".", color="black", markersize=1)
+    axes[2].plot(names["likelihoods"], color=ACCENT)
+    axes[2].axhline(names["after"], color=OTHER, linestyle="--", linewidth=1, label="fresh")
+    axes[2].set(title="log-likelihood", xlabel="step")
+    axes[2].legend(frameon=False)
+    return figure
+
+
+def _contrastive(plt: Any, names: Names) -> Any:
+    figure, axes = plt.subplots(1, 3, figsize=(7, 2.4))
+    for axis, title, views in zip(axes, ("before", "after"), (names["at_first"], names["at_last"]), strict=False):
+        u, v = (x[:40] for x in views)
+        axis.imshow(u @ v.T, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="none")
+        axis.set(title=f"40 pairs, {title}", xticks=[], yticks=[])
+    axes[2].plot(names["losses"], color=ACCENT)
+    axes[2].set(ylim=(0, None), title=f"loss of {names['PAIRS']} pairs", xlabel="step")
+    return figure
+
+
+def _cross_entropy(plt: Any, names: Names) -> Any:
+    tokens, width, rng = 1024, 64, np.random.default_rng(0)
+    counts = [2**n for n in range(10, 18)]
+    hidden, every = (rng.standard_normal((n, width), dtype=np.float32) for n in (tokens, counts[-1]))
+    labels, bias = rng.integers(counts[0], size=tokens), np.zeros(counts[-1], np.float32)
+
+    def formula(classes: int) -> Any:
+        weights = every[:classes]
+        logits = hidden @ weights.T
+        d = np.exp(logits - logits.max(axis=1, keepdims=True))
+        d /= d.sum(axis=1, keepdims=True)
+        d[np.arange(tokens), labels] -= 1
+        d /= tokens
+        return d @ weights, d.T @ hidden, d.sum(axis=0)
+
+    calls = {
+        "cuflash": lambda classes: names["cross_entropy"](hidden, every[:classes], bias[:classes], labels),
+        "formula": formula,
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(7.5, 2.6))
+    for (title, call), colour in zip(calls.items(), (ACCENT, MUTED), strict=True):
+        found = [_measured(partial(call, n)) for n in counts]
+        style = {"base": 2, "color": colour, "markersize": 3}
+        axes[0].loglog(counts, [seconds for seconds, _ in found], "o-", label=title, **style)
+        axes[1].loglog(counts, [nbytes / 2**20 for _, nbytes in found], "o-", **style)
+        for count, (seconds, nbytes) in zip(counts, found, strict=True):
+            print(f"{title}, {count} classes: {seconds:.4f} s, {nbytes / 2**20:.1f} MiB")
+    axes[0].set(xlabel="classes", ylabel="seconds")
+    axes[1].set(xlabel="classes", ylabel="MiB beside inputs")
+    axes[2].plot(names["losses"], color=ACCENT)
+    axes[2].set(xlabel="step", ylabel="loss", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    figure.suptitle(_machine(), fontsize=8)
     return figure
 
 
@@ -171,6 +254,10 @@ PICTURES: dict[str, Callable[[Any, Names], Any]] = {
     "pair_bias": _pair_bias,
     "field": _field,
     "million_keys": _million_keys,
+    "sinkhorn": _sinkhorn,
+    "density": _density,
+    "contrastive": _contrastive,
+    "cross_entropy": _cross_entropy,
     "frameworks": _frameworks,
 }
 KINDS = ("python", "python torch", "python jax")

@@ -4,10 +4,13 @@ import functools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from bench.examples import PICTURES, run_page
+from tests.sampling import examples
 
 LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 page = functools.cache(run_page)
@@ -154,3 +157,93 @@ def test_table_of_relative_positions(library):
     by_softcap -= loss(table, 0.3, 2 - h)
     found = [(dtable * direction).sum(), float(dscale), float(dsoftcap)]
     np.testing.assert_allclose(found, np.array([by_table, by_scale, by_softcap]) / (2 * h), rtol=1e-6)
+
+
+# ---- logsumexp -------------------------------------------------------------------------------------------------------
+
+SIZES = st.tuples(st.integers(1, 70), st.integers(2, 70), st.integers(1, 9), st.integers(0, 99))
+
+
+def softmax(scores):
+    """Of the rows, and the logarithm of their sums of exponentials."""
+    largest = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - largest)
+    sums = weights.sum(axis=1, keepdims=True)
+    return weights / sums, (np.log(sums) + largest)[:, 0]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@settings(max_examples=examples(30), deadline=None)
+@given(SIZES, st.sampled_from([0.01, 0.1, 1.0]))
+def test_sinkhorn(library, sizes, eps):
+    """Each step, and the gradient with respect to the points, are those of the matrix of all pairs."""
+    here, (rows, columns, dim, seed) = page("sinkhorn", library), sizes
+    rng, asarray = np.random.default_rng(seed), on(library)
+    x, y, potential = rng.random((rows, dim)), rng.random((columns, dim)), rng.random(columns)
+    costs = ((x[:, None] - y) ** 2).sum(axis=2) / 2
+    plan, lse = softmax((potential - costs) / eps - np.log(columns))
+    given = asarray(x), asarray(y), asarray(potential), eps
+    np.testing.assert_allclose(ct.to_numpy(here["softmin"](*given)), -eps * lse, atol=1e-12)
+    np.testing.assert_allclose(ct.to_numpy(here["gradient"](*given)), (x - plan @ y) / rows, atol=1e-11)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@settings(max_examples=examples(30), deadline=None)
+@given(SIZES)
+def test_density_and_its_bandwidths(library, sizes):
+    """Density and leave-one-out likelihood are the formula's, and so is the gradient."""
+    here, (rows, columns, dim, seed) = page("density", library), sizes
+    rng, asarray = np.random.default_rng(seed), on(library)
+    points, samples = rng.standard_normal((rows, dim)), rng.standard_normal((columns, dim))
+    log_bandwidths = rng.uniform(-1, 1, dim)
+    constant = log_bandwidths.sum() + dim / 2 * np.log(2 * np.pi)
+
+    def squares(points):
+        return ((points[:, None] - samples) / np.exp(log_bandwidths)) ** 2
+
+    _, lse = softmax(-squares(points).sum(axis=2) / 2)
+    found = here["log_density"](asarray(points), asarray(samples), asarray(np.exp(log_bandwidths)))
+    np.testing.assert_allclose(ct.to_numpy(found), lse - np.log(columns) - constant, rtol=1e-11, atol=1e-11)
+    each = squares(samples)
+    weights, lse = softmax(np.where(np.eye(columns), -np.inf, -each.sum(axis=2) / 2))
+    value, slope = here["likelihood_and_gradient"](asarray(samples), asarray(log_bandwidths))
+    np.testing.assert_allclose(value, (lse - np.log(columns - 1)).mean() - constant, rtol=1e-11, atol=1e-11)
+    right = (weights[:, :, None] * each).sum(axis=1).mean(axis=0) - 1
+    np.testing.assert_allclose(ct.to_numpy(slope), right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@settings(max_examples=examples(30), deadline=None)
+@given(SIZES)
+def test_contrastive_loss(library, sizes):
+    """Loss and gradients of all similarities."""
+    here, (_, count, dim, seed) = page("contrastive", library), sizes
+    rng, asarray = np.random.default_rng(seed), on(library)
+    (u, v), scale = rng.standard_normal((2, count, dim)), rng.uniform(0.1, 2)
+    (rows, of_rows), (columns, of_columns) = softmax(scale * u @ v.T), softmax(scale * v @ u.T)
+    loss, *gradients = here["loss_and_gradients"](asarray(u), asarray(v), scale)
+    np.testing.assert_allclose(loss, ((of_rows + of_columns) / 2 - scale * (u * v).sum(axis=1)).mean(), atol=1e-11)
+    d = ((rows + columns.T) / 2 - np.eye(count)) / count
+    *of_embeddings, dscale = gradients
+    np.testing.assert_allclose(dscale, (d * (u @ v.T)).sum(), atol=1e-11)
+    for found, right in zip(of_embeddings, (scale * d @ v, scale * d.T @ u), strict=True):
+        np.testing.assert_allclose(ct.to_numpy(found), right, atol=1e-11)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@settings(max_examples=examples(30), deadline=None)
+@given(SIZES, st.sampled_from([0.0, 0.3]))
+def test_cross_entropy(library, sizes, z_loss):
+    """Loss and gradients of all logits."""
+    here, (count, classes, dim, seed) = page("cross_entropy", library), sizes
+    rng, asarray = np.random.default_rng(seed), on(library)
+    hidden, weights = rng.standard_normal((count, dim)), rng.standard_normal((classes, dim))
+    bias, labels, rows = rng.standard_normal(classes), rng.integers(classes, size=count), np.arange(count)
+    logits = hidden @ weights.T + bias
+    d, lse = softmax(logits)
+    loss, *gradients = here["cross_entropy"](*map(asarray, (hidden, weights, bias, labels)), z_loss)
+    np.testing.assert_allclose(loss, (lse - logits[rows, labels] + z_loss * lse**2).mean(), atol=1e-11)
+    d *= (1 + 2 * z_loss * lse)[:, None]
+    d[rows, labels] -= 1
+    for found, right in zip(gradients, (d @ weights, d.T @ hidden, d.sum(axis=0)), strict=True):
+        np.testing.assert_allclose(ct.to_numpy(found), right / count, atol=1e-11)
