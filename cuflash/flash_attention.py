@@ -1,15 +1,5 @@
 """The public interface: `FlashAttention` for forward, backward, jvp, backward_jvp, plan, compile and tune.
 
-The short story of a call:
-
-1. Whose arrays are these? (`spec.call`) NumPy and CuPy arrays are taken as they are, others viewed by DLPack.
-2. What is to be computed? (`spec.binding`) Shapes, dtypes and options are checked against each other, once.
-3. Computation follows the data. NumPy arrays (`cpu.backend`): the tiled algorithm on the CPU. CuPy arrays
-   (`gpu.backend`): a plan is chosen (`plan`), its kernels compiled or found in the cache (`gpu.compiler`) and started
-   on CuPy's current stream, without a synchronisation. All that is remembered per problem: a repeated call costs little
-   more than a launch.
-4. The results are arrays of the library that the arguments came from.
-
 Two passes close all of second order. With ``phi = sum(dout * out) + sum(dlse * lse)``, `FlashAttention.backward` gives
 the gradient of phi. Its derivative in a direction t is the Hessian of phi times t, and phi's own derivative in that
 direction is ``sum(dout * tout) + sum(dlse * tlse)``. So `FlashAttention.jvp` and `FlashAttention.backward_jvp` give
@@ -43,8 +33,10 @@ from cuflash.spec.results import (
     GradientTangents,
     JvpResult,
     named_tuple_of,
+    named_tuple_of_results,
     named_tuple_of_tangents,
     needed,
+    wanted_results,
 )
 from cuflash.spec.score_args import check_given, check_names, check_tangent_names, checked_with_score_args
 from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
@@ -61,7 +53,7 @@ if TYPE_CHECKING:
         ScoreGradientTangents,
     )
     from cuflash.spec.options import OptionArguments
-    from cuflash.spec.results import NumpyForwardResult, NumpyJvpResult
+    from cuflash.spec.results import NamedForwardResult, NumpyForwardResult, NumpyJvpResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
@@ -291,6 +283,10 @@ class FlashAttention(Preparation[FunctionT]):
     ) -> NumpyForwardResult[ScalarT]: ...
     @overload
     def forward(
+        self: FlashAttention[Any], q: ArrayT, k: Array, v: Array, *, want: Collection[str], **arrays: Any
+    ) -> NamedForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def forward(
         self: FlashAttention[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
         offset: Integer = None, **arrays: Unpack[ForwardArrays],
     ) -> ForwardResult[ArrayT, ArrayT]: ...
@@ -326,8 +322,11 @@ class FlashAttention(Preparation[FunctionT]):
         offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
+        max: Array | None = None,
+        entropy: Array | None = None,
+        want: Collection[str] = (),
         **score_args: Array,
-    ) -> ForwardResult:
+    ) -> ForwardResult | NamedForwardResult:
         """Attention, and the logarithm of the sum of exponentials that `backward` needs.
 
         All arrays of a call are of one library, and so are the results: NumPy (computed on the CPU), CuPy
@@ -403,9 +402,12 @@ class FlashAttention(Preparation[FunctionT]):
             They decide which weights dropout drops: needed with dropout, without effect otherwise. 0 to ``2 ** 64 - 1``
             and 0 to ``2 ** 32 - 1``. Calls that differ in either drop other weights: the seed may be the number of a
             layer, and the offset that of a step. A CUDA graph keeps those that it was captured with.
-        out, lse : array, optional
+        out, lse, max, entropy : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
+        want : collection of {"max", "entropy"}, optional
+            Reductions of each row of scores to return besides out and lse: the largest score, without the sink; and the
+            entropy of the weights before dropout, ``-sum(P * log(P))``, with that of the sink among them.
         **score_args : array
             The arrays that `score` and `mask` read, by the names that these have for them: of the dtype of q or of lse,
             int32, int64 or bool, any strides, up to four axes. An index outside of an axis counts as the nearest one.
@@ -414,7 +416,8 @@ class FlashAttention(Preparation[FunctionT]):
         -------
         ForwardResult
             ``out``: shape of q with head_dim_v as last axis and all batch axes, dtype of q. ``lse``: (..., num_heads,
-            seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
+            seqlen_q) in every layout, natural logarithm, float32 (float64 for float64). ``max``, ``entropy``: if
+            wanted, like lse; -inf and 0 in a row that attends to no key.
 
         Raises
         ------
@@ -449,9 +452,13 @@ class FlashAttention(Preparation[FunctionT]):
         if score_args or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, score_args)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
+        names: tuple[str, ...] = OUTPUTS
+        if want != () or max is not None or entropy is not None:
+            arrays |= {"max": max, "entropy": entropy}
+            names = wanted_results(want, arrays)
+        call = prepare(self.options, arrays, INPUTS, names, names)
         computed = backend_of(call.backend).forward(call.options, call.arrays, random, call.need)
-        return ForwardResult(*(computed if call.is_direct else call.exported(computed, arrays)))
+        return named_tuple_of_results(names)(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
     @overload
@@ -493,6 +500,9 @@ class FlashAttention(Preparation[FunctionT]):
         k_scale: Array | None = None,
         v_scale: Array | None = None,
         dlse: Array | None = None,
+        dmax: Array | None = None,
+        entropy: Array | None = None,
+        dentropy: Array | None = None,
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
         offset: int | None = None,
@@ -515,7 +525,8 @@ class FlashAttention(Preparation[FunctionT]):
         dV, and on dP. The gradient of the bias is dS, summed over the axes along which the bias broadcasts; that of a
         slope is ``-sum(dS * abs(i + d - j))``. With x = ``scale * dot(q[i], k[j])``, t = ``tanh(x / softcap)`` and
         ``1 - t ** 2`` a factor of dS on its way to dQ, dK and here (1 without softcap), those of scale and softcap are
-        ``sum(dS * (1 - t ** 2) * dot(q[i], k[j]))`` and ``sum(dS * (t - x / softcap * (1 - t ** 2)))``.
+        ``sum(dS * (1 - t ** 2) * dot(q[i], k[j]))`` and ``sum(dS * (t - x / softcap * (1 - t ** 2)))``. Terms of the
+        sum ``dmax * max`` and ``dentropy * entropy`` add to dS, the latter ``-P * (log(P) + entropy) * dentropy``.
 
         Parameters
         ----------
@@ -537,6 +548,10 @@ class FlashAttention(Preparation[FunctionT]):
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
+        dmax : array, optional
+            Gradient with respect to max, with the shape and dtype of lse; the first key with the largest score gets it.
+        entropy, dentropy : array, optional
+            The entropy that `forward` returned, and the gradient with respect to it, of its shape and dtype.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that are wanted, in any order; only these are computed. "dscale" may always be among them, and
             "dbias", "dalibi_slopes", "dsoftcap" and "dsinks" where there is a bias, and so on.
@@ -590,6 +605,8 @@ class FlashAttention(Preparation[FunctionT]):
             "v_scale": v_scale,
             "dlse": dlse,
         }  # fmt: skip
+        if dmax is not None or dentropy is not None:
+            arrays |= {"dmax": dmax} if dentropy is None else {"dmax": dmax, "entropy": entropy, "dentropy": dentropy}
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         result_type: Callable[..., Gradients | NamedGradients] = Gradients
         of_functions = self.options.score_gradients

@@ -88,13 +88,14 @@ def forward(
     Returns
     -------
     tuple of numpy.ndarray
-        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials. In a row that
-        attends to no key, out is 0, and lse is -inf or the sink.
+        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials, max the largest
+        score, and entropy that of the weights. In a row that attends to no key, out and entropy are 0, lse is -inf or
+        the sink, and max is -inf.
     """
     arrays = {"q": q, "k": k, "v": v, **others}
     results = _results_for(FORWARD, problem, need, arrays)
     if problem.is_packed:
-        clear_rows_of_no_sequence(problem, results["out"], results["lse"], others["cu_seqlens_q"])
+        clear_rows_of_no_sequence(problem, results, others["cu_seqlens_q"])
     _run(problem, arrays | results, FORWARD, seed, offset)
     return tuple(results.values())
 
@@ -124,7 +125,8 @@ def backward(
     need : collection of str, optional
         The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
-        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v
+        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; dmax, entropy and
+        dentropy, those with respect to the reductions, and the entropy that `forward` returned; row_sums, if q, k and v
         are a slice of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
         returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse where it is that of
         a number; any strides.
@@ -167,8 +169,7 @@ def jvp(
     arrays = {"q": q, "k": k, "v": v, **others}
     results = _results_for(JVP, problem, JVP.default, arrays)
     if problem.is_packed:
-        clear_rows_of_no_sequence(problem, results["out"], results["lse"], others["cu_seqlens_q"])
-        clear_rows_of_no_sequence(problem, results["tout"], results["tlse"], others["cu_seqlens_q"], empty=0)
+        clear_rows_of_no_sequence(problem, results, others["cu_seqlens_q"])
     _run(problem, arrays | results, JVP, seed, offset)
     return tuple(x for name, x in results.items() if name in need)
 

@@ -197,10 +197,14 @@ class Tile(NamedTuple):
 
 
 class OnlineSoftmax:
-    """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far."""
+    """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far.
+
+    `step` also keeps what reductions of rows are made of: the largest score, and the sum of exp(S - m) (S - m).
+    """
 
     def __init__(self, sinks: Array) -> None:
         self.row_max, self.row_sum = sinks, (sinks != -np.inf).astype(sinks.dtype)
+        self.largest, self.row_moment = np.full_like(sinks, -np.inf), np.zeros_like(sinks)
 
     def step(self, scores: Array) -> tuple[Array, Array]:
         """exp(S - m) of a tile, in place of its scores; and the factor of what tiles before this one have summed."""
@@ -209,6 +213,23 @@ class OnlineSoftmax:
         weights, factor = _exponentials(scores, base), np.exp(self.row_max - base)
         self.row_max, self.row_sum = row_max, self.row_sum * factor + weights.sum(axis=-1, keepdims=True)
         return weights, factor
+
+    def reduce(self, scores: Array) -> None:
+        """Take a tile of scores into the reductions, before `step` does."""
+        tile_max = scores.max(axis=-1, keepdims=True)
+        row_max = np.maximum(self.row_max, tile_max)
+        base, old = (np.where(x == -np.inf, 0, x) for x in (row_max, self.row_max))
+        exponents = np.where(scores == -np.inf, 0, scores - base)
+        moment = (_exponentials(scores.copy(), base) * exponents).sum(axis=-1, keepdims=True)
+        kept = np.where(self.row_sum == 0, 0, np.exp(old - base))
+        self.row_moment = kept * (self.row_moment + (old - base) * self.row_sum) + moment
+        self.largest = np.maximum(self.largest, tile_max)
+
+    @property
+    def entropy(self) -> Array:
+        """That of the weights; 0 of none."""
+        row_sum = np.where(self.row_sum == 0, 1, self.row_sum)
+        return np.log(row_sum) - self.row_moment / row_sum
 
 
 def _exponentials(scores: Array, base: Array) -> Array:
@@ -365,16 +386,22 @@ class Job:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Write out and lse."""
+        """Write out, lse and the reductions that are wanted."""
         softmax = OnlineSoftmax(self.sinks)
         o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
         for tile in self.tiles():
-            weights, factor = softmax.step(self.folded(self.scores(tile)[1]))
+            scores = self.folded(self.scores(tile)[1])
+            if self.problem.reductions:
+                softmax.reduce(scores)
+            weights, factor = softmax.step(scores)
             if self.problem.dropout:
                 weights *= self.kept(tile)
             o = o * factor + product(weights, self.of_keys("v", tile))
         self.write("out", o / np.where(softmax.row_sum == 0, 1, softmax.row_sum))
         self.write("lse", softmax.row_max + np.log(softmax.row_sum))
+        for name, x in (("max", softmax.largest), ("entropy", softmax.entropy)):
+            if name in self.problem.reductions:
+                self.write(name, x)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -414,10 +441,24 @@ class Job:
         explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
+    def first_maxima(self) -> Array:
+        """The first key of each row that has the largest score of the row; -1 in a row without keys."""
+        largest, found = np.full_like(self.sinks, -np.inf), np.full(self.sinks.shape, -1)
+        for tile in self.tiles():
+            scores = self.folded(self.scores(tile)[1])
+            at = scores.argmax(axis=-1)[..., None]
+            own = np.take_along_axis(scores, at, axis=-1)
+            found = np.where(own > largest, at + tile.keys.start, found)
+            largest = np.maximum(largest, own)
+        return found
+
     def weights_of(self, lse: Array) -> Callable[[Array], Array]:
         """A function that makes weights of scores, in index of these."""
         row_max, row_sum = self.row_max_and_sum(lse)
-        is_empty = lse == -np.inf
+        return self.weights_by(row_max, row_sum, lse == -np.inf)
+
+    def weights_by(self, row_max: Array, row_sum: Array | None, is_empty: Array) -> Callable[[Array], Array]:
+        """The same by `row_max_and_sum`, and rows that have no weights."""
 
         def weights(scores: Array) -> Array:
             p = _exponentials(scores, row_max)
@@ -432,16 +473,21 @@ class Job:
     def backward(self, wanted: Mapping[str, Array]) -> JobGradients:
         """Write dq, if it is wanted, and return what the job adds to the other gradients."""
         lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
-        weights, is_empty = self.weights_of(lse), lse == -np.inf
+        row_max, row_sum = self.row_max_and_sum(lse)
+        is_empty = lse == -np.inf
+        weights = self.weights_by(row_max, row_sum, is_empty)
         delta = (dO * O).sum(axis=-1, keepdims=True)
         if "dlse" in self.call.arrays:
             delta -= np.where(is_empty, 0, self.of_rows("dlse"))
+        reductions = ReductionGradients(self, row_max, row_sum, is_empty)
 
         gradients = JobGradients(self, wanted)
         dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
         for tile in self.tiles():
             s, scores = self.scores(tile)
-            p = weights(self.folded(scores))
+            scores = self.folded(scores)
+            of_weights = reductions.by_log(scores)
+            p = weights(scores)
             kept = self.kept(tile) if self.problem.dropout else None
             if "dv" in wanted:
                 gradients.add_keys("dv", tile, product((p if kept is None else p * kept).swapaxes(2, 3), dO))
@@ -451,7 +497,10 @@ class Job:
             if kept is not None:
                 ds *= kept
             ds -= delta
+            if of_weights is not None:
+                ds -= of_weights
             ds *= p
+            reductions.add_maxima(tile, ds)
             if gradients.is_of_scores:
                 ds = self.folded(gradients.add_scores(tile, s, ds.reshape(s.shape), (p != 0).reshape(s.shape)))
             if "dk" in wanted:
@@ -461,7 +510,9 @@ class Job:
         if "dscale" in wanted:
             gradients.of_heads["dscale"] = self.sum_of_rows(dq * self.of_rows("q"))
         if "dsinks" in wanted and "sinks" in self.call.arrays:
-            gradients.of_heads["dsinks"] = -self.sum_of_rows(weights(self.sinks) * delta)
+            of_sink = reductions.by_log(self.sinks)
+            own_delta = delta if of_sink is None else delta + of_sink
+            gradients.of_heads["dsinks"] = -self.sum_of_rows(weights(self.sinks) * own_delta)
         if "dq" in wanted:
             self.write("dq", dq * self.dtype.type(self.problem.scale))
         return gradients
@@ -469,6 +520,31 @@ class Job:
     def sum_of_rows(self, x: Array) -> Array:
         """The sum over rows, or over pairs, of each head: (batch, heads)."""
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
+
+
+class ReductionGradients:
+    """What gradients of reductions of rows add to dS: ``-P (log P + H) dH``, and dmax at the first largest score."""
+
+    def __init__(self, job: Job, row_max: Array, row_sum: Array | None, is_empty: Array) -> None:
+        self.dentropy = self.dmax = None
+        if "entropy" in job.problem.reductions:
+            self.dentropy = np.where(is_empty, 0, job.of_rows("dentropy"))
+            self.entropy = np.where(is_empty, 0, job.of_rows("entropy"))
+            self.row_max, self.log_sum = row_max, 0 if row_sum is None else np.log(row_sum)
+        if "max" in job.problem.reductions:
+            self.dmax, self.at = job.of_rows("dmax"), job.first_maxima()
+
+    def by_log(self, scores: Array) -> Array | None:
+        """(log P + H) dH for scores, 0 where these hide pairs; None without dH."""
+        if self.dentropy is None:
+            return None
+        log_weights = np.where(scores == -np.inf, 0, (scores - self.row_max) - self.log_sum)
+        return np.where(np.isfinite(log_weights), log_weights + self.entropy, 0) * self.dentropy
+
+    def add_maxima(self, tile: Tile, ds: Array) -> None:
+        """Add dmax to the gradients of the scores of a tile."""
+        if self.dmax is not None:
+            ds += np.where(self.at == np.arange(tile.keys.start, tile.keys.stop), self.dmax, 0)
 
 
 class JobGradients:

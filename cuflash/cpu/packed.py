@@ -50,13 +50,14 @@ class Sequence:
         return of_keys | {name: x if x.ndim < 2 else x[self.index] for name, x in given.items()}
 
 
-def clear_rows_of_no_sequence(
-    problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array, empty: float = -np.inf
-) -> None:
-    """Write what rows after the last sequence get: 0 in out or its tangent, `empty` in lse or its tangent."""
+def clear_rows_of_no_sequence(problem: Problem, results: Mapping[str, Array], cu_seqlens_q: Array) -> None:
+    """Write what rows after the last sequence get in results of `forward` or `jvp` by name."""
     last = int(cu_seqlens_q[-1])
-    lse[:, last:] = empty
-    view_4d(out, problem.layout)[:, :, last:] = 0
+    for name, x in results.items():
+        if name in MOVABLE_OVER_ROWS:
+            x[:, last:] = -np.inf if name in ("lse", "max") else 0
+        else:
+            view_4d(x, problem.layout)[:, :, last:] = 0
 
 
 def clear_gradients_of_no_sequence(problem: Problem, arrays: Mapping[str, Array]) -> None:

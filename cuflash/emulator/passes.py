@@ -18,7 +18,13 @@ from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import Binding, bind, is_in_k
-from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    NUMBER_GRADIENTS,
+    REDUCTIONS,
+    SOFTMAX_GRADIENTS,
+    TAKEN_BY_BACKWARD,
+)
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
@@ -149,8 +155,10 @@ def _call(
     return tuple(every[name] for name in results)
 
 
-def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of the forward kernels.
+def forward(
+    problem: Problem, arrays: Mapping[str, Any], *, want: Sequence[str] = (), **options: Any
+) -> tuple[np.ndarray, ...]:
+    """(out, lse) of the forward kernels, and the reductions that are wanted.
 
     Parameters
     ----------
@@ -173,10 +181,9 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     inputs = {name: array for name, array in arrays.items() if name not in TAKEN_BY_BACKWARD}
     results = {
         "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
-        "lse": (problem.lse_shape, problem.softmax_dtype),
+        **{name: (problem.lse_shape, problem.softmax_dtype) for name in ("lse", *REDUCTIONS) if name in ("lse", *want)},
     }
-    out, lse = _call(FORWARD, problem, inputs, results, **options)
-    return out, lse
+    return _call(FORWARD, problem, inputs, results, **options)
 
 
 def backward(

@@ -18,6 +18,8 @@ from cuflash.plan.argument import (
     FIELDS,
     OF_LENGTH,
     PARAMS_BYTES,
+    REDUCTION_ARRAYS,
+    REDUCTION_BYTES,
     RUN_TIME,
     SCORE_ARG_BYTES,
     TANGENT_ARRAYS,
@@ -34,14 +36,20 @@ PARAMS = np.dtype(
     [(name, format_, (count,)) if "strides" in name else (name, format_) for name, format_, count in FIELDS], align=True
 )
 
-# This follows `PARAMS` in passes with tangents.
-TANGENTS = np.dtype(
-    [
-        field
-        for name, num_strides in TANGENT_ARRAYS
-        for field in ((name, np.uint64), (f"{name}_strides", np.int64, (num_strides,)))
-    ]
-)
+
+def _dtype_of(arrays: Sequence[tuple[str, int]]) -> np.dtype:
+    """Arrays, each a pointer and so many strides."""
+    return np.dtype(
+        [
+            field
+            for name, num_strides in arrays
+            for field in ((name, np.uint64), (f"{name}_strides", np.int64, (num_strides,)))
+        ]
+    )
+
+
+# These follow `PARAMS` in passes with reductions of rows, and with tangents.
+REDUCTIONS, TANGENTS = _dtype_of(REDUCTION_ARRAYS), _dtype_of(TANGENT_ARRAYS)
 # One of these follows for each array that score_mod and mask_mod read, and for its gradient.
 SCORE_ARG = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
@@ -96,18 +104,22 @@ def parameters(
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     for name in FP8_SCALES:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
+    if problem.reductions:
+        params = _with_arrays(params, REDUCTION_ARRAYS, REDUCTIONS, operands)
     if problem.moved is not None:
-        params = _with_tangents(params, operands)
+        params = _with_arrays(params, TANGENT_ARRAYS, TANGENTS, operands)
     return _with_score_args(params, plan, operands) if problem.has_functions else params
 
 
-def _with_tangents(params: np.ndarray, operands: Mapping[str, Operand]) -> np.ndarray:
-    """The argument with the strides of tangents."""
-    tangents = np.zeros(1, TANGENTS)
-    for name, num_strides in TANGENT_ARRAYS:
+def _with_arrays(
+    params: np.ndarray, arrays: Sequence[tuple[str, int]], dtype: np.dtype, operands: Mapping[str, Operand]
+) -> np.ndarray:
+    """The argument with the strides of more arrays."""
+    more = np.zeros(1, dtype)
+    for name, num_strides in arrays:
         if num_strides and (operand := operands.get(name)) is not None:
-            tangents[f"{name}_strides"][0][:] = (operand.strides + (0,) * num_strides)[:num_strides]
-    return np.frombuffer(params.tobytes() + tangents.tobytes(), np.uint64).copy()
+            more[f"{name}_strides"][0][:] = (operand.strides + (0,) * num_strides)[:num_strides]
+    return np.frombuffer(params.tobytes() + more.tobytes(), np.uint64).copy()
 
 
 def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
@@ -139,6 +151,9 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
     words, end = POINTER_WORD, PARAMS_BYTES
+    if problem.reductions:
+        words = words | {name: end // 8 + REDUCTIONS.fields[name][1] // 8 for name, _ in REDUCTION_ARRAYS}  # type: ignore[index]
+        end += REDUCTION_BYTES
     if problem.moved is not None:
         words = words | {name: words[field] for name, field in _FIELD_OF.items()}
         words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]

@@ -51,7 +51,8 @@ def choose_plan(
     pass_.check(problem)
     if pass_.has_tangents and problem.moved is None:
         problem = replace(problem, moved=())
-    need = pass_.default if need is None else need
+    need = (*pass_.default, *problem.reductions) if need is None else need
+    problem = replace(problem, reductions=pass_.reductions_of((*need, *(operands or {}))) or problem.reductions)
     arrays = assumed(problem, pass_, operands or {})
     accesses = widest_accesses(problem, pass_, arrays, need)
     load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]

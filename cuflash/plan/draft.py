@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cuflash.arrays.array_info import ITEMSIZE, Operand
-from cuflash.plan.argument import PARAMS_BYTES, maps_offset, params_bytes
+from cuflash.plan.argument import bytes_without_functions, maps_offset, params_bytes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.launch_plan import FilledTable, KernelSpec, RunTime, option_names
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
@@ -534,7 +534,7 @@ def common_defines(
         "CUFLASH_NEEDS_SCORE_ARGS": 0,
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
-        "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
+        "CUFLASH_PARAMS_BYTES": bytes_without_functions(problem),
         "CUFLASH_PAIRS": 0,
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,

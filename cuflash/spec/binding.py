@@ -40,7 +40,7 @@ from cuflash.spec.outputs import (
     UPSTREAM,
     Output,
 )
-from cuflash.spec.passes import Pass
+from cuflash.spec.passes import BACKWARD, Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
 _INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.gradient_via}
@@ -131,6 +131,10 @@ def bind(
         problem = replace(problem, moved=_moved(problem, given))
     need = pass_.default if need is None else need
     results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
+    problem = replace(problem, reductions=pass_.reductions_of((*results, *given)))
+    for name in problem.reductions:
+        if pass_ is BACKWARD and UPSTREAM[f"d{name}"].upstream == "optional" and name not in given:
+            raise value_error(name, "None", f"the {name} that forward returned, which the gradient d{name} needs")
     _check_score_arg_gradients(problem, (*need, *given))
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *score_args):

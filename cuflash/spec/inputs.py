@@ -296,6 +296,8 @@ class ForwardArrays(OptionalArrays, total=False):
 
     out: Any
     lse: Any
+    max: Any
+    entropy: Any
 
 
 class WithDlse(OptionalArrays, total=False):
@@ -304,7 +306,15 @@ class WithDlse(OptionalArrays, total=False):
     dlse: Any
 
 
-class OfThreeGradients(WithDlse, total=False):
+class OfReductions(WithDlse, total=False):
+    """The optional inputs of a backward pass, and what it takes of `outputs.REDUCTIONS`, as keyword arguments."""
+
+    dmax: Any
+    entropy: Any
+    dentropy: Any
+
+
+class OfThreeGradients(OfReductions, total=False):
     """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
 
     dq: Any
@@ -328,6 +338,7 @@ class PassArrays(OfGradients, total=False):
     dout: Any
     out: Any
     lse: Any
+    max: Any
 
 
 class Tangents(TypedDict, total=False):

@@ -37,8 +37,9 @@ class Output:
         How many strides the kernels get.
     is_default : bool
         Whether a call returns it by default.
-    upstream : {"", "optional", "required"}
-        Whether the backward pass reads the result, and its gradient if there is one, or always.
+    upstream : {"", "gradient", "optional", "required"}
+        Whether the backward pass reads the result, and its gradient if there is one ("optional") or always; or, with
+        "gradient", its gradient alone. A result that is no default is read only where its gradient is.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Output:
     needs: str = ""
     strides: int = 3
     is_default: bool = False
-    upstream: Literal["", "optional", "required"] = ""
+    upstream: Literal["", "gradient", "optional", "required"] = ""
 
     @property
     def has_head_dim(self) -> bool:
@@ -94,6 +95,8 @@ def _gradient_of_number(name: str) -> Output:
 FORWARD_ROWS = (
     Output(name="out", axes=(*_QUERIES, "head_dim_v"), dtype="input", is_default=True, upstream="required"),
     Output(name="lse", axes=_QUERIES, dtype="softmax", is_default=True, upstream="optional"),
+    Output(name="max", axes=_QUERIES, dtype="softmax", upstream="gradient"),
+    Output(name="entropy", axes=_QUERIES, dtype="softmax", upstream="optional"),
 )
 # Those of the backward pass, which gives gradients of arrays that a score reads after these.
 GRADIENT_ROWS = (
@@ -105,7 +108,7 @@ GRADIENT_ROWS = (
     *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"),
 )
 # Tangents of both: what the passes jvp and backward_jvp give.
-TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}", upstream="") for row in FORWARD_ROWS)
+TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}", upstream="") for row in FORWARD_ROWS if row.is_default)
 GRADIENT_TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}") for row in GRADIENT_ROWS)
 BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS)}
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
@@ -113,6 +116,8 @@ UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the
 # ---- names of results, in order --------------------------------------------------------------------------------------
 
 OUTPUTS = tuple(row.name for row in FORWARD_ROWS if row.is_default)
+# What a forward pass gives on request: reductions of a row of scores. The passes with tangents do not know them.
+REDUCTIONS = tuple(row.name for row in FORWARD_ROWS if not row.is_default)
 GRADIENTS = tuple(row.name for row in GRADIENT_ROWS)
 DEFAULT_NEED = tuple(row.name for row in GRADIENT_ROWS if row.is_default)
 NUMBER_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.is_number)
@@ -126,12 +131,17 @@ INPUT_OF_GRADIENT = {row.name: row.needs for row in GRADIENT_ROWS if row.needs}
 # What the backward pass reads besides the inputs: what it always needs, and all of it.
 REQUIRED_BY_BACKWARD = (
     *(row.gradient for row in FORWARD_ROWS if row.upstream == "required"),
-    *(row.name for row in FORWARD_ROWS if row.upstream),
+    *OUTPUTS,
 )
-TAKEN_BY_BACKWARD = (
-    *REQUIRED_BY_BACKWARD,
-    *(row.gradient for row in FORWARD_ROWS if row.upstream == "optional"),
+_OPTIONAL_DEFAULTS = tuple(row.gradient for row in FORWARD_ROWS if row.is_default and row.upstream == "optional")
+# The same of reductions: gradients, and those of the results that these need.
+OF_REDUCTIONS = tuple(
+    name
+    for row in FORWARD_ROWS
+    if not row.is_default
+    for name in ((row.gradient,) if row.upstream == "gradient" else (row.name, row.gradient))
 )
+TAKEN_BY_BACKWARD = (*REQUIRED_BY_BACKWARD, *_OPTIONAL_DEFAULTS, *OF_REDUCTIONS)
 
 
 # ---- tangents --------------------------------------------------------------------------------------------------------
@@ -143,9 +153,10 @@ DEFAULT_NEED_TANGENTS = tuple(row.name for row in GRADIENT_TANGENT_ROWS if row.i
 # What backward_jvp needs, besides q, k and v, and what else it takes.
 REQUIRED_BY_BACKWARD_JVP = (*REQUIRED_BY_BACKWARD, *OUTPUT_TANGENTS)
 TAKEN_BY_BACKWARD_JVP = (
-    *TAKEN_BY_BACKWARD,
+    *REQUIRED_BY_BACKWARD,
+    *_OPTIONAL_DEFAULTS,
     *OUTPUT_TANGENTS,
-    *(f"t{row.gradient}" for row in FORWARD_ROWS if row.upstream),
+    *(f"t{row.gradient}" for row in FORWARD_ROWS if row.is_default),
 )
 
 
@@ -170,10 +181,11 @@ OVER_HEAD_DIM = (
     *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
 )
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
+REDUCTIONS_OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.name in REDUCTIONS))
 # The same with their tangents.
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 # Inputs that have an axis of keys and heads of these, and their tangents.
 MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
-OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, "row_sums")
+OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_REDUCTIONS, "row_sums")

@@ -28,6 +28,9 @@ def _names(rows: tuple[Output, ...]) -> tuple[str, ...]:
     return tuple(row.name for row in rows)
 
 
+_JVP_ROWS = (*(row for row in FORWARD_ROWS if row.is_default), *TANGENT_ROWS)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Pass:
     """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity.
@@ -84,6 +87,11 @@ class Pass:
         """The names of the results that it gives by default."""
         return _names(tuple(row for row in self.rows if row.is_default))
 
+    def reductions_of(self, names: Collection[str]) -> tuple[str, ...]:
+        """The reductions that a call with results and arrays of these names makes, or whose gradients it takes."""
+        rows = tuple(row for row in FORWARD_ROWS if not row.is_default)
+        return _names(tuple(row for row in rows if (row.gradient if self.rows[0].gradient_of else row.name) in names))
+
     def results_for(self, need: Collection[str]) -> tuple[str, ...]:
         """The names of its results in a call that wants these gradients: they, their tangents, or the default."""
         if not self.rows[0].gradient_of:
@@ -132,11 +140,11 @@ BACKWARD = Pass(
 )
 JVP = Pass(
     name="jvp",
-    rows=(*FORWARD_ROWS, *TANGENT_ROWS),
+    rows=_JVP_ROWS,
     required=(),
     takes=tuple(f"t{name}" for name in MOVABLE),
-    results_of=lambda options: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
-    results_in=lambda problem: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
+    results_of=lambda options: _names(_JVP_ROWS),
+    results_in=lambda problem: _names(_JVP_ROWS),
     check=check_movable,
     flops=attrgetter("jvp_flops"),
     least_bytes=attrgetter("jvp_bytes"),

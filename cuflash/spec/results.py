@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
-from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
+from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, REDUCTIONS
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
@@ -40,6 +40,22 @@ class ForwardResult(NamedTuple, Generic[ArrayT, LseT]):
 
     out: ArrayT
     lse: LseT
+
+
+class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
+    """A named tuple of out, lse and the reductions that were wanted; the others are no attributes of it."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
+
+    out: ArrayT
+    lse: LseT
+    max: LseT
+    entropy: LseT
 
 
 class Gradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
@@ -212,6 +228,14 @@ if TYPE_CHECKING:
 
 
 @functools.cache
+def named_tuple_of_results(names: tuple[str, ...]) -> Callable[..., Any]:
+    """The named tuple of results of the forward pass."""
+    if names == ForwardResult._fields:
+        return ForwardResult
+    return type("ForwardResult", (namedtuple("ForwardResult", names), NamedForwardResult), {"__slots__": ()})
+
+
+@functools.cache
 def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Any]:
     """The named tuple of some gradients."""
     if names == Gradients._fields:
@@ -225,6 +249,17 @@ def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., Any]:
     if names == GradientTangents._fields:
         return GradientTangents
     return type("GradientTangents", (namedtuple("GradientTangents", names), NamedGradientTangents), {"__slots__": ()})
+
+
+def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:
+    """The results of a forward pass: out, lse, and reductions that are wanted or have an array to be written to."""
+    listed = " or ".join(map(repr, REDUCTIONS))
+    if isinstance(want, str) or not isinstance(want, Collection):
+        raise type_error("want", typed(want), f"a collection of {listed}")
+    for name in want:
+        if name not in REDUCTIONS:
+            raise value_error("want", repr(name), f"{listed}; out and lse are given")
+    return (*OUTPUTS, *(name for name in REDUCTIONS if name in want or given.get(name) is not None))
 
 
 def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:

@@ -14,7 +14,7 @@ from cuflash.spec.options import Options, beside_score_error
 MOST_AXES = 4
 # Names that a function cannot give to its arrays, because the passes have arguments of these names.
 RESERVED = frozenset(
-    (*PassArrays.__annotations__, "q", "k", "v", "need", "seed", "offset", "passes", "remember", "forget")
+    (*PassArrays.__annotations__, "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget")
 )
 
 

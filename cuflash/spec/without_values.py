@@ -18,6 +18,7 @@ from cuflash.spec.inputs import INPUTS
 # What lies over the columns of v, or belongs to it: without v none is given, and none is returned.
 OF_VALUES = ("v_scale", "out", "dout", "tv", "tout", "tdout", "dv", "tdv")
 _LIKE_OUT = ("out", "dout", "tout")
+_GRADIENTS = ("dlse", "tdlse", "dmax", "dentropy")  # of which a backward pass needs one
 
 
 def check_without_values(arrays: Mapping[str, Any], required: Iterable[str]) -> tuple[str, ...]:
@@ -25,8 +26,8 @@ def check_without_values(arrays: Mapping[str, Any], required: Iterable[str]) -> 
     for name in OF_VALUES:
         if arrays.get(name) is not None:
             raise value_error(name, "an array", "None as v is: without values there are lse and its derivatives alone")
-    if "dout" in required and arrays.get("dlse") is None and arrays.get("tdlse") is None:
-        raise value_error("dlse", "None", "the gradient with respect to lse, the only result without values")
+    if "dout" in required and all(arrays.get(name) is None for name in _GRADIENTS):
+        raise value_error("dlse", "None", "the gradient with respect to lse, or to a reduction: the other results")
     return tuple(name for name in required if name not in ("v", *_LIKE_OUT))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.spec.inputs import BY_NAME, OPTIONAL_INPUTS
-from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
+from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, REDUCTIONS
 
 Array = NDArray[Any]
 
@@ -48,10 +48,11 @@ class Spread:
 
     def fold(self, name: str, result: Array) -> Array:
         """A result for these arrays as that for the natural ones: summed over the axes that what it is of lacks."""
-        model = name if name in OUTPUTS else name[1:]
+        is_result = name in (*OUTPUTS, *REDUCTIONS)
+        model = name if is_result else name[1:]
         if model not in OWN_AXES:
             return result
-        if model in OUTPUTS:
+        if is_result:
             return result.reshape(*self.axes, *result.shape[1:])
         shape = self.natural[model].shape
         if self._stays(model):

@@ -16,6 +16,7 @@ from cuflash.arrays.array_info import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.arrays.fp8 import LARGEST
 from cuflash.spec.inputs import CAPS, FP8_SCALES, NAMES, Numbers
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import OVER_ROWS
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import lay_out
@@ -89,6 +90,9 @@ class Case(Numbers):
         seqlen_q and seqlen_k are those of all sequences. What is of none of them in q, k, v and dout is NaN.
     dlse : bool
         There is a gradient with respect to lse.
+    reductions : tuple of str
+        Reductions of rows that are wanted of the forward pass, "max" and "entropy": there are gradients with respect to
+        them, too.
     dropout : float
         Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
     block_mask : tuple of int, optional
@@ -162,6 +166,7 @@ class Case(Numbers):
     cu_seqlens_q: tuple[int, ...] | None = None
     cu_seqlens_k: tuple[int, ...] | None = None
     dlse: bool = False
+    reductions: tuple[str, ...] = ()
     dropout: float = 0.0
     block_mask: tuple[int, ...] | None = None
     block_size: tuple[int, int] = (128, 128)
@@ -285,7 +290,8 @@ class Case(Numbers):
         return make_problem(options, *qkv(arrays), **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout (where there are gradients), and those of `NAMES` and dlse it has.
+        """Inputs of the case by name: q, k, v, dout (where there are gradients), and those of `NAMES`, dlse and
+        gradients of reductions that it has.
 
         Parameters
         ----------
@@ -370,9 +376,9 @@ class Case(Numbers):
         if self.block_mask is not None:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
-        if self.dlse:
-            rows = normal(entries("dlse"), self.num_heads, self.seqlen_q)
-            values["dlse"] = self._as_caller("dlse", rows[..., None])[..., 0].astype(softmax_dtype)
+        for name in (*("dlse",) * self.dlse, *(f"d{name}" for name in self.reductions)):
+            rows = normal(entries(name), self.num_heads, self.seqlen_q)
+            values[name] = self._as_caller(name, rows[..., None])[..., 0].astype(softmax_dtype)
         for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if starts is not None:
                 values[name] = np.array(starts, np.int32)
@@ -419,7 +425,7 @@ class Case(Numbers):
 
     def _as_caller(self, name: str, x: Array) -> Array:
         """An array of four axes in the layout, and with the batch axes, that the caller gives it."""
-        layout = "bhsd" if name == "dlse" else self.layout
+        layout = "bhsd" if name in OVER_ROWS else self.layout
         entries, heads, seqlen, dim = x.shape
         shape = user_shape(entries, heads, seqlen, dim, min(self.ndim, 4), layout)
         if self._has_axes(name):
@@ -610,7 +616,9 @@ def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, and dlse.
+    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, dlse, dmax, dentropy.
+
+    To dentropy belongs the entropy that the forward pass gave.
 
     Parameters
     ----------
@@ -626,7 +634,7 @@ def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
     --------
     optional
     """
-    return {name: arrays[name] for name in (*NAMES, "dlse") if name in arrays}
+    return {name: arrays[name] for name in (*NAMES, *OVER_ROWS) if name in arrays}
 
 
 def split_keys(

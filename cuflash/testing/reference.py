@@ -16,7 +16,9 @@ to::
 
 Without dropout, Z is 1. With it, Z is 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
 
-dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
+dL is the gradient with respect to L; the derivative of L by S is P. Reductions of a row are its largest score, whose
+derivative by S is 1 at the first key that has it, and the entropy H = L - sum P S = -sum P log P, whose derivative is
+-P o (log P + H). A sink z is the score of one more key, whose value
 is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
 Nothing is tiled and nothing is clever; one head's matrices are held at a time, or some of their rows. The same lines
 run in a lower precision give "the plain formula in that dtype", whose error is the yardstick for all others
@@ -43,7 +45,7 @@ from cuflash.arrays.fp8 import Float8Array
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
-from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED, REDUCTIONS
 from cuflash.spec.problem import Problem, scales_of_rows
 
 if TYPE_CHECKING:
@@ -66,8 +68,9 @@ def forward(
     dtype: DTypeLike = np.float64,
     heads: Heads | None = None,
     rows_at_once: int | None = None,
+    want: Collection[str] = (),
     **terms: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attention by the plain formula.
 
     Parameters
@@ -87,6 +90,8 @@ def forward(
         heads are 0, and their lse -inf.
     rows_at_once : int, optional
         How many rows of a head's scores to hold at a time; by default all.
+    want : collection of str, optional
+        Names of `outputs.REDUCTIONS` to give, too.
     **terms : numpy.ndarray or cupy.ndarray, optional
         bias, mask and so on, as `cuflash.attention` takes them, and what functions read. Entries of
         `kv_lengths` outside 0..seqlen_k are clamped.
@@ -97,6 +102,8 @@ def forward(
         Shape `problem.out_shape`, of `dtype`.
     lse : numpy.ndarray or cupy.ndarray
         Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
+    max, entropy : numpy.ndarray or cupy.ndarray
+        Those that are wanted, like lse.
 
     See Also
     --------
@@ -110,11 +117,15 @@ def forward(
     xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
     out = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = xp.full(problem.lse_shape, -np.inf, compute)
+    of_none = {"max": -np.inf, "entropy": 0.0}  # rows of no sequence
+    reductions = {name: xp.full(problem.lse_shape, of_none[name], compute) for name in REDUCTIONS if name in want}
     for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
         with np.errstate(all="ignore"):
             out[head.index] = output(head.P, head.Z, head.V, dtype).astype(dtype)
         view_rows(lse)[head.index] = head.L
-    return as_caller(problem, out), lse
+        for name, x in reductions.items():
+            view_rows(x)[head.index] = getattr(head, name)[:, 0]
+    return as_caller(problem, out), lse, *reductions.values()
 
 
 def backward(
@@ -125,6 +136,8 @@ def backward(
     v: Array,
     *,
     dlse: Array | None = None,
+    dmax: Array | None = None,
+    dentropy: Array | None = None,
     need: Collection[str] = DEFAULT_NEED,
     seed: int | None = None,
     offset: int | None = None,
@@ -146,6 +159,8 @@ def backward(
     dlse : numpy.ndarray or cupy.ndarray, optional
         Gradient with respect to lse, of shape `problem.lse_shape`; without effect in rows that attend to no
         key.
+    dmax, dentropy : numpy.ndarray or cupy.ndarray, optional
+        Those with respect to the reductions, likewise.
     need : collection of str
         The gradients that are wanted.
     seed, offset : int, optional
@@ -185,25 +200,36 @@ def backward(
     Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), https://arxiv.org/abs/2205.14135, section 2.1 and appendix B.
     """
     xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
-    dlse = xp.zeros(problem.lse_shape) if dlse is None else dlse
+    has_dm, has_dH = dmax is not None, dentropy is not None
+    dlse, dmax, dentropy = (xp.zeros(problem.lse_shape) if x is None else x for x in (dlse, dmax, dentropy))
     dq, dk, dv = (xp.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = xp.zeros(problem.num_heads, compute)
     of_scores = ScoreSums(problem, terms, compute, xp)
     score_args = {f"d{name}": xp.zeros(operand.shape, compute) for name, operand in problem.score_args}
     for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
         dO = cast(view_4d(dout, problem.layout)[head.index], compute)
-        dL = _replace(cast(view_rows(dlse)[head.index], compute), xp.isneginf(head.L), 0)[:, None]
+        dL, dm, dH = (
+            _replace(cast(view_rows(x)[head.index], compute), xp.isneginf(head.L), 0)[:, None]
+            for x in (dlse, dmax, dentropy)
+        )
         with np.errstate(all="ignore"):
             O = _round(output(head.P, head.Z, head.V, dtype), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
             operands = (head.Q, head.K, head.V, dO, head.P, D)
+            of_entropy, of_sink = (x * dH if has_dH else 0 for x in (head.of_log(), log_of(head.P_sink, head.entropy)))
             dQ, dK, dV, dS_bias, dS = gradients(
-                problem.scale, *operands, dtype, Z=head.Z, cap_slope=head.cap_slope, dL=dL
+                problem.scale,
+                *operands,
+                dtype,
+                Z=head.Z,
+                cap_slope=head.cap_slope,
+                dL=dL - of_entropy,
+                dS_max=dm * head.is_first_max if has_dm else None,
             )
             dq[head.index] += dQ
             dk[head.index_kv] += dK
             dv[head.index_kv] += dV
-            dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
+            dsinks[head.index[1]] += (head.P_sink * (dL - of_sink - D)).sum()
             if not of_scores.totals.keys().isdisjoint(need):
                 of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
             for name, entry, derivative in head.reads:
@@ -280,12 +306,40 @@ class Head:
     V: Array
     P: Array  # weights, (seqlen_q, keys); a row that attends to no key is zero
     P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
+    S: Array  # scores, (seqlen_q, keys); -inf where a pair is hidden
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     Z: Array | float  # what dropout multiplies the weights by; 1.0 without it
     cap_slope: Array | float  # derivative of the scores by scale Q K^T; 1.0 without softcap and score_mod
     QK: Array  # Q K^T
     derivatives: dict[str, Array]  # of the scores by their other operands, by the names of these gradients
     reads: list[tuple[str, Array, Array]]  # of arrays that a function reads: name, entries, derivatives by them
+
+    @property
+    def max(self) -> Array:
+        """The largest score of each row, (seqlen_q, 1); -inf of none."""
+        return self.S.max(axis=-1, keepdims=True, initial=-np.inf)  # type: ignore[no-any-return]
+
+    @property
+    def is_first_max(self) -> Array:
+        """1 where a score is the first of its row that is the largest, else 0."""
+        is_max = (self.max == self.S) & ~module_of(self.S).isneginf(self.S)
+        return (is_max & (is_max.cumsum(axis=-1) == 1)).astype(self.S.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def entropy(self) -> Array:
+        """That of the weights of each row, that of the sink among them, (seqlen_q, 1); 0 of none."""
+        of_sink = self.P_sink * log_of(self.P_sink)
+        return -(self.P * log_of(self.P)).sum(axis=-1, keepdims=True) - of_sink  # type: ignore[no-any-return]
+
+    def of_log(self) -> Array:
+        """log P + H: the derivative of the entropy by the scores is -P times it; 0 where P is."""
+        return log_of(self.P, self.entropy)
+
+
+def log_of(P: Array, offset: Array | float = 0.0) -> Array:
+    """log P + offset; 0 where P is."""
+    xp = module_of(P)
+    return _replace(xp.log(_replace(P, P == 0, 1)) + offset, P == 0, 0)
 
 
 def each_head(
@@ -351,11 +405,12 @@ def each_head(
                     mask=None if mask is None else mask[b, h][here, keys],
                 )
                 S, cap_slope, reads = _by_functions(own, S, first_row, cap_slope, score_args, b, h)
-                P, P_sink, L = softmax(S, -np.inf if sinks is None else cast(sinks[h], compute))
+                P, P_sink, L = softmax(S.copy(), -np.inf if sinks is None else cast(sinks[h], compute))
                 if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
                     cap_slope = _replace(xp.broadcast_to(xp.asarray(cap_slope, P.dtype), P.shape), P == 0, 0)
                     reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
             operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "QK": QK, "cap_slope": cap_slope}
+            operands["S"] = S
             places = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
             Z = _kept(problem, seed, offset, b, h, first_row, P)
             yield Head(derivatives=derivatives, reads=reads, Z=Z, **places, **operands)  # type: ignore[arg-type]
@@ -521,13 +576,19 @@ def gradients(
     Z: Array | float = 1.0,
     cap_slope: Array | float = 1.0,
     dL: Array | None = None,
+    dS_max: Array | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """dQ, dK and dV of these rows; dS without cap_slope, and with it, rounded to dtype."""
+    """dQ, dK and dV of these rows; dS without cap_slope, and with it, rounded to dtype.
+
+    dL is what P multiplies besides dP - D, and dS_max what dS has besides P times that.
+    """
     dS = _times(product(dO, V.swapaxes(-1, -2)), Z)
     dS -= D
     if dL is not None:
         dS += dL
     dS_bias = P * dS
+    if dS_max is not None:
+        dS_bias += dS_max
     dS = _round(_times(dS_bias, cap_slope), dtype)
     dQ, dK = scale * product(dS, K), scale * product(dS.swapaxes(-1, -2), Q)
     dV = product(_round(_times(P, Z), dtype).swapaxes(-1, -2), dO)

@@ -13,7 +13,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, OVER_HEAD_DIM, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    FORWARD_ROWS,
+    GRADIENTS,
+    INPUT_OF_GRADIENT,
+    OUTPUTS,
+    OVER_HEAD_DIM,
+    OVER_ROWS,
+    REDUCTIONS,
+    SOFTMAX_GRADIENTS,
+)
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
@@ -25,6 +35,7 @@ Array = NDArray[Any]
 
 FLUSHED = 2.0**-125  # at most what an addition to memory loses: of its two terms, or of the sum, what is subnormal
 FEWEST_KEYS = 16  # of a tile
+RESULTS = tuple(row.name for row in FORWARD_ROWS)
 MOST_READS = 8  # of a pair
 
 
@@ -47,11 +58,11 @@ class Yardstick:
         out within D = rowsum(dout o out), which is a term of gradients of scores, and of q k^T as a factor of dscale.
         Of the columns of a row of out, dq, dk or dv it is the largest. D is rounded once for a row: its errors add up
         in dq, and in dbias of a bias without an axis of keys.
-        For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
-        was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
-        that of this number, in results as in the weights and gradients of scores that are rounded on the way. A
-        weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take smaller
-        weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
+        For lse, max and entropy it is at least 1. The unit is that of the dtype of the result; of gradients, which are
+        made of out as it was rounded, that of the inputs; what is subnormal there counts as the smallest normal number,
+        since its unit is that of this number, in results as in the weights and gradients of scores that are rounded on
+        the way. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take
+        smaller weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
         ``1 - tanh(x)**2`` of a soft cap counts as at least ``2 * softmax_ulp`` over such a unit: it is a difference
         from 1, with no digits beyond that. So does the derivative by the cap, in units of x.
     noise
@@ -63,8 +74,10 @@ class Yardstick:
         row's scores, too, of at most log(2^32) (log(2^14) for float16), by which a lazy maximum may lag.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
-        moves them alike, so that lse counts as at most ``LARGE_LSE``. A largest error is random, and this keeps the
-        rule from being so. It is next to nothing for ordinary rows of half precision, whose softmax runs in float32.
+        moves them alike, so that lse counts as at most ``LARGE_LSE``. max has a unit of itself and of the
+        terms of scores; entropy one of itself, of that difference, and of what the noise of its weights changes in it.
+        A largest error is random, and this keeps the rule from being so. It is next to nothing for ordinary rows of
+        half precision, whose softmax runs in float32.
 
     To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add partial dq to memory, in
     tiles of no fewer keys, subnormal numbers become zeros.
@@ -313,14 +326,14 @@ def _yardsticks(
 
     def yardstick(name: str, own: Array, of_plain: Array, squares: Squares, zero: Array | None = None) -> Yardstick:
         """Of sums, errors of the result count too: the formula divides weights by their sum, so they have few."""
-        unit = ulp(problem.softmax_dtype if name == "lse" else arrays["q"].dtype)
+        unit = ulp(problem.softmax_dtype if name in OVER_ROWS else arrays["q"].dtype)
         with np.errstate(invalid="ignore"):  # -inf in both
             errors = np.abs(of_plain.astype(own.dtype) - own)
         of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
         scale = np.maximum(of_terms, _largest(name, own))
-        if name not in OUTPUTS:  # equal rows are rounded alike: then what adds up is no random walk
+        if name not in RESULTS:  # equal rows are rounded alike: then what adds up is no random walk
             noise = np.where(of_terms > 0, noise * scale / np.where(of_terms > 0, of_terms, 1), 0)
-        least = 1.0 if name == "lse" else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
+        least = 1.0 if name in OVER_ROWS else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
         errors = np.where(np.isfinite(errors), errors, 0)
         units = np.broadcast_to(unit * scale, errors.shape)
@@ -390,8 +403,9 @@ def _compute(
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
     keywords = {**_read(problem, arrays), **random}
-    out, lse = reference.forward(problem, *inputs, dtype=dtype, **keywords)
-    results = {"out": out, "lse": lse}
+    want = tuple(name for name in REDUCTIONS if f"d{name}" in arrays)
+    found = reference.forward(problem, *inputs, dtype=dtype, want=want, **keywords)
+    results = dict(zip((*OUTPUTS, *want), found, strict=True))
     if "dout" in arrays:
         keywords |= optional_backward(arrays)
         need = gradients_of(problem)
@@ -451,7 +465,7 @@ def _judge(case: Case, results: Mapping[str, Any]) -> Report:
     return report
 
 
-def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
+def assert_forward(case: Case, out: Any, lse: Any = None, **reductions: Any) -> Report:
     """Judge the output of an implementation, of any array library, and its lse if it has one.
 
     Returns the measurements, or raises AssertionError that shows them.
@@ -464,11 +478,13 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
         What the implementation gave, of any library with ``__dlpack__``: shape and dtype of `FlashAttention.forward`.
     lse : array, optional
         The same.
+    **reductions : array
+        Those of the `reductions` of the case, by their names.
 
     Returns
     -------
     Report
-        The measurements of out and lse.
+        The measurements of out and lse, and of the reductions.
 
     Raises
     ------
@@ -480,7 +496,7 @@ def assert_forward(case: Case, out: Any, lse: Any = None) -> Report:
     assert_backward
     check : Calls the implementation, too.
     """
-    return _judge(case, {"out": out} if lse is None else {"out": out, "lse": lse})
+    return _judge(case, ({"out": out} if lse is None else {"out": out, "lse": lse}) | reductions)
 
 
 def assert_backward(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.spec.inputs import CAPS, PER_HEAD_INPUTS
-from cuflash.spec.outputs import SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import REDUCTIONS, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.case import optional, qkv
@@ -93,6 +93,8 @@ class Noise:
     of_sink: Array  # (rows, 1): of the weight of the sink
     sums: Array  # (rows, 1): of the sum of the weights
     lse: Array  # (rows, 1)
+    max: Array  # (rows, 1)
+    entropy: Array  # (rows, 1)
 
 
 class Collector:
@@ -106,8 +108,10 @@ class Collector:
         self.out = finite(view_4d(expected["out"].astype(np.float64), problem.layout))
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
         of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
-        self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v), "lse": Squares.zeros(*of_rows, 1)}
-        self.squares["lse"].noise = self.squares["lse"].noise.astype(np.longdouble)  # in which squares of all lse fit
+        self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v)}
+        self.reductions = tuple(name for name in REDUCTIONS if name in expected)
+        for name in ("lse", *self.reductions):  # long doubles, in which squares of all lse fit
+            self.squares[name] = Squares(np.zeros((*of_rows, 1)), np.zeros((*of_rows, 1), np.longdouble))
         self.sees_something, self.is_seen = np.zeros(of_rows, bool), np.zeros(of_keys, bool)
         self.has_gradients = "dout" in arrays
         if self.has_gradients:
@@ -122,7 +126,10 @@ class Collector:
                 reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)
             )
             self.dout = finite(view_4d(arrays["dout"], problem.layout).astype(np.float64))
-            self.dlse = finite(view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape)))
+            self.dlse, self.dmax, self.dentropy = (
+                finite(view_rows(arrays[name] if name in arrays else np.zeros(problem.lse_shape)))
+                for name in ("dlse", "dmax", "dentropy")
+            )
 
     def scales(self) -> Scales:
         """What came together."""
@@ -141,7 +148,8 @@ class Collector:
             noise = own.noise if name == "out" else _largest(own.noise)  # each column of out has a span of its own
             squares[name] = Squares(self._as_result(name, _largest(own.terms)), self._as_result(name, noise))
             zeros[name] = self._as_result(name, ~with_columns[name][..., None])
-        squares["lse"] = Squares(*(x.reshape(self.problem.lse_shape) for x in vars(squares["lse"]).values()))
+        for name in ("lse", *self.reductions):
+            squares[name] = Squares(*(x.reshape(self.problem.lse_shape) for x in vars(squares[name]).values()))
         if not self.has_gradients:
             return Scales(squares, zeros, None)
         for name, total in self.of_scores.totals.items():
@@ -214,9 +222,17 @@ class Collector:
         together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
         lag = np.minimum(_spread(np.log(np.where(P > 0, P, np.nan))), OFFSET_LAG[problem.dtype])
         of_lse = unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms + lag))
+        weights = moved(P, products + distances)
+        of_max = of_entropy = np.zeros_like(of_lse)
+        if self.reductions:
+            terms = products + distances.max(axis=1, keepdims=True, initial=0)
+            of_max = unit * (1 + abs(finite(head.max)) + terms)
+            of_entropy = unit * (1 + head.entropy + lag) + (abs(head.of_log()) * weights).sum(axis=1, keepdims=True)
         return Noise(
+            max=of_max.astype(np.longdouble),
+            entropy=of_entropy.astype(np.longdouble),
             rows=rows,
-            weights=moved(P, products + distances),
+            weights=weights,
             of_sink=of_sink,
             sums=np.sqrt(together**2 + separate**2 + of_sink**2),
             lse=of_lse.astype(np.longdouble),
@@ -271,7 +287,8 @@ class Collector:
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: Noise) -> None:
         terms = (self.rounded(P**2) * head.Z**2) @ V**2
         self.squares["out"].add(head.index, terms, self._moved_out(head, terms, V, noise))
-        self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
+        for name in ("lse", *self.reductions):
+            self.squares[name].add(head.index, np.zeros(()), getattr(noise, name) ** 2)
 
     def _moved_out(self, head: reference.Head, terms: Array, V: Array, noise: Noise) -> Array:
         """Squares of how much out changes with its weights: a mean stays between the smallest and the largest value."""
@@ -296,14 +313,22 @@ class Collector:
         O2 = np.maximum(np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2, of_out)
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
-        each = (dO2 @ V2.T) * Z2 + D2 + dL2
+        dH2 = of_max = of_log = of_sink = np.zeros(())
+        if self.reductions:
+            dH2, dm2 = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (self.dentropy, self.dmax))
+            D2 = D2 + dH2 * head.entropy**2  # which is one number with D
+            of_log, of_max = dH2 * head.of_log() ** 2, dm2 * head.is_first_max
+            of_sink = dH2 * reference.log_of(head.P_sink, head.entropy) ** 2
+        each = (dO2 @ V2.T) * Z2 + D2 + dL2 + of_log
         # A unit in the last place of tanh(x) moves 1 - tanh(x)^2 by two.
         least_slope = 2 * self.unit / ulp(self.dtype) if problem.given(CAPS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
         moved2 = noise.weights**2
         D_moved2 = (dO2 * self._moved_out(head, of_out, V, noise)).sum(axis=-1, keepdims=True)
-        dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * (each + D_moved2) + P2 * D_moved2
-        dS, dS_noise = rounded(P2 * each * slope2), dS_bias_noise * slope2
+        D_moved2 = D_moved2 + dH2 * noise.entropy.astype(np.float64) ** 2
+        # The logarithm of a weight moves by as much as the weight does, relative to it.
+        dS_bias, dS_bias_noise = rounded(P2 * each + of_max), moved2 * (each + D_moved2 + dH2) + P2 * D_moved2
+        dS, dS_noise = rounded((P2 * each + of_max) * slope2), dS_bias_noise * slope2
         of_D = D2 * ((P * head.cap_slope) @ K) ** 2
         self.squares["dq"].add(
             head.index, scale2 * (dS @ K**2 + of_D), scale2 * (dS_noise @ K**2 + noise.rows**2 * of_D)
@@ -315,7 +340,8 @@ class Collector:
         self.dv_sums.add((*head.index_kv[:2], 0), whole2 @ dO2, noise.sums[:, 0] ** 2 @ dO2)
         P_sink = np.where(head.P_sink != 0, np.maximum(head.P_sink, self.smallest), 0)
         for name in SOFTMAX_GRADIENTS:
-            terms, moved = ((weights**2 * (D2 + dL2)).sum() for weights in (P_sink, noise.of_sink))
+            terms, moved = ((weights**2 * (D2 + dL2 + of_sink)).sum() for weights in (P_sink, noise.of_sink))
+            moved += (dH2 * (noise.of_sink**2 + (P_sink * noise.entropy) ** 2)).sum()
             self.squares[name].add(head.index[1], terms, moved)
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
         head = replace(head, derivatives=self._counted(head, QK))

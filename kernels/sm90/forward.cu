@@ -364,13 +364,19 @@ struct Consumer {
   }
   // Computes exponentials relative to the row maxima that rows already have, and adds them to `sum`.
   template <class Masked>
-  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
+  CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], TileReductions<1>& reductions, Masked masked) {
+    constexpr bool kMayBeHidden = Masked::value || !kFactorInExponent || kHasMask;
     if constexpr (kAddsByTile) {
       const auto is_hidden = hidden_in(n_block, mask(masked));
       const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
       bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
-        s[0][n][i] = exponential(ptx::fused(score_of(s[0][n][i]), scale_log2, -row_max[i / 2]));
-        if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
+        const float x = score_of(s[0][n][i]), exponent = ptx::fused(x, scale_log2, -row_max[i / 2]);
+        s[0][n][i] = exponential(exponent);
+        if (kLazyWhereMasked && masked && is_hidden(n, i))
+          s[0][n][i] = 0.0f;
+        else
+          reductions.add_score(0, i / 2, x);
+        reductions.add_weight(0, i / 2, s[0][n][i], exponent, kMayBeHidden);
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
@@ -382,7 +388,10 @@ struct Consumer {
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[0][n][i] = exponential(ptx::fused(s[0][n][i], scale_log2, -row_max[half]));
+            const float x = s[0][n][i], exponent = ptx::fused(x, scale_log2, -row_max[half]);
+            s[0][n][i] = exponential(exponent);
+            reductions.add_score(0, half, x);
+            reductions.add_weight(0, half, s[0][n][i], exponent, kMayBeHidden);
             sum[0][half] += s[0][n][i];
           }
     }
@@ -393,7 +402,8 @@ struct Consumer {
   // The same where all arguments of the soft cap are near 0: a short series gives exponents. Returns whether it did.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
-    if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
+    if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value || CUFLASH_REDUCTIONS)
+      return false;
     const float largest = Score::largest_of(s);
     return exponentiate_by<3>(n_block, sum, largest) || exponentiate_by<4>(n_block, sum, largest);
   }
@@ -406,7 +416,8 @@ struct Consumer {
       for (auto& four : s[0])
 #pragma unroll
         for (float& x : four) x = near.of(x);
-      exponentiate(n_block, sum, Constant<false>{});
+      TileReductions<1> none;
+      exponentiate(n_block, sum, none, Constant<false>{});
     } else {
       const NearTanh<terms> near(score.cap_factor, scale_log2);
       if (ptx::any_lane(!near.serves(largest))) return false;
@@ -429,16 +440,19 @@ struct Consumer {
   template <class Masked>
   CUFLASH_DEVICE bool softmax_step(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
+    TileReductions<1> reductions;
     bool grows = false, maximum_first = (masked && !kLazyWhereMasked) || !kLazyMaximum || !all_started;
     if (!maximum_first) {
       if (!exponentiate_near(n_block, sum, masked)) {
         score.cap(s);
-        exponentiate(n_block, sum, masked);
+        exponentiate(n_block, sum, reductions, masked);
       }
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
         sum[0][0] = sum[0][1] = 0.0f;
+      } else {
+        softmax.add(reductions, scale_log2);
       }
     }
     if (maximum_first) {

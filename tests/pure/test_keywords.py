@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 from cuflash.spec.keywords import _MEANT
+from cuflash.spec.outputs import REDUCTIONS
 
 Q = np.ones((2, 4, 8), np.float32)
 ATTN = cuflash.FlashAttention()
@@ -137,7 +138,7 @@ def test_attention_takes_every_option():
     """attention has the options of FlashAttention and the arrays of forward, but for what it has no use for."""
     own = set(inspect.signature(cuflash.attention).parameters)
     forward = set(inspect.signature(ATTN.forward).parameters)
-    assert own == (set(OPTIONS) | forward) - {"deterministic", "lse"}
+    assert own == (set(OPTIONS) | forward) - {"deterministic", "lse", "want", *REDUCTIONS}
 
 
 @given(st.booleans(), st.floats(-2, 2), st.integers(0, 2**31))

@@ -13,7 +13,7 @@ from cuflash.cli.main import make_parser
 from cuflash.cpu import core
 from cuflash.plan import choose_plan
 from cuflash.plan.architectures import FORWARD_FAMILIES
-from cuflash.plan.argument import ARRAYS
+from cuflash.plan.argument import ARRAYS, REDUCTION_ARRAYS
 from cuflash.plan.sm90.architecture import SM90
 from cuflash.spec.inputs import (
     ACTING,
@@ -35,7 +35,9 @@ from cuflash.spec.outputs import (
     GRADIENT_ROWS,
     GRADIENTS,
     INPUT_OF_GRADIENT,
+    OF_REDUCTIONS,
     OUTPUTS,
+    REDUCTIONS,
     REQUIRED_BY_BACKWARD,
     TAKEN_BY_BACKWARD,
 )
@@ -62,9 +64,10 @@ def test_every_signature_has_every_term():
 def test_every_signature_has_every_gradient():
     assert tuple(NamedGradients.__annotations__) == GRADIENTS
     assert set(GRADIENTS) <= parameters(cuflash.FlashAttention.backward)
-    assert set(OfThreeGradients.__annotations__) == {*NAMES, *DEFAULT_NEED, "dlse"}
-    assert set(OfGradients.__annotations__) == {*NAMES, *GRADIENTS, "dlse"}
-    assert set(PassArrays.__annotations__) == {*NAMES, *GRADIENTS, "dlse", "dout", "out", "lse"}
+    assert set(OfThreeGradients.__annotations__) == {*NAMES, *DEFAULT_NEED, "dlse", *OF_REDUCTIONS}
+    assert set(OfGradients.__annotations__) == {*NAMES, *GRADIENTS, "dlse", *OF_REDUCTIONS}
+    of_rows = {"dlse", "dout", "out", "lse", *REDUCTIONS, *OF_REDUCTIONS}
+    assert set(PassArrays.__annotations__) == {*NAMES, *GRADIENTS, *of_rows}
 
 
 @pytest.mark.parametrize("row", (*FORWARD_ROWS, *GRADIENT_ROWS), ids=lambda row: row.name)
@@ -76,16 +79,17 @@ def test_a_result_is_what_its_row_says(row):
     )  # fmt: skip
     arrays, problem = case.arrays(), case.problem
     attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*ct.qkv(arrays), **ct.optional(arrays))
+    found = attn.forward(*ct.qkv(arrays), want=REDUCTIONS, **ct.optional(arrays))
+    out, lse, *_ = found
     need = () if row in FORWARD_ROWS else (row.name,)
     gradients = attn.backward(out, *ct.qkv(arrays), out, lse, **ct.optional(arrays), need=need)
-    got = {"out": out, "lse": lse, **gradients._asdict()}[row.name]
+    got = {**found._asdict(), **gradients._asdict()}[row.name]
     if row.dtype == "like":
         assert (got.shape, got.dtype) == (arrays[row.gradient_of].shape, arrays[row.gradient_of].dtype)
     else:
         dtype = {"input": problem.dtype, "softmax": problem.softmax_dtype}[row.dtype]
         assert (got.shape, got.dtype.name) == (problem.shape_of(row), dtype)
-    assert row.name in dict(ARRAYS) and dict(ARRAYS)[row.name] == row.strides
+    assert dict((*ARRAYS, *REDUCTION_ARRAYS))[row.name] == row.strides
 
 
 def test_signatures_follow_the_rows():
@@ -122,13 +126,13 @@ def test_numbers_have_gradients():
 
 def test_what_makes_no_other_result_says_so(monkeypatch):
     """A result that a call returns only if it is asked to: the core and families that do not know it leave it out."""
-    monkeypatch.setattr(core, "UNKNOWN", ("entropy",))
+    monkeypatch.setattr(core, "UNKNOWN", ("other",))
     assert core.why_not_results(OUTPUTS) is None
-    assert core.why_not_results((*OUTPUTS, "entropy")) == "it computes no entropy"
+    assert core.why_not_results((*OUTPUTS, "other")) == "it computes no other"
     for family in FORWARD_FAMILIES:
         problem = SimpleNamespace(has_float8=family.has_float8)
-        asked = SimpleNamespace(need=(*OUTPUTS, "entropy"), problem=problem)
-        assert family.why_not_served(cast("Draft", asked)) == "it makes no entropy"
+        asked = SimpleNamespace(need=(*OUTPUTS, "other"), problem=problem)
+        assert family.why_not_served(cast("Draft", asked)) == "it makes no other"
 
 
 def test_kernels_that_do_not_know_an_option_are_not_taken(monkeypatch):

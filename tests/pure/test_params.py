@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.arrays.array_info import layout_of, rows_of
 from cuflash.gpu.compiler import kernel_directory
-from cuflash.gpu.params import PARAMS, POINTER_WORD, TANGENTS, Argument, Frame, parameters, pointer_words
+from cuflash.gpu.params import PARAMS, POINTER_WORD, REDUCTIONS, TANGENTS, Argument, Frame, parameters, pointer_words
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.argument import PARAMS_BYTES, TANGENT_ARRAYS, TANGENT_BYTES, maps_offset
+from cuflash.plan.argument import PARAMS_BYTES, REDUCTION_ARRAYS, TANGENT_ARRAYS, maps_offset
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.score_mod.program import Traced
 from cuflash.spec.options import Options
@@ -32,10 +32,11 @@ SCALARS = {
 }
 
 
-def structs_of(text, tangents=False):
-    """Name -> [(type, name of the field)] of every struct in a header, as passes with or without tangents have it."""
+def structs_of(text, more=""):
+    """Name -> [(type, name of the field)] of every struct in a header, in passes with more arrays or without."""
     text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r"#if CUFLASH_TANGENTS\n(.*?)#endif\n", r"\1" if tangents else "", text, flags=re.DOTALL)
+    for macro in ("CUFLASH_REDUCTIONS", "CUFLASH_TANGENTS"):
+        text = re.sub(rf"#if {macro}\n(.*?)#endif\n", r"\1" if macro == more else "", text, flags=re.DOTALL)
     text = re.sub(r"#if CUFLASH_HAS_FUNCTIONS\n.*?#endif\n", "", text, flags=re.DOTALL)  # what follows in such kernels
     structs: dict[str, list[tuple[str, str]]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
@@ -107,18 +108,22 @@ def test_every_field_lies_where_the_kernels_look_for_it():
     assert not described
 
 
-def test_tangents_follow_all_other_fields():
-    every, size, _ = laid_out(structs_of(HEADER, tangents=True)["Params"])
-    assert every[: len(FIELDS)] == FIELDS and size == PARAMS_BYTES + TANGENT_BYTES
+@pytest.mark.parametrize(
+    ("macro", "dtype", "arrays"),
+    [("CUFLASH_REDUCTIONS", REDUCTIONS, REDUCTION_ARRAYS), ("CUFLASH_TANGENTS", TANGENTS, TANGENT_ARRAYS)],
+)
+def test_reductions_and_tangents_follow_all_other_fields(macro, dtype, arrays):
+    every, size, _ = laid_out(structs_of(HEADER, macro)["Params"])
+    assert every[: len(FIELDS)] == FIELDS and size == PARAMS_BYTES + dtype.itemsize
     offsets = {name: offset - PARAMS_BYTES for _, name, offset in every[len(FIELDS) :]}
-    described = dict(TANGENTS.fields or {})
-    for name, num_strides in TANGENT_ARRAYS:
+    described = dict(dtype.fields or {})
+    for name, num_strides in arrays:
         pointer = offsets.get(f"{name}.data", offsets.get(name))
         assert described[name][1] == pointer
         if num_strides:
             first = f"{name}.batch_stride" if f"{name}.data" in offsets else f"{name}_stride"
             assert described[f"{name}_strides"][1] == offsets[first] == pointer + 8
-    assert len(offsets) == sum(1 + num_strides for _, num_strides in TANGENT_ARRAYS)
+    assert len(offsets) == sum(1 + num_strides for _, num_strides in arrays)
 
 
 def test_strides_come_in_the_order_of_the_axes():

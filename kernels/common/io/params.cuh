@@ -123,6 +123,9 @@ struct Params {
   i32 mask_batches;   // batch entries with bits, or tile classes under masks, of their own; of RunTime
   i32 mask_heads;     // query heads with bits or tile classes of their own
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
+#if CUFLASH_REDUCTIONS
+  Tensor max, dmax, entropy, dentropy;  // over rows, as lse is; null where there are none
+#endif
 #if CUFLASH_TANGENTS
   // Tangents, null where there are none: those of inputs and of results, like what they are tangents of.
   Tensor tq, tk, tv, tout, tdout;

@@ -1,6 +1,7 @@
 // The online softmax over the rows of an accumulator tile (Milakov and Gimelshein 2018; FlashAttention, Algorithm 1).
 #pragma once
 #include "common/softmax/exponential.cuh"
+#include "common/softmax/row_reductions.cuh"
 
 // How far the maximum of a tile's row may exceed the row max that exponents are relative to. For wide elements,
 // exponentials are most accurate near 0, so the row max of float32 follows the maximum at once, and that of float64
@@ -12,7 +13,9 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
 
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
 template <int m_tiles, bool natural = kNaturalRowMax>
-struct OnlineSoftmax {
+struct OnlineSoftmax : RowReductions<m_tiles, natural> {
+  using Reductions = RowReductions<m_tiles, natural>;
+
   Real row_max[m_tiles][2];  // exponents are relative to it; -inf until a key is visible
   Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
 
@@ -59,8 +62,7 @@ struct OnlineSoftmax {
 
   // Replaces scores by their exponentials and adds those of this lane to `sum`.
   template <int n_tiles>
-  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
-                                   Real (&sum)[m_tiles][2]) const {
+  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, Real (&sum)[m_tiles][2]) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -72,7 +74,9 @@ struct OnlineSoftmax {
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            score[m][n][i] = warp_exponential(exponent_of<natural>(score[m][n][i], exponent_scale, finite_row_max));
+            const Real exponent = exponent_of<natural>(score[m][n][i], exponent_scale, finite_row_max);
+            score[m][n][i] = warp_exponential(exponent);
+            Reductions::add_weight(m, half, score[m][n][i], exponent, true);
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
           }
         if constexpr (kWide) sum[m][half] += tile_sum;
@@ -88,6 +92,7 @@ struct OnlineSoftmax {
         row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 1);
         row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);
       }
+    Reductions::finish();
   }
 
   // Adds one more key to each row, after `finish`: its value is zero, and its score, in the unit of row maxima, is
@@ -101,7 +106,10 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const Real own = sink(m, half);
         factor[m][half] = raise_row_max(m, half, own);
-        row_sum[m][half] += relative<natural>(own, row_max[m][half]);
+        const Real weight = relative<natural>(own, row_max[m][half]);
+        row_sum[m][half] += weight;
+        if constexpr (kReducesEntropy)
+          Reductions::add_weight(m, half, weight, exponent_of_difference<natural>(own, row_max[m][half]), true);
       }
     rescale(out, factor);
   }
@@ -127,6 +135,7 @@ struct OnlineSoftmax {
         max = max_of(max, ptx::shuffle_xor(max, 1));
         max = max_of(max, ptx::shuffle_xor(max, 2));
         tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
+        Reductions::add_score(m, half, tile_max[m][half]);
         grows = grows || tile_max[m][half] > row_max[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
       }
     if (!ptx::any_lane(grows)) return false;
@@ -145,6 +154,9 @@ struct OnlineSoftmax {
     const Real old = row_max[m][half];
     row_max[m][half] = max_of(old, other);
     const Real factor = relative<natural>(old, row_max[m][half]);
+    if constexpr (kReducesEntropy)
+      Reductions::rescale_moment(m, half, factor, exponent_of_difference<natural>(old, row_max[m][half]),
+                                 row_sum[m][half]);
     row_sum[m][half] *= factor;
     return factor;
   }

@@ -1,0 +1,112 @@
+// Reductions of a row that the forward pass gives beside lse: the largest score, and the entropy of the weights,
+//
+//   H = lse - sum P S = log l - r / l        l = sum exp(S - m)        r = sum exp(S - m) (S - m)
+//
+// where m is the row max of the online softmax: r is rescaled where m rises, as l is. All are in the unit of exponents
+// until they are stored.
+#pragma once
+#include "common/config.cuh"
+#include "common/io/params.cuh"
+#include "common/softmax/exponential.cuh"
+
+// Weights of exponents below this one are 0, as those of hidden pairs are, and so are their terms of r.
+constexpr Real kLeastExponent = -1024;
+
+// The exponents and weights of some scores: of a tile, until it is known that it is not done again.
+template <int m_tiles, bool made = kReducesMax || kReducesEntropy>
+struct TileReductions {
+  Real largest[m_tiles][2];  // over this lane's columns only, as is the moment
+  Real moment[m_tiles][2];   // r
+
+  CUFLASH_DEVICE TileReductions() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[m][half] = -ptx::infinity(), moment[m][half] = 0;
+  }
+  // Takes in a score, which need not have its factor yet.
+  CUFLASH_DEVICE void add_score(int m, int half, Real score) {
+    if constexpr (kReducesMax) largest[m][half] = max_of(largest[m][half], score);
+  }
+  // Takes in a weight with its exponent, which is -inf only if the pair `may_be_hidden`.
+  CUFLASH_DEVICE void add_weight(int m, int half, Real weight, Real exponent, bool may_be_hidden) {
+    if constexpr (kReducesEntropy)
+      moment[m][half] =
+          ptx::fused(weight, may_be_hidden ? max_of(exponent, kLeastExponent) : exponent, moment[m][half]);
+  }
+};
+
+// Without reductions, nothing is left of them.
+template <int m_tiles>
+struct TileReductions<m_tiles, false> {
+  CUFLASH_DEVICE void add_score(int, int, Real) {}
+  CUFLASH_DEVICE void add_weight(int, int, Real, Real, bool) {}
+};
+
+template <int m_tiles, bool natural, bool made = kReducesMax || kReducesEntropy>
+struct RowReductions : TileReductions<m_tiles> {
+  using TileReductions<m_tiles>::largest;
+  using TileReductions<m_tiles>::moment;
+
+  // Takes in a tile whose scores are natural, or exponents over `exponent_scale`.
+  CUFLASH_DEVICE void add(const TileReductions<m_tiles>& tile, Real exponent_scale) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (kReducesMax) {
+          const Real own = tile.largest[m][half];
+          largest[m][half] = max_of(largest[m][half], natural ? own : ptx::multiply(own, exponent_scale));
+        }
+        if constexpr (kReducesEntropy) moment[m][half] += tile.moment[m][half];
+      }
+  }
+  // The row max rises: `exponent` is that of the old one relative to the new one, `factor` its exponential, and
+  // `row_sum` what was summed before.
+  CUFLASH_DEVICE void rescale_moment(int m, int half, Real factor, Real exponent, Real row_sum) {
+    if constexpr (kReducesEntropy)
+      moment[m][half] = factor == 0 ? 0 : factor * ptx::fused(exponent, row_sum, moment[m][half]);
+  }
+  // Adds up the lanes of each row.
+  CUFLASH_DEVICE void finish() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) {
+          if constexpr (kReducesMax)
+            largest[m][half] = max_of(largest[m][half], ptx::shuffle_xor(largest[m][half], mask));
+          if constexpr (kReducesEntropy) moment[m][half] += ptx::shuffle_xor(moment[m][half], mask);
+        }
+      }
+  }
+
+  // The results of a row, after `finish`.
+  CUFLASH_DEVICE Real max(int m, int half) const {
+    return natural || kWide ? largest[m][half] : largest[m][half] * kLn2;
+  }
+  CUFLASH_DEVICE Real entropy(int m, int half, Real row_sum) const {
+    if (row_sum == 0) return 0;
+    return log_sum_exp<true>(0, row_sum) - moment[m][half] / row_sum * (kWide ? (Real)1 : (Real)kLn2);
+  }
+};
+
+template <int m_tiles, bool natural>
+struct RowReductions<m_tiles, natural, false> : TileReductions<m_tiles, false> {
+  CUFLASH_DEVICE void add(const TileReductions<m_tiles>&, Real) {}
+  CUFLASH_DEVICE void rescale_moment(int, int, Real, Real, Real) {}
+  CUFLASH_DEVICE void finish() {}
+};
+
+// Stores those of a row that are wanted.
+template <class Softmax>
+CUFLASH_DEVICE void store_reductions(const Params& params, Entry batch, int head, int row, const Softmax& softmax,
+                                     int m, int half) {
+#if CUFLASH_REDUCTIONS
+  if constexpr (kReducesMax) row_values_of(params.max, batch, head)[row * params.max.row_stride] = softmax.max(m, half);
+  if constexpr (kReducesEntropy)
+    row_values_of(params.entropy, batch, head)[row * params.entropy.row_stride] =
+        softmax.entropy(m, half, softmax.row_sum[m][half]);
+#endif
+}

@@ -1,0 +1,70 @@
+"""Reductions of rows by the kernels in the emulator, by the oracle rule."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.emulator import passes
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.passes import FORWARD
+from tests.reductions import gap_is_clear
+from tests.sampling import examples, sample
+
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
+BOTH = ("max", "entropy")
+SIZES: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "dropout": 0.2, "sinks": True},
+    {"softcap": 5.0, "alibi_slopes": (4,), "window": (40, 9)},
+    {"bias": (1, 4, 113, 203), "bias_holes": True, "mask": (113, 203), "head_dim": 128},
+    {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
+    {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 16},
+    {"seqlen_q": 1, "seqlen_k": 1300, "num_heads": 8, "num_heads_kv": 1, "scale": -0.2},
+    {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "seqlen_q": 3, "seqlen_k": 900},
+    {"page_size": 16, "seqlen_k": 208},
+    {"softcap": 5.0, "score_spread": 20.0, "has_values": False},
+    {"score_spread": 40.0, "seqlen_k": 400},  # rows whose maxima rise late
+)
+
+
+def check(case: ct.Case, arch: str | DeviceSpec) -> None:
+    arrays, problem, want = case.arrays(), case.problem, case.reductions
+    given = {
+        name: x for name, x in arrays.items() if name not in ct.optional_backward(arrays) or name in ct.optional(arrays)
+    }
+    given.pop("dout", None)
+    found = passes.forward(problem, given, arch=arch, want=want, **case.random)
+    ct.assert_forward(case, **dict(zip(("out", "lse", *want), found, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    sample(
+        [
+            (ct.Case(**SIZES | {"dtype": dtype, "reductions": BOTH} | options), arch)
+            for options in OPTIONS
+            for dtype in ("bfloat16", "float16", "float32", "float64")
+            for arch in ("8.0", "7.5", "9.0")
+            if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
+        ],
+        24,
+    ),
+    ids=str,
+)
+def test_every_option(case, arch):
+    check(case, arch)
+
+
+@settings(max_examples=examples(8))
+@given(
+    case=ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13),
+    want=st.sampled_from((BOTH, ("max",), ("entropy",))),
+    arch=st.sampled_from(("8.0", "9.0")),
+)
+def test_options_together(case, want, arch):
+    check(replace(case, reductions=want), arch)

@@ -1,0 +1,160 @@
+"""Reductions of rows: the maximum of the scores and the entropy of the weights, and their gradients, on the CPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.testing import reference
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
+from tests.reductions import gap_is_clear, results_of
+from tests.sampling import examples, sample
+
+SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
+WAYS = pytest.mark.parametrize(("name", "way"), sample((*INSTRUCTION_SETS, NUMPY), 1), ids=str)
+WANTED = st.sampled_from([("max",), ("entropy",), ("max", "entropy")])
+
+
+@WAYS
+@settings(max_examples=examples(200))
+@given(case=ct.cases(features=(*FEATURES, "empty"), min_seqlen=0, **SMALL), want=WANTED, has_values=st.booleans())
+def test_reductions_and_gradients_keep_the_oracle_rule(name, way, case, want, has_values):
+    case = replace(case, reductions=want, has_values=has_values)
+    assume("max" not in want or gap_is_clear(case))
+    with way_taken(way):
+        found = results_of(case)
+    ct.assert_forward(case, **found.forward)
+    ct.assert_backward(case, **found.gradients)
+
+
+@settings(max_examples=examples(60))
+@given(case=ct.with_axes(ct.cases(features=(*ct.FEATURES, "dropout"), ndims=(4,), **SMALL)), want=WANTED)
+def test_batch_axes_keep_the_oracle_rule(case, want):
+    case = replace(case, reductions=want)
+    assume("max" not in want or gap_is_clear(case))
+    found = results_of(case)
+    ct.assert_forward(case, **found.forward)
+    ct.assert_backward(case, **found.gradients)
+
+
+@settings(max_examples=examples(40))
+@given(case=ct.cases(features=("float8", "pages", "lengths", "sinks"), **SMALL), want=WANTED)
+def test_pages_and_float8_keep_the_oracle_rule(case, want):
+    case = replace(case, reductions=want)
+    ct.assert_forward(case, **results_of(case).forward)
+
+
+@settings(max_examples=examples(60))
+@given(
+    case=ct.cases(features=FEATURES, dtypes=("float64",), max_seqlen=20, max_head_dim=8, score_spreads=(1.0, 4.0)),
+    want=WANTED,
+)
+def test_gradients_are_those_of_differences(case, want):
+    """Of the oracle: the derivative of the results along a direction of q."""
+    case = replace(case, reductions=want)
+    arrays, problem = case.arrays(), case.problem
+    assume("dout" in arrays and gap_is_clear(case, 1e-3))
+    optional: dict[str, Any] = ct.optional(arrays) | case.random
+    of_rows = {f"d{name}": arrays[f"d{name}"] for name in want}
+    zeros = np.zeros(problem.out_shape)
+    backward: Any = reference.backward
+    (dq,) = backward(problem, zeros, *ct.qkv(arrays), need=("dq",), **of_rows, **optional)
+    direction, step = np.random.default_rng(0).standard_normal(dq.shape), 1e-6
+
+    def total(q):
+        found = reference.forward(problem, q, arrays["k"], arrays["v"], want=want, **optional)
+        finite = (np.where(np.isfinite(x), x, 0) * arrays[f"d{name}"] for name, x in zip(want, found[2:], strict=True))
+        return sum(float(x.sum()) for x in finite)
+
+    q = np.nan_to_num(arrays["q"])
+    change = (total(q + step * direction) - total(q - step * direction)) / (2 * step)
+    terms = dq * direction
+    assert abs(change - terms.sum()) <= 1e-6 * (1 + np.abs(terms).sum())
+
+
+# ---- Ties, rows without keys, and what is left out -------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((2, 4, 70, 33), np.float32) for _ in range(3))
+ATTENTION: Any = cuflash.FlashAttention(causal=True)
+
+
+@settings(max_examples=examples(40))
+@given(
+    data=st.data(), dtype=st.sampled_from(("float16", "float32", "float64")), heads=st.sampled_from(((1, 1), (4, 2)))
+)
+def test_the_first_of_equal_scores_gets_the_gradient_of_the_maximum(data, dtype, heads):
+    """Integers, whose products are exact, so that many scores are equal in any order of sums."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    rows, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 300))
+    q, k = (rng.integers(-2, 3, (1, h, n, 4)).astype(dtype) for h, n in zip(heads, (rows, keys), strict=True))
+    attn: Any = cuflash.FlashAttention(scale=0.5)
+    _, lse, largest = attn.forward(q, k, None, want=("max",))
+    scores = 0.5 * (q.astype(np.float64) @ np.repeat(k, heads[0] // heads[1], 1).astype(np.float64).swapaxes(2, 3))
+    np.testing.assert_array_equal(largest, scores.max(axis=-1))
+    dmax = rng.integers(1, 5, lse.shape).astype(lse.dtype)
+    bias = np.zeros((1, heads[0], rows, keys), lse.dtype)
+    (dbias,) = attn.backward(None, q, k, None, None, lse, bias=bias, dmax=dmax, need=("dbias",))
+    expected = np.zeros_like(bias)
+    np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], dmax[..., None], axis=-1)
+    np.testing.assert_array_equal(dbias, expected)
+
+
+def test_rows_without_keys():
+    mask = np.ones((70, 70), bool)
+    mask[3] = False
+    sinks = np.full(4, 2.0, np.float32)
+    dout, ones = np.zeros_like(Q), np.ones(Q.shape[:3], np.float32)
+    for given_sinks in ({}, {"sinks": sinks}):
+        found = ATTENTION.forward(Q, K, V, mask=mask, want=("max", "entropy"), **given_sinks)
+        assert (found.max[:, :, 3] == -np.inf).all() and (found.entropy[:, :, 3] == 0).all()
+        assert np.isfinite(found.max[:, :, 4:]).all() and (found.entropy[:, :, 4:] > 0).all()
+        gradients = ATTENTION.backward(
+            dout, Q, K, V, found.out, found.lse, mask=mask, dmax=ones, entropy=found.entropy, dentropy=ones,
+            **given_sinks,
+        )  # fmt: skip
+        assert not gradients.dq[:, :, 3].any() and all(np.isfinite(x).all() for x in gradients)
+
+
+def test_results_have_names():
+    whole = ATTENTION.forward(Q, K, V, want={"entropy", "max"})
+    assert whole._fields == ("out", "lse", "max", "entropy")
+    assert ATTENTION.forward(Q, K, V, want=("entropy",))._fields == ("out", "lse", "entropy")
+    assert type(ATTENTION.forward(Q, K, V)) is type(ATTENTION.forward(Q, K, V, want=()))
+    into = np.empty_like(whole.max)
+    found = ATTENTION.forward(Q, K, V, max=into)
+    assert found.max is into and found._fields == ("out", "lse", "max")
+    np.testing.assert_array_equal(into, whole.max)
+    scores = np.where(np.tri(70, dtype=bool), Q @ K.swapaxes(2, 3) * 33**-0.5, -np.inf)
+    weights = np.exp(scores - whole.lse[..., None])
+    np.testing.assert_allclose(whole.max, scores.max(axis=-1), rtol=0, atol=2e-6)
+    entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(axis=-1)
+    np.testing.assert_allclose(whole.entropy, entropy, atol=2e-6)
+
+
+def test_what_is_wrong_is_named():
+    whole = ATTENTION.forward(Q, K, V, want=("entropy",))
+    backward = (Q, Q, K, V, whole.out, whole.lse)
+    with pytest.raises(TypeError, match=r"^want: got str"):
+        ATTENTION.forward(Q, K, V, want="max")
+    with pytest.raises(ValueError, match=r"^want: got 'lse', expected 'max' or 'entropy'; out and lse are given"):
+        ATTENTION.forward(Q, K, V, want=("lse",))
+    with pytest.raises(ValueError, match=r"^max: got shape"):
+        ATTENTION.forward(Q, K, V, max=np.empty(3, np.float32))
+    with pytest.raises(ValueError, match=r"^entropy: got None, expected the entropy that forward returned"):
+        ATTENTION.backward(*backward, dentropy=whole.lse)
+    with pytest.raises(ValueError, match=r"^dmax: got shape"):
+        ATTENTION.backward(*backward, dmax=whole.lse[0])
+    with pytest.raises(ValueError, match=r"an array named entropy"):
+        cuflash.FlashAttention(score=lambda s, i, j, *, entropy: s + entropy[i])
+    keys = cuflash.streamed(K, V, chunk=32)
+    with pytest.raises(NotImplementedError, match=r"^want: got entropy of streamed keys"):
+        ATTENTION.forward(Q, *keys, want=("entropy",))
+    with pytest.raises(NotImplementedError, match=r"^dmax: got dmax with streamed keys"):
+        ATTENTION.backward(Q, Q, *keys, whole.out, whole.lse, dmax=whole.lse)
