@@ -18,6 +18,7 @@ from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
 from cuflash.spec.results import Array, DoubleGradients, JvpGradients
 from cuflash.spec.streamed import takes_star
 from cuflash.spec.type_variables import ArrayT, KeyT, ValueT, WithFunction
+from cuflash.spec.without_values import takes_no_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -193,6 +194,7 @@ def attention(
     return result.out
 
 
+@takes_no_values
 def logsumexp(
     q: Array,
     k: Array,

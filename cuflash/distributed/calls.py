@@ -378,11 +378,12 @@ class Calls:
 
     def _lasting_facts(self, method: str, call: Call, has_large_rows: bool) -> str:
         axis = _axis_of_rows(call.given["q"], self.options.layout)
+        names = sorted(call.given, key=lambda name: "" if name in INPUTS else name)  # with values or without
         facts: dict[str, Any] = {
             "method": method,
             **self._facts_of_all_calls,
             "need": ", ".join(call.need),
-            "arrays": f"{', '.join(call.given)} of {call.own.backend}",
+            "arrays": f"{', '.join(names)} of {call.own.backend}",
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
             "_layouts": repr(call.layouts),
@@ -391,6 +392,8 @@ class Calls:
             shape = list(call.given[name].shape)
             del shape[axis]
             facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} besides rows"
+        if not call.own.has_values:
+            facts["v"] = None
         for name, x in call.given.items():
             if name in self._of_all or (method == "decode" and name == "q"):
                 facts[name] = digest(x)

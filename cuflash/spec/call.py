@@ -109,7 +109,7 @@ def _without_values(
     written: Sequence[str],
     rewrites: bool,
 ) -> Call:
-    own, given = check_without_values(arrays, required), {name: x for name, x in arrays.items() if name != "v"}
+    own, given = check_without_values(arrays, required, wanted), {name: x for name, x in arrays.items() if name != "v"}
     if isinstance(k := arrays["k"], Streamed):
         given["v"] = k.with_array(k.array[..., :0])
     call = prepare(options, given, own, wanted, written, rewrites=False)

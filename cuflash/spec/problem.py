@@ -591,7 +591,7 @@ def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -
 
 def check_differentiable(problem: Problem) -> None:
     """Refuse the backward pass of pages, and of fp8 k and v."""
-    check_movable(problem)
+    check_movable(problem, "the backward pass", "gradients")
     if problem.block_table is not None:
         raise NotImplementedError(
             "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
@@ -599,13 +599,13 @@ def check_differentiable(problem: Problem) -> None:
         )
 
 
-def check_movable(problem: Problem) -> None:
+def check_movable(problem: Problem, pass_: str = "jvp", derivatives: str = "tangents") -> None:
     """Refuse derivatives with respect to fp8 k and v."""
     if problem.has_float8:
         raise NotImplementedError(
-            f"k: got dtype {problem.k.dtype} for the backward pass, expected numbers of at least 16 bits: gradients of "
-            f"k and v would be rounded to fp8, to 3 or 4 significant bits; give cuflash.dequantize(k, "
-            f"k_scale), and the others likewise, to forward and backward"
+            f"k: got dtype {problem.k.dtype} for {pass_}, expected numbers of at least 16 bits: {derivatives} of k and "
+            f"v would be rounded to fp8, to 3 or 4 significant bits; give cuflash.dequantize(k, k_scale), and the "
+            f"others likewise, to all passes"
         )
 
 

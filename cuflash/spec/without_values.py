@@ -7,11 +7,12 @@ backward pass, where dP and delta are 0 and ``dS = P * dlse``, QK^T, dQ and dK a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from cuflash.arrays.array_info import FLOAT8
-from cuflash.arrays.checks import value_error
+from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.inputs import INPUTS
 
@@ -20,9 +21,30 @@ OF_VALUES = ("v_scale", "out", "dout", "tv", "tout", "tdout", "dv", "tdv")
 _LIKE_OUT = ("out", "dout", "tout")
 _GRADIENTS = ("dlse", "tdlse", "dmax", "dentropy")  # of which a backward pass needs one
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def check_without_values(arrays: Mapping[str, Any], required: Iterable[str]) -> tuple[str, ...]:
+
+def takes_no_values(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function of q and k, with a remedy where a third array is given by position, as v is elsewhere."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if len(args) > 2:
+            got = f"{len(args)} positional arguments"
+            expected = "q and k: lse has no v, which cuflash.attention takes; options and other arrays go by name"
+            raise type_error(function.__name__, got, expected)
+        return function(*args, **keywords)
+
+    return call
+
+
+def check_without_values(
+    arrays: Mapping[str, Any], required: Iterable[str], wanted: Collection[str]
+) -> tuple[str, ...]:
     """What a call requires that has no v. Refuses arrays that go with v, and a backward pass of nothing."""
+    if wanted and all(name in OF_VALUES for name in wanted):
+        raise value_error("need", f"{', '.join(wanted)} without v", "a gradient of lse, such as dq")
     for name in OF_VALUES:
         if arrays.get(name) is not None:
             raise value_error(name, "an array", "None as v is: without values there are lse and its derivatives alone")

@@ -412,6 +412,10 @@ def test_gradients_are_refused_with_the_reason():
         NotImplementedError, match="k: got dtype float8_e4m3fn for the backward pass, expected numbers of at"
     ):
         cuflash.FlashAttention().backward(out, Q, K, K, out, lse, **ONES)
+    with pytest.raises(
+        NotImplementedError, match=r"^k: got dtype float8_e4m3fn for jvp, expected .*: tangents of k and"
+    ):
+        cuflash.FlashAttention().jvp(Q, K, K, tq=Q, **ONES)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Calls without values: lse alone and its derivatives, on the CPU, streamed and over ranks."""
 
+import functools
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -156,6 +158,22 @@ def test_streamed_keys_and_ranks_take_none():
         np.testing.assert_allclose(x, y, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("with_values", [0, 1])
+@pytest.mark.parametrize("pass_", ["forward", "backward", "jvp"])
+def test_ranks_agree_on_values(pass_, with_values):
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, causal=True, split="contiguous", timeout=30)
+        v, out = (K, Q) if comm.rank == with_values else (None, None)
+        if pass_ == "backward":
+            return attn.backward(out, Q, K, v, out, LSE, dlse=DLSE)
+        return getattr(attn, pass_)(Q, K, v, **({"tq": TQ} if pass_ == "jvp" else {}))
+
+    shape = re.escape(f"float32 {K.shape[:2] + K.shape[3:]} besides rows")
+    got, expected = (shape, "None") if with_values else ("None", shape)
+    with pytest.raises(ValueError, match=rf"^v: got {got} on rank 1, expected {expected} as on rank 0$"):
+        on_threads(2, work)
+
+
 def test_second_derivatives_take_none():
     moved = ATTENTION.jvp(Q, K, None, tq=TQ)
     found = ATTENTION.backward_jvp(None, Q, K, None, None, moved.lse, None, moved.tlse, dlse=DLSE, tq=TQ)
@@ -214,10 +232,24 @@ def test_messages_name_the_function_and_its_arguments():
             cuflash.logsumexp(q, k, **{name: v})
     with pytest.raises(TypeError, match=r"attn_bias': expected bias$"):
         cuflash.logsumexp(q, k, attn_bias=v)
+    with pytest.raises(TypeError, match=r"^logsumexp: got 3 positional arguments, expected q and k: lse has no v, "):
+        cuflash.logsumexp(*(q, k, v))  # type: ignore[call-arg]
     attn = cuflash.FlashAttention()
     found = attn.jvp(q, k, None, tq=q)
     with pytest.raises(ValueError, match=r"^dtlse: got None, expected the gradient with respect to tlse"):
         cuflash.jvp_backward(attn, None, q, k, None, *found, tq=q, dlse=found.lse)
+
+
+@pytest.mark.parametrize("name", ["plan", "compile", "backward", "backward_jvp"])
+def test_gradients_of_values_alone_are_refused(name):
+    attn = cuflash.FlashAttention()
+    prefix, rows = ("td", {"tlse": LSE, "tq": Q}) if name == "backward_jvp" else ("d", {})
+    given = {"dout": None, "out": None, "lse": LSE, "dlse": LSE} if name.startswith("backward") else {}
+    given |= {"tout": None} if prefix == "td" else {}
+    call = functools.partial(getattr(attn, name), q=Q, k=K, v=None, **given, **rows)
+    with pytest.raises(ValueError, match=rf"^need: got {prefix}v without v, expected a gradient of lse, such as dq$"):
+        call(need=(f"{prefix}v",))
+    call(need=(f"{prefix}q", f"{prefix}v"))
 
 
 def test_float8_keys_need_their_scale():
