@@ -62,8 +62,8 @@ CASES = {
     ),
     "cpu": (
         Case(what="sinkhorn", rows=4096, columns=4096, dim=3, width=0.1),
-        replace(DENSITY, rows=2**11, columns=2**14),
-        replace(DENSITY, rows=2**11, columns=2**14, dtype="float64"),
+        replace(DENSITY, rows=2**10, columns=2**14),
+        replace(DENSITY, rows=2**10, columns=2**14, dtype="float64"),
     ),
 }
 
