@@ -89,7 +89,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         "CUFLASH_BACK_SECTION": BACK_SECTION,
         "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
         "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
-        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1 or _has_wide(draft, *_OF_KEYS)),
+        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1 or _leaves_wide_keys(draft, family)),
         "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
         **needs(()),
         **({} if family is None else family.defines),
@@ -229,7 +229,7 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
 
 def _add_dq(draft: Draft, dq: Any) -> None:
     """Add the kernel that makes dq alone."""
-    m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
+    m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), draft.has_wide("dq")
     draft.add_block_index(dq, "key_index")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
     family = family_of(DQ_FAMILIES, dq)
@@ -242,8 +242,10 @@ def _add_dq(draft: Draft, dq: Any) -> None:
 
 def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
     """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
+    if not family.shares_tiles:
+        return
     draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
-    if draft.run_time.group_splits == 1 and family.splits_tail and not _has_wide(draft, *_OF_KEYS):
+    if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*_OF_KEYS):
         _share_tail(draft, main, n_blocks)
 
 
@@ -355,7 +357,7 @@ def add_convert(
     results = len(set(draft.need) & {"dk", "dv"})
     # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
     partial_warps = helper.num_warps if helper is main else main.block_n // 16
-    wide_keys = _has_wide(draft, *_OF_KEYS)
+    wide_keys = _leaves_wide_keys(draft, family)
     if (splits > 1 or wide_keys) and results:
         shared = n_blocks - run_time.whole_tiles
         divisors = partial_warps // helper.num_warps
@@ -384,13 +386,13 @@ def add_convert(
             draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
-        wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
+        wide = tuple(name for name in ("dq", *_OF_KEYS) if draft.has_wide(name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
         draft.add("helpers/backward_postprocess.cu", helper, blocks, shared_bytes, makes, **defines)
 
 
-def _has_wide(draft: Draft, *names: str) -> bool:
-    """Whether one of these gradients, or its tangent, is wanted in the dtype of sums, not in that of the inputs."""
-    wanted = (f"t{name}" if draft.pass_.has_tangents else name for name in names)
-    return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in wanted)
+def _leaves_wide_keys(draft: Draft, family: BackwardFamily[Any] | BackwardJvpFamily[Any] | None) -> bool:
+    """Whether blocks leave sums of dk and dv because not all are rounded to the dtype of k and v."""
+    stores = isinstance(family, BackwardFamily) and not family.shares_tiles
+    return not stores and draft.has_wide(*_OF_KEYS)

@@ -14,6 +14,7 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_n
 from cuflash.plan.forward import draft_forward
 from cuflash.plan.jvp import draft_jvp
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
+from cuflash.plan.sm80.tiles import MOST_CHUNKED
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
@@ -47,7 +48,7 @@ def choose_plan(
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
-    check_served(problem, device)
+    check_served(problem, device, pass_)
     pass_.check(problem)
     if pass_.has_tangents and problem.moved is None:
         problem = replace(problem, moved=())
@@ -147,12 +148,14 @@ _PLANNED = {
 }
 
 
-def check_served(problem: Problem, device: DeviceSpec) -> None:
+def check_served(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD) -> None:
     """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
-    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
+    chunked = problem.head_dim_v == 0 and not pass_.has_tangents and not problem.has_float8
+    most = MOST_CHUNKED if chunked else MAX_HEAD_DIM
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        name, got = ("q", problem.head_dim) if problem.head_dim > most else ("v", problem.head_dim_v)
         raise NotImplementedError(
-            f"{name}: got head dimension {got}, expected at most {MAX_HEAD_DIM} on the GPU; NumPy arrays of any head "
+            f"{name}: got head dimension {got}, expected at most {most} on the GPU; NumPy arrays of any head "
             "dimension are served on the CPU"
         )
     if device.arch < 70:

@@ -102,6 +102,11 @@ class Draft:
         """The arrays and tables whose gradients a kernel sums for these."""
         return self.program.summed([name[1:] for name in self.score_arg_gradients])
 
+    def has_wide(self, *names: str) -> bool:
+        """Whether one of these gradients, or its tangent, is wanted in the dtype of sums, not in that of the inputs."""
+        wanted = (self.result_of(name) for name in names)
+        return any(name in self.need and self.arrays[name].dtype != self.problem.dtype for name in wanted)
+
     @property
     def heads(self) -> int:
         """Query heads of all entries of the arrays' batch axis."""

@@ -139,6 +139,8 @@ class BackwardFamily(Family[Row]):
 
     serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
+    # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
+    shares_tiles: ClassVar[bool] = True
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory

@@ -181,7 +181,7 @@ CUFLASH_DEVICE constexpr u32 along_row(u32 address, u32 bytes) { return (address
 
 static_assert(kBlockM % 16 == 0 && kBlockN % 16 == 0, "tiles are made of 16 x 16 fragments");
 static_assert(CUFLASH_DIM_MULTIPLE % 16 == 0, "fragments are 16 wide");
-static_assert(kHeadDim <= 1024 && kHeadDimV <= 1024, "one row of fragments holds a whole head");
+static_assert(kHeadDimV <= 1024 && (kHeadDim <= 1024 || !kHasValues), "one row of fragments holds a whole head");
 
 // A compile-time value as an argument, for loop bodies that are compiled in several variants.
 template <bool b>

@@ -25,17 +25,46 @@
 #include "sm80/mma.cuh"
 #include "sm80/score_sums.cuh"
 
+// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed. Of long heads without values
+// the ring has chunks of Q and K.
+#if CUFLASH_CHUNK_COLUMNS
+#include "sm80/chunks.cuh"
+constexpr int kColumnsOfStage = kChunk;
+#else
 constexpr int kRow = row_bytes(kDim);
+constexpr int kColumnsOfStage = kDim;
+#endif
 constexpr int kRowV = row_bytes(kDimV);
-
-// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed.
-constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kColumnsOfStage);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
-constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
+constexpr u32 kBytesK = tile_bytes(kBlockN, kColumnsOfStage);
 constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesK + tile_bytes(kBlockN, kDimV);
 static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
+#if CUFLASH_CHUNK_COLUMNS
+// S of one step of the loop, by chunks. dP is 0.
+CUFLASH_DEVICE void multiply_tiles(const Params& params, const ScoreTiles& now, u32 s_ring, int warp_row,
+                                   Real (&s)[kMTiles][kNTiles][4], Real (&dp)[kMTiles][kNTiles][4]) {
+  const Storage* g_q = queries_of(params.q, now.batch, now.head);
+  const Storage* g_k = keys_of(params, params.k, now.batch, now.head / (params.num_heads / params.num_heads_kv));
+  const int key_stop = key_stop_of(params, now.batch), seqlen_q = seqlen_q_of(params, now.batch);
+  const auto load = [&](int chunk, int stage) {
+    const u32 s_q = s_ring + stage * kBytesStage;
+    load_chunk<kBlockM>(s_q, g_q, params.q.row_stride, now.m_block * kBlockM, seqlen_q, chunk);
+    load_chunk<kBlockN>(s_q + kBytesQ, g_k, params.k.row_stride, now.n_block * kBlockN, key_stop, chunk);
+  };
+  ChunkRing ring(load, kChunks);
+  set_zero(s);
+  set_zero(dp);
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const u32 s_q = s_ring + ring.next() * kBytesStage;
+    multiply_chunk(s, RowMajorA<kRow>(s_q, warp_row), ColumnMajorB<kRow, 1>(s_q + kBytesQ));
+  }
+  ring.finish();
+}
+#else
 // Loads the tiles of Q, dO, K and V for one step of the loop.
 CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32 s_stage) {
   const u32 s_q = s_stage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
@@ -52,6 +81,7 @@ CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32
   load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,
                                 key_stop);
 }
+#endif
 
 // Loads the statistics of this lane's rows. Rows past the last query need not have any.
 CUFLASH_DEVICE void load_stats(const Params& params, const Entry& batch, int head, int lane_row,
@@ -75,6 +105,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 
   const u32 s_ring = ptx::dynamic_shared();
   const int warp_row = warp_index() * 16 * kMTiles;
+#if !CUFLASH_CHUNK_COLUMNS
   const auto load = [&](int stage) {
     load_tiles(params, next, s_ring + stage * kBytesStage);
     next.advance(params);
@@ -84,6 +115,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     if (next.left > 0) load(i);
     ptx::copy_async_commit();
   }
+#endif
 
   Sums sums;
   set_zero(sums.dbias);
@@ -96,7 +128,6 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   int stage = 0;
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
@@ -105,9 +136,13 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     RowStats stats[kMTiles][2];
     load_stats(params, batch, head, lane_row, stats);
 
+    Real s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
+#if CUFLASH_CHUNK_COLUMNS
+    multiply_tiles(params, now, s_ring, warp_row, s, dp);
+#else
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
-    Real s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
     set_zero(s);
     multiply<kDim / kStep>(s, RowMajorA<kRow>(s_q, warp_row), ColumnMajorB<kRow, 1>(s_k));
     set_zero(dp);
@@ -115,6 +150,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     ptx::sync_block();
     if (next.left > 0) load(stage);
     ptx::copy_async_commit();
+#endif
 
     const Score score(params, batch, head, key_stop);
     const Mask mask(params, batch, head, key_stop);

@@ -1,15 +1,25 @@
 """Calls without values by the kernels in the emulator: lse alone and its derivatives, by the oracle rule."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_CHUNKED_TILES,
+    DQ_CHUNKED_TILES,
+    FORWARD_CHUNKED_TILES,
+    SCORES_CHUNKED_TILES,
+    BackwardChunkedTile,
+)
+from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
 from tests.emulate import merges
@@ -35,15 +45,17 @@ def of(**options: Any) -> ct.Case:
     return ct.Case(**SIZES | options, has_values=False, dlse=True)
 
 
-def check(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False) -> None:
+def check(
+    case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, tiles: Sequence[Tile] | None = None
+) -> None:
     arrays, problem = case.arrays(), replace(case.problem, deterministic=deterministic)
     given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
-    out, lse = passes.forward(problem, given, arch=arch, **case.random)
+    out, lse = passes.forward(problem, given, arch=arch, tiles=tiles and tiles[:1], **case.random)
     ct.assert_forward(case, out, lse)
     if "dout" not in arrays:
         return
     need = ct.gradients_of(problem)
-    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, **case.random)
+    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, tiles=tiles and tiles[1:], **case.random)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 
 
@@ -110,6 +122,44 @@ def test_wgmma_kernels(options, deterministic):
         main = [kernel.source for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels]
         assert deterministic or any(f"sm90/{pass_}" in source for source in main), main
     check(case, "9.0", deterministic=deterministic)
+
+
+# ---- Chunks of columns -----------------------------------------------------------------------------------------------
+
+CHUNKED = (FORWARD_CHUNKED_TILES, BACKWARD_CHUNKED_TILES, DQ_CHUNKED_TILES, SCORES_CHUNKED_TILES)
+SHORT = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2, "num_heads_kv": 1}
+LONG: tuple[dict[str, Any], ...] = (
+    {"head_dim": 2048, "causal": True, "sinks": True, "dtype": "bfloat16"},
+    {"head_dim": 1100, "dtype": "float32", "bias": (1, 2, 40, 70)},
+    {"head_dim": 1025, "dtype": "float64", "softcap": 5.0},
+    {"head_dim": 4096, "dtype": "float16", "seqlen_q": 20, "seqlen_k": 70},
+)
+
+
+@pytest.mark.parametrize("case", sample([of(**SHORT | options) for options in LONG], 20), ids=str)
+def test_long_heads(case):
+    sources = [choose_plan(case.problem, DeviceSpec.for_arch("9.0"), pass_).kernels for pass_ in (FORWARD, BACKWARD)]
+    assert {"sm80/forward_chunked.cu", "sm80/backward_chunked.cu", "sm80/backward_dq_chunked.cu"} <= {
+        kernel.source for kernels in sources for kernel in kernels
+    }
+    check(case, "9.0")
+
+
+@settings(max_examples=examples(32))
+@given(
+    ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=200, max_scores=2**13),
+    st.sampled_from(("8.0", "7.5")),
+    st.sampled_from((1, 2, 8)),
+)
+def test_chunks_of_columns(case, arch, slice_chunks):
+    """Of heads of any length, by the kernels of long ones: the last chunk has a few columns or all of them."""
+    case = replace(case, has_values=False, dlse=True)
+    assume(not case.kv_dtype)
+    tiles = [next(row for row in table if row.element_bytes == ITEMSIZE[case.dtype]) for table in CHUNKED]
+    tiles = [
+        tile.changed(slice_chunks=slice_chunks) if isinstance(tile, BackwardChunkedTile) else tile for tile in tiles
+    ]
+    check(case, arch, tiles=tiles)
 
 
 def test_partial_results_merge():

@@ -307,6 +307,11 @@ def test_tiles_of_the_caller_are_taken():
     [
         ({"dim": 1025}, "^q: got head dimension 1025, expected at most 1024 on the GPU; .* on the CPU$"),
         ({"dim_v": 2000}, "^v: got head dimension 2000, expected at most 1024 on the GPU; .* on the CPU$"),
+        ({"dim": 16385, "dim_v": 0}, "^q: got head dimension 16385, expected at most 16384 on the GPU; .* on the CPU$"),
+        (
+            {"dim": 1025, "dim_v": 0, "dtype": "float8_e4m3fn"},
+            "^q: got head dimension 1025, expected at most 1024 on the GPU; .* on the CPU$",
+        ),
     ],
 )
 def test_problems_that_no_kernel_serves(problem, words, pass_):
@@ -461,7 +466,9 @@ def test_kernels_are_told_all_that_they_ask_for():
     wide = (problem_of(dim=320), problem_of(1, 2**16, dim=320))
     functions = of_functions(("distance", "documents"), "float32", 64)
     of_bytes = problem_of(dtype=ml_dtypes.float8_e4m3fn)
-    for problem in (*plain, *wide, float32, blocks_of(1024), masked(64), biased(64, "bfloat16"), functions, of_bytes):
+    long = problem_of(dim=2048, dim_v=0)
+    others = (blocks_of(1024), masked(64), biased(64, "bfloat16"), functions, of_bytes, long)
+    for problem in (*plain, *wide, float32, *others):
         for pass_ in PASSES_WITHOUT_TANGENTS if problem is not of_bytes else PASSES_WITHOUT_TANGENTS[:1]:
             for arch in ("8.0", "9.0") if problem is not of_bytes else ("9.0",):
                 need: tuple[str, ...] = DEFAULT_NEED

@@ -12,9 +12,13 @@ from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.choose import MAX_HEAD_DIM
 from cuflash.plan.sm80.tiles import (
+    BACKWARD_CHUNKED_TILES,
     BACKWARD_TILES,
+    DQ_CHUNKED_TILES,
     DQ_TILES,
+    FORWARD_CHUNKED_TILES,
     FORWARD_TILES,
+    SCORES_CHUNKED_TILES,
     SCORES_TILES,
     BackwardTile,
     DqTile,
@@ -39,7 +43,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import round_up, tile_bytes
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 
@@ -92,6 +96,11 @@ TABLES = {
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+        (FORWARD_CHUNKED_TILES[0], {"num_stages": 1}, "a stage for a chunk that arrives"),
+        (BACKWARD_CHUNKED_TILES[0], {"block_m": 48}, "16 streamed rows for every warp"),
+        (BACKWARD_CHUNKED_TILES[0], {"chunk_columns": 16}, "16 columns of a chunk for every warp"),
+        (DQ_CHUNKED_TILES[0], {"block_m": 32}, "whole fragments for every warp"),
+        (SCORES_CHUNKED_TILES[0], {"num_stages": 1}, "a stage for a chunk that arrives"),
         (SCORES_TILES[0], {"num_warps": 3}, "whole fragments for every warp"),
         (BIAS_SM90_TILES[0], {"block_n": 96}, "128 queries for two consumers, and 64 or 128 keys"),
         (BIAS_FLOAT32_SM90_TILES[0], {"bf16_terms": 4}, "one bf16 term, two or three"),
@@ -129,6 +138,18 @@ def test_a_table_goes_from_small_to_large(table):
     for tile in table:
         assert tile.max_dim % tile.dim_multiple == 0
         assert tile.origin
+
+
+def test_every_row_of_chunks_is_chosen_somewhere():
+    chosen = set()
+    for dtype, arch, dim in itertools.product(("bfloat16", "float32", "float64"), SIZES_OF_SHARED, (1025, 16384)):
+        problem, device = problem_of(dim=dim, dim_v=0, dtype=dtype), DeviceSpec.for_arch(arch)
+        for pass_ in PASSES_WITHOUT_TANGENTS:
+            plan = choose_plan(problem, device, pass_, need=None if pass_ is FORWARD else ("dq", "dk", "dscale"))
+            chosen |= set(plan.tiles)
+            assert all(kernel.shared_bytes <= device.shared_bytes_per_block for kernel in plan.kernels)
+    rows = (*FORWARD_CHUNKED_TILES, *BACKWARD_CHUNKED_TILES, *DQ_CHUNKED_TILES, *SCORES_CHUNKED_TILES)
+    assert chosen == set(rows)
 
 
 @functools.cache

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from cuflash.plan.families import Architecture
-from cuflash.plan.sm80.backward import Backward, Dq, Scores
+from cuflash.plan.sm80.backward import Backward, BackwardChunked, Dq, DqChunked, Scores, ScoresChunked
 from cuflash.plan.sm80.decode import Decode
-from cuflash.plan.sm80.forward import Forward
+from cuflash.plan.sm80.forward import Forward, ForwardChunked
 from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp, ScoresJvp
 
 SM80 = Architecture(
     decode=(Decode(),),
-    forward=(Forward(),),
+    forward=(ForwardChunked(), Forward()),
     jvp=(Jvp(),),
     backward_jvp=(BackwardJvp(),),
     dq_jvp=(DqJvp(),),
     scores_jvp=(ScoresJvp(),),
-    backward=(Backward(),),
-    dq=(Dq(),),
-    scores=(Scores(),),
+    backward=(BackwardChunked(), Backward()),
+    dq=(DqChunked(), Dq()),
+    scores=(ScoresChunked(), Scores()),
 )

@@ -6,7 +6,21 @@ from collections.abc import Collection, Mapping
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BackwardFamily, DqFamily, ScoresFamily
-from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, SCORES_TILES, BackwardTile, DqTile, ScoresTile
+from cuflash.plan.sm80.chunked import why_not_chunked
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_CHUNKED_TILES,
+    BACKWARD_TILES,
+    DQ_CHUNKED_TILES,
+    DQ_TILES,
+    SCORES_CHUNKED_TILES,
+    SCORES_TILES,
+    BackwardChunkedTile,
+    BackwardTile,
+    DqChunkedTile,
+    DqTile,
+    ScoresChunkedTile,
+    ScoresTile,
+)
 from cuflash.spec.problem import Problem
 
 
@@ -37,6 +51,51 @@ class Dq(DqFamily[DqTile]):
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
 
 
+class BackwardChunked(BackwardFamily[BackwardChunkedTile]):
+    """dk of heads so long that no tile of whole rows fits. dq has a kernel of its own."""
+
+    kernel = "sm80/backward_chunked"
+    has_functions = True
+    serves_no_values = True
+    makes_dq = shares_tiles = False
+    tile = BackwardChunkedTile
+
+    def table(self, problem: Problem) -> tuple[BackwardChunkedTile, ...]:
+        return BACKWARD_CHUNKED_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_chunked(draft, BACKWARD_TILES)
+
+    def add(
+        self, draft: Draft, main: BackwardChunkedTile, blocks: int, makes: Collection[str], options: Mapping[str, int]
+    ) -> None:
+        is_wide = draft.has_wide("dk")
+        makes = (*makes, "wide_dk") if is_wide else makes
+        options = {**options, "CUFLASH_DK_WIDE": int(is_wide)}
+        super().add(draft, main, blocks * main.slices(draft.problem), makes, options)
+
+
+class DqChunked(DqFamily[DqChunkedTile]):
+    """dq of heads so long that no tile of whole rows fits."""
+
+    kernel = "sm80/backward_dq_chunked"
+    has_functions = True
+    serves_no_values = True
+    tile = DqChunkedTile
+
+    def table(self, problem: Problem) -> tuple[DqChunkedTile, ...]:
+        return DQ_CHUNKED_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_chunked(draft, DQ_TILES)
+
+    def add(
+        self, draft: Draft, tile: DqChunkedTile, blocks: int, makes: Collection[str], options: Mapping[str, int]
+    ) -> None:
+        blocks *= tile.slices(draft.problem)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
+
+
 class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
@@ -45,3 +104,18 @@ class Scores(ScoresFamily[ScoresTile]):
 
     def table(self, problem: Problem) -> tuple[ScoresTile, ...]:
         return SCORES_TILES
+
+
+class ScoresChunked(ScoresFamily[ScoresChunkedTile]):
+    """Score gradients of heads so long that no tile of whole rows fits, by the kernel of `Scores`."""
+
+    kernel = "sm80/backward_scores"
+    has_functions = True
+    serves_no_values = True
+    tile = ScoresChunkedTile
+
+    def table(self, problem: Problem) -> tuple[ScoresChunkedTile, ...]:
+        return SCORES_CHUNKED_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_chunked(draft, SCORES_TILES)

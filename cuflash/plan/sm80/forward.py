@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.sm80.tiles import FLOAT8_TILES, FORWARD_TILES, FUNCTION_TILES, ForwardTile
+from cuflash.plan.sm80.chunked import why_not_chunked
+from cuflash.plan.sm80.tiles import (
+    FLOAT8_TILES,
+    FORWARD_CHUNKED_TILES,
+    FORWARD_TILES,
+    FUNCTION_TILES,
+    ChunkedTile,
+    ForwardTile,
+)
 from cuflash.spec.outputs import OUTPUTS, REDUCTIONS
 from cuflash.spec.problem import Problem
 
@@ -29,6 +37,26 @@ class Forward(ForwardFamily[ForwardTile]):
         return FLOAT8_TILES if problem.has_float8 else FORWARD_TILES
 
     def draft(self, draft: Draft, tile: ForwardTile) -> None:
+        draft.add_block_index(tile, "key_index")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class ForwardChunked(ForwardFamily[ChunkedTile]):
+    """lse of heads so long that no tile of whole rows fits: q and k arrive by chunks of columns."""
+
+    kernel = "sm80/forward_chunked"
+    has_functions = True
+    serves_no_values = True
+    tile = ChunkedTile
+
+    def table(self, problem: Problem) -> tuple[ChunkedTile, ...]:
+        return FORWARD_CHUNKED_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_chunked(draft, FORWARD_TILES)
+
+    def draft(self, draft: Draft, tile: ChunkedTile) -> None:
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

@@ -21,6 +21,7 @@ from cuflash.plan.tiles import (
     maker,
     tile_bytes,
 )
+from cuflash.spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,82 @@ class ForwardTile(Sm80Tile):
         q = tile_bytes(self.block_m, max(dim, dim_v), size)
         keys = (tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
         return q + self.num_stages * sum(keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedTile(Sm80Tile):
+    """One way to cut the forward pass without values where q and k arrive by chunks of `chunk_columns` columns."""
+
+    chunk_columns: int
+
+    defined: ClassVar[tuple[str, ...]] = ("chunk_columns",)
+    variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3), "min_blocks": (1, 2)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+            (self.num_stages >= 2, "a stage for a chunk that arrives"),
+        )
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded to whole chunks."""
+        return self.chunk_columns
+
+    @property
+    def stage_bytes(self) -> int:
+        """A chunk of the rows of both operands."""
+        rows = self.block_m + self.block_n
+        return tile_bytes(rows, self.chunk_columns, self.element_bytes)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        return self.num_stages * self.stage_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardChunkedTile(ChunkedTile):
+    """The same for dk: a block owns block_n keys, and slice_chunks chunks of the columns of their gradient."""
+
+    chunk_warps: int  # warps that share rows, each with some of the columns of a chunk
+    slice_chunks: int
+
+    defined = ("chunk_columns", "chunk_warps", "slice_chunks")
+    variations: ClassVar = {"block_m": (32, 64), "num_stages": (2, 3), "slice_chunks": (2, 4, 8)}
+
+    @property
+    def own_rows(self) -> int:
+        """Rows that a block owns, of the operand whose gradient it makes."""
+        return self.block_n
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        streamed = self.block_m + self.block_n - self.own_rows
+        return (
+            (self.own_rows * self.chunk_warps % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+            (streamed % (16 * self.chunk_warps) == 0, "16 streamed rows for every warp"),
+            (self.chunk_columns % (16 * self.chunk_warps) == 0, "16 columns of a chunk for every warp"),
+            (self.num_stages >= 2, "a stage for a chunk that arrives"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        streamed = self.block_m + self.block_n - self.own_rows
+        return tile_bytes(self.own_rows, streamed, self.element_bytes) + self.num_stages * self.stage_bytes
+
+    def slices(self, problem: Problem) -> int:
+        """How many blocks share a tile of rows."""
+        dim, _ = self.padded_dims(problem)
+        return -(-dim // (self.chunk_columns * self.slice_chunks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqChunkedTile(BackwardChunkedTile):
+    """The same for dq: a block owns block_m queries."""
+
+    role = "dq"
+    variations: ClassVar = {"block_n": (32, 64), "num_stages": (2, 3), "slice_chunks": (2, 4, 8)}
+
+    @property
+    def own_rows(self) -> int:
+        return self.block_m
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +298,27 @@ class ScoresTile(Sm80Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoresChunkedTile(ScoresTile):
+    """The same without values, where q and k arrive by chunks of `chunk_columns` columns."""
+
+    chunk_columns: int
+
+    defined = ("chunk_columns",)
+    variations: ClassVar = {"block_n": (16, 32, 64)}
+
+    @property
+    def dim_multiple(self) -> int:  # type: ignore[override]
+        """Head dimensions are padded to whole chunks."""
+        return self.chunk_columns
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (*super().rules(), (self.num_stages == 2, "a stage for a chunk that arrives"))
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        return super().shared_bytes(self.chunk_columns, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoresJvpTile(ScoresTile):
     """The same for the tangents of these: each operand has a tangent."""
 
@@ -232,6 +330,10 @@ class ScoresJvpTile(ScoresTile):
 
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_chunked = maker(ChunkedTile, "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns origin")
+_OF_GRADIENTS = "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns chunk_warps slice_chunks origin"
+_backward_chunked = maker(BackwardChunkedTile, _OF_GRADIENTS)
+_dq_chunked = maker(DqChunkedTile, _OF_GRADIENTS)
 _jvp = maker(JvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _dq_jvp = maker(DqJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _backward = maker(
@@ -244,6 +346,9 @@ _backward_jvp = maker(
 )
 _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
+_scores_chunked = maker(
+    ScoresChunkedTile, "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns origin"
+)
 _scores_jvp = maker(ScoresJvpTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 
 
@@ -296,6 +401,16 @@ FORWARD_TILES = (
     _forward(256, 32,  16,  4, 1, 1, 0, MEDIUM, element_bytes=8, warps_d=2),
     _forward(256, 16,  16,  2, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
     _forward(512, 16,  16,  4, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=4),
+)
+
+# For head dimensions whose rows do not fit into shared memory, without values.
+MOST_CHUNKED = 16384  # columns: by arithmetic, more would round sums of products too far
+FORWARD_CHUNKED_TILES = (
+    #                       m    n  warps stages blocks chunk
+    _chunked(MOST_CHUNKED, 128, 64, 4, 2, 2, 64, ARITHMETIC),
+    _chunked(MOST_CHUNKED, 64,  64, 4, 2, 1, 64, SMALL),
+    _chunked(MOST_CHUNKED, 64,  32, 4, 2, 2, 32, ARITHMETIC, element_bytes=4),
+    _chunked(MOST_CHUNKED, 64,  32, 4, 2, 1, 16, ARITHMETIC, element_bytes=8),
 )
 
 JVP_TILES = (
@@ -420,6 +535,20 @@ BACKWARD_TILES = (
     _backward(384, 16, 16,  8, 1, 1, 8, 1, 0, ARITHMETIC, element_bytes=8),
 )
 
+BACKWARD_CHUNKED_TILES = (
+    #                               m   n  warps stages blocks chunk warps slice
+    _backward_chunked(MOST_CHUNKED, 64, 64, 8, 2, 1, 64, 2, 8, ARITHMETIC),
+    _backward_chunked(MOST_CHUNKED, 64, 64, 8, 2, 1, 32, 2, 8, ARITHMETIC, element_bytes=4),
+    _backward_chunked(MOST_CHUNKED, 32, 32, 4, 2, 1, 32, 2, 4, ARITHMETIC, element_bytes=8),
+)
+
+DQ_CHUNKED_TILES = (
+    #                         m   n  warps stages blocks chunk warps slice
+    _dq_chunked(MOST_CHUNKED, 64, 64, 8, 2, 1, 64, 2, 8, ARITHMETIC),
+    _dq_chunked(MOST_CHUNKED, 64, 64, 8, 2, 1, 32, 2, 8, ARITHMETIC, element_bytes=4),
+    _dq_chunked(MOST_CHUNKED, 32, 32, 4, 2, 1, 32, 2, 4, ARITHMETIC, element_bytes=8),
+)
+
 # The numbers are those of the whole deterministic backward pass.
 DQ_TILES = (
     #   max_dim m    n  warps blocks
@@ -483,6 +612,13 @@ SCORES_TILES = (
     _scores(256, 32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
     _scores(256, 16,  16, 1, 1, 1, MEDIUM, element_bytes=8),
     _scores(384, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
+)
+
+SCORES_CHUNKED_TILES = (
+    #                             m   n  warps stages blocks chunk
+    _scores_chunked(MOST_CHUNKED, 64, 64, 4, 2, 1, 64, ARITHMETIC),
+    _scores_chunked(MOST_CHUNKED, 64, 32, 4, 2, 1, 32, ARITHMETIC, element_bytes=4),
+    _scores_chunked(MOST_CHUNKED, 64, 16, 4, 2, 1, 16, ARITHMETIC, element_bytes=8),
 )
 
 SCORES_JVP_TILES = (
