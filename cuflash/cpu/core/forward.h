@@ -33,7 +33,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const long here = keys.stop - keys.first;
         if (here <= 0) continue;
-        prefetch_next_keys(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
+        prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
@@ -122,7 +122,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
 
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
+    const long whole = call.arrays[BLOCK_MASK] || work.packed_keys ? work.keys_per_tile : 16;
     const long begin = larger(visible.first / whole * whole, block.first_key),
                end = smaller(visible.stop, block.stop_key);
     for (long first = begin; first < end; first += work.keys_per_tile) {
@@ -248,27 +248,33 @@ inline bool make_blocks(Work &work, bool splits_keys, long bytes_of_row) {
         tiles = tiles_of_split;
     }
     if (!work.allocate(work.blocks, count * num_splits + NUM_CUTS * CUT_BLOCKS)) return false;
-    for (long i = blocks.in_head - 1; i >= 0; --i)
-        for (long e = 0; e < work.num_entries; ++e) {
-            const Entry &entry = work.entries[e];
-            const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
-            if (i * rows >= entry.seqlen_q) continue;
-            for (long h = 0; h < call.num_heads_kv; ++h)
-                for (long g = 0; g < group; g += heads)
-                    for (long n = 0; n < num_splits; ++n) {
-                        Block &block = work.blocks[work.num_blocks++];
-                        block.entry = e;
-                        block.head_kv = h;
-                        block.first_head = h * group + g;
-                        block.num_heads = smaller(heads, group - g);
-                        block.first_row = i * rows;
-                        block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
-                        block.first_key = num_splits > 1 ? n * tiles * work.keys_per_tile : 0;
-                        block.stop_key = n + 1 < num_splits ? (n + 1) * tiles * work.keys_per_tile : entry.seqlen_k;
-                        block.split = n;
-                        block.num_splits = num_splits;
-                    }
-        }
+    auto make = [&](long i, long e, long h) {
+        const Entry &entry = work.entries[e];
+        const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
+        if (i * rows >= entry.seqlen_q) return;
+        for (long g = 0; g < group; g += heads)
+            for (long n = 0; n < num_splits; ++n) {
+                Block &block = work.blocks[work.num_blocks++];
+                block.entry = e;
+                block.head_kv = h;
+                block.first_head = h * group + g;
+                block.num_heads = smaller(heads, group - g);
+                block.first_row = i * rows;
+                block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
+                block.first_key = num_splits > 1 ? n * tiles * work.keys_per_tile : 0;
+                block.stop_key = n + 1 < num_splits ? (n + 1) * tiles * work.keys_per_tile : entry.seqlen_k;
+                block.split = n;
+                block.num_splits = num_splits;
+            }
+    };
+    const long num_heads = work.num_entries * call.num_heads_kv;
+    if (work.packed_keys) {  // blocks of a head follow each other: its packed keys stay in the cache
+        for (long head = 0; head < num_heads; ++head)
+            for (long i = blocks.in_head - 1; i >= 0; --i) make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+    } else {
+        for (long i = blocks.in_head - 1; i >= 0; --i)
+            for (long head = 0; head < num_heads; ++head) make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+    }
     if (num_splits == 1 && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
     return true;
@@ -288,6 +294,7 @@ template <class T> bool prepare_forward(Work &work) {
         choose_tiles<T>(work, rows, keys);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
+    if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;

@@ -45,12 +45,71 @@ inline const T *find_values(const Call &call, const Entry &entry, long head_kv, 
     return v;
 }
 
+// Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
+// time, a transposition takes as long as a tenth of the products of a block.
+constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16;
+constexpr long PACKED_BYTES = 64 << 20;  // at most, of all tiles
+
+// Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two.
+template <class T> struct PackedTiles {
+    const Work &work;
+    long keys_stride, v_stride, count_k, count;  // numbers of k, and of a tile
+
+    explicit PackedTiles(const Work &work) : work(work), keys_stride(keys_stride_of<T>(work)) {
+        const Sizes<T> sizes(work.call);
+        v_stride = sizes.dim_v + 64 / long(sizeof(T));
+        count_k = sizes.dim * keys_stride;
+        count = count_k + work.keys_per_tile * v_stride;
+    }
+    long bytes(long num_tiles) const { return num_tiles * count * long(sizeof(T)); }
+    T *at(const Entry &entry, long head_kv, long first) const {
+        const long heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
+        return (T *)work.packed_keys->data() + (heads * work.packed_in_head + first / work.keys_per_tile) * count;
+    }
+};
+
+template <class T> void pack_job(Work &work, char *memory, long job) {
+    const Call &call = work.call;
+    const long head = job / work.packed_in_head, head_kv = head % call.num_heads_kv;
+    const Entry &entry = work.entries[head / call.num_heads_kv];
+    const long first = job % work.packed_in_head * work.keys_per_tile;
+    const Keys visible = keys_visible_to(call, entry, 0, entry.seqlen_q - 1);
+    const long count = smaller(work.keys_per_tile, visible.stop - first);
+    if (count <= 0 || first + count <= visible.first) return;
+    const PackedTiles<T> tiles(work);
+    const ForwardBuffers<T> buffers(work, memory);
+    T *k_t = tiles.at(entry, head_kv, first);
+    load_transposed_keys(call, entry, head_kv, first, count, buffers.sizes.dim, buffers.rows, k_t, tiles.keys_stride);
+    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, k_t + tiles.count_k, tiles.v_stride, count);
+}
+
+// Packs the tiles before the blocks, if there are several for each KV head, and if all tiles are read.
+template <class T> inline bool share_packed_keys(Work &work, long num_blocks) {
+    const Call &call = work.call;
+    if (call.arrays[BLOCK_MASK] || call.arrays[MASK] || num_blocks < 2 * work.num_entries * call.num_heads_kv)
+        return true;
+    for (long e = 0; e < work.num_entries; ++e)
+        work.packed_in_head = larger(work.packed_in_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
+    const long num_tiles = work.num_entries * call.num_heads_kv * work.packed_in_head;
+    const long bytes = PackedTiles<T>(work).bytes(num_tiles);
+    if (bytes > PACKED_BYTES) return true;
+    work.packed_keys = LargeMemory::take(bytes);
+    if (!work.packed_keys) return false;
+    work.add_phase(pack_job<T>, num_tiles);
+    return true;
+}
+
 template <class T>
 inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, long first, long count, long terms,
                          ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
+    if (MAY_SHARE_PACKED && work.packed_keys) {
+        const PackedTiles<T> tiles(work);
+        const T *packed = tiles.at(entry, head_kv, first);
+        return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
+    }
 #if HAS_TILES
     if (terms == 2) {
         T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
@@ -72,9 +131,18 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
 
 // Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
 // do: the slice of rows `begin` to `end` among `rows` rows.
+template <class T>
 inline void prefetch_next_keys(const Work &work, const Entry &entry, long head_kv, long first, long begin, long end,
                                long rows) {
     const Call &call = work.call;
+    if (MAY_SHARE_PACKED && work.packed_keys) {
+        if (first >= entry.seqlen_k) return;
+        const PackedTiles<T> tiles(work);
+        const char *tile = (const char *)tiles.at(entry, head_kv, first);
+        const long lines = tiles.bytes(1) / 64;
+        for (long x = begin * lines / rows; x < end * lines / rows; ++x) __builtin_prefetch(tile + x * 64, 0, 2);
+        return;
+    }
     const long size = size_of(call.kv_dtype), count = smaller(work.keys_per_tile, entry.seqlen_k - first);
     if (count <= 0 || call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
     for (long j = first + begin * count / rows; j < first + end * count / rows; ++j) {

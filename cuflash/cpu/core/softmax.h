@@ -69,11 +69,12 @@ inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_
     constexpr int N = LANES<T>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
-    const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max), factor = splat(scaling.factor);
+    const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max);
+    const Exp2OfScaled<T> power(scaling.factor);
     Vector<T> sum = {};
 #pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
-        const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
+        const Vector<T> p = power(load(s + j) - minus);
         store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
         sum += p;
     }

@@ -87,7 +87,14 @@ template <class T> constexpr int LANES = VECTOR_BYTES / int(sizeof(T));
 template <class T> inline Vector<T> load(const T *p) { return *(const typename Vectors<T>::Unaligned *)p; }
 template <class T> inline void store(T *p, Vector<T> x) { *(typename Vectors<T>::Unaligned *)p = x; }
 template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // minus zero stays that
-template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) { return x > y ? x : y; }
+template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    // GCC makes a comparison and a blend of the other form.
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_max_ps((__m256)x, (__m256)y);
+    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_max_pd((__m256d)x, (__m256d)y);
+#endif
+    return x > y ? x : y;
+}
 template <class T> inline Vector<T> size_of_each(Vector<T> x) {
     return (Vector<T>)((Integers<T>)x & ~(Integers<T>)splat(T(-0.0)));
 }
@@ -208,6 +215,20 @@ template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
     return p;
 }
 
+// The smaller of x and a limit; NaN stays NaN.
+template <class T> inline Vector<T> at_most(Vector<T> x, T limit) {
+#if defined(__AVX512F__)
+    // GCC makes two instructions of it where it knows the limit.
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)x);
+    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm512_min_pd(_mm512_set1_pd(limit), (__m512d)x);
+#elif defined(__AVX__)
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_min_ps(_mm256_set1_ps(limit), (__m256)x);
+    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_min_pd(_mm256_set1_pd(limit), (__m256d)x);
+#else
+    return x > splat(limit) ? splat(limit) : x;
+#endif
+}
+
 // 2^x to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred times what
 // others do, in products too. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
 #if defined(__AVX512F__)
@@ -226,6 +247,26 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
         return (Vector<T>)_mm512_maskz_scalef_pd(ordinary, (__m512d)p, rounded);
     }
 }
+#elif defined(__AVX2__)
+// 2^n for an integer n, where `rounded` is n + EXPONENT_ROUNDER: the bias of exponents is added with the rounding.
+template <class T> constexpr T EXPONENT_ROUNDER = Vectors<T>::ROUNDER + T(Vectors<T>::HIGHEST - 1);
+template <class T> inline Vector<T> power_of_two_biased(Vector<T> rounded) {
+    return (Vector<T>)((Integers<T>)rounded << Vectors<T>::MANTISSA);
+}
+
+// p where x is not below the limit, NaN included, and 0 elsewhere, whatever p is there.
+template <class T> inline Vector<T> unless_below(Vector<T> p, Vector<T> x, Vector<T> limit) {
+    if constexpr (sizeof(T) == 4)
+        return (Vector<T>)_mm256_and_ps((__m256)p, _mm256_cmp_ps((__m256)x, (__m256)limit, _CMP_NLT_UQ));
+    if constexpr (sizeof(T) == 8)
+        return (Vector<T>)_mm256_and_pd((__m256d)p, _mm256_cmp_pd((__m256d)x, (__m256d)limit, _CMP_NLT_UQ));
+}
+
+template <class T> inline Vector<T> exp2(Vector<T> x) {
+    const Vector<T> rounder = splat(EXPONENT_ROUNDER<T>), number = at_most<T>(x, Vectors<T>::HIGHEST);
+    const Vector<T> rounded = number + rounder, rest = number - (rounded - rounder);
+    return unless_below<T>(polynomial_exp2<T>(rest) * power_of_two_biased<T>(rounded), x, splat(Vectors<T>::LOWEST));
+}
 #else
 template <class T> inline Vector<T> exp2(Vector<T> x) {
     Vector<T> lowest = splat(Vectors<T>::LOWEST), highest = splat(Vectors<T>::HIGHEST);
@@ -237,6 +278,27 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
     return x < lowest ? Vector<T>{} : p;
 }
 #endif
+
+// 2^(factor * x) of many x, none of which is so large that the power overflows; factor is positive. It is 0 where
+// factor * x is below LOWEST.
+template <class T> struct Exp2OfScaled {
+    Vector<T> factor;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    Vector<T> limit;
+    explicit Exp2OfScaled(T by)
+        : factor(splat(by)), limit(splat(T(larger_of(Vectors<T>::LOWEST / by, -std::numeric_limits<T>::max())))) {}
+    static T larger_of(T x, T y) { return x > y ? x : y; }
+    // The product is never rounded: two fused instructions have its integer and the rest.
+    Vector<T> operator()(Vector<T> x) const {
+        const Vector<T> rounder = splat(EXPONENT_ROUNDER<T>), rounded = add_product(rounder, x, factor);
+        const Vector<T> rest = add_product(rounder - rounded, x, factor);
+        return unless_below<T>(polynomial_exp2<T>(rest) * power_of_two_biased<T>(rounded), x, limit);
+    }
+#else
+    explicit Exp2OfScaled(T by) : factor(splat(by)) {}
+    Vector<T> operator()(Vector<T> x) const { return exp2<T>(x * factor); }
+#endif
+};
 
 #if defined(__AVX512BF16__)
 // 2^(x - 1/2) to 2.5 units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
@@ -267,17 +329,6 @@ template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
     }
 #else
     return x / y;
-#endif
-}
-
-// The smaller of x and a limit; NaN stays NaN.
-template <class T> inline Vector<T> at_most(Vector<T> x, T limit) {
-#if defined(__AVX512F__)
-    // GCC makes two instructions of it where it knows the limit.
-    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)x);
-    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm512_min_pd(_mm512_set1_pd(limit), (__m512d)x);
-#else
-    return x > splat(limit) ? splat(limit) : x;
 #endif
 }
 
@@ -359,6 +410,39 @@ template <class T> inline T log_of(T x) {
     return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Halves of rows N / 2 apart share a register from the beginning, so that no shuffle crosses halves: loads from memory
+// insert halves without one. The compiler makes twice as many instructions of the perfect shuffles below.
+inline void transpose_square(const float *in, long stride, float *out, long out_stride, long count) {
+    auto half = [&](int i, int at) { return i < count ? _mm_loadu_ps(in + i * stride + at) : _mm_setzero_ps(); };
+#pragma GCC unroll 2
+    for (int at = 0; at < 8; at += 4) {
+        __m256 x[4], y[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(half(i, at)), half(i + 4, at), 1);
+        y[0] = _mm256_unpacklo_ps(x[0], x[1]), y[1] = _mm256_unpackhi_ps(x[0], x[1]);
+        y[2] = _mm256_unpacklo_ps(x[2], x[3]), y[3] = _mm256_unpackhi_ps(x[2], x[3]);
+        float *to = out + at * out_stride;
+        _mm256_storeu_ps(to, _mm256_shuffle_ps(y[0], y[2], 0x44));
+        _mm256_storeu_ps(to + out_stride, _mm256_shuffle_ps(y[0], y[2], 0xEE));
+        _mm256_storeu_ps(to + 2 * out_stride, _mm256_shuffle_ps(y[1], y[3], 0x44));
+        _mm256_storeu_ps(to + 3 * out_stride, _mm256_shuffle_ps(y[1], y[3], 0xEE));
+    }
+}
+inline void transpose_square(const double *in, long stride, double *out, long out_stride, long count) {
+    auto half = [&](int i, int at) { return i < count ? _mm_loadu_pd(in + i * stride + at) : _mm_setzero_pd(); };
+#pragma GCC unroll 2
+    for (int at = 0; at < 4; at += 2) {
+        __m256d x[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+            x[i] = _mm256_insertf128_pd(_mm256_castpd128_pd256(half(i, at)), half(i + 2, at), 1);
+        _mm256_storeu_pd(out + at * out_stride, _mm256_unpacklo_pd(x[0], x[1]));
+        _mm256_storeu_pd(out + (at + 1) * out_stride, _mm256_unpackhi_pd(x[0], x[1]));
+    }
+}
+#else
 // out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from
 // `count` on are taken as zeros. It takes log2(N) perfect shuffles.
 template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
@@ -379,5 +463,6 @@ template <class T> inline void transpose_square(const T *in, long stride, T *out
     }
     for (int i = 0; i < N; ++i) store(out + i * out_stride, x[i]);
 }
+#endif
 
 }  // namespace

@@ -2,6 +2,10 @@
 // problem alone, and not from the number of threads, so that the bits of results do not depend on it.
 #pragma once
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -38,6 +42,33 @@ struct KeyTile {
     long bias_before;  // the job that adds to the same slice of dbias before it, or -1
 };
 
+// Large memory, which one call leaves to the next: fresh memory is mapped page by page, which takes as long as a tenth
+// of a short call. Long calls map it in huge pages, and leave nothing.
+struct LargeMemory {
+    static constexpr long HUGE_PAGE = 2 << 20, KEPT_BYTES = 8 << 20, HEAD_BYTES = 64;
+    static inline std::atomic<LargeMemory *> kept{nullptr};
+    long bytes;
+
+    char *data() { return (char *)this + HEAD_BYTES; }
+    // Returns null if there is none left.
+    static LargeMemory *take(long bytes) {
+        LargeMemory *memory = kept.exchange(nullptr);
+        if (memory && memory->bytes >= bytes) return memory;
+        free(memory);
+        const bool is_huge = bytes > KEPT_BYTES;
+        const long unit = is_huge ? HUGE_PAGE : 4096, all = (bytes + HEAD_BYTES + unit - 1) / unit * unit;
+        void *fresh = nullptr;
+        if (posix_memalign(&fresh, unit, all)) return nullptr;
+#if defined(__linux__)
+        if (is_huge) madvise(fresh, all, MADV_HUGEPAGE);
+#endif
+        return new (fresh) LargeMemory{all - HEAD_BYTES};
+    }
+    static void leave(LargeMemory *memory) {
+        free(memory && memory->bytes <= KEPT_BYTES ? kept.exchange(memory) : memory);
+    }
+};
+
 struct Work {
     static constexpr int MAX_PHASES = 10;
     Call call;
@@ -60,12 +91,14 @@ struct Work {
     double *sums = nullptr;                 // partial sums of gradients that are numbers
     char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
     char *row_sums = nullptr;               // sums of rows, if lse of any of them is large
-    long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
+    LargeMemory *packed_keys = nullptr;     // tiles of k and v, where blocks share them
+    long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
     void *allocated[12] = {};
     int num_allocated = 0;
 
     ~Work() {
         for (int i = 0; i < num_allocated; ++i) free(allocated[i]);
+        LargeMemory::leave(packed_keys);
     }
 
     // Allocates memory for the time of the call; returns false if there is none left.
