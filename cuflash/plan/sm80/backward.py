@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BackwardFamily, DqFamily, ScoresFamily
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, SCORES_TILES, BackwardTile, DqTile, ScoresTile
+from cuflash.spec.outputs import REDUCTIONS
 from cuflash.spec.problem import Problem
 
 
@@ -16,6 +17,7 @@ class Backward(BackwardFamily[BackwardTile]):
     kernel = "sm80/backward"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = BackwardTile
     model = "keys"
 
@@ -27,6 +29,7 @@ class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = DqTile
     model = "queries of dq"
 
@@ -41,6 +44,7 @@ class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = ScoresTile
 
     def table(self, problem: Problem) -> tuple[ScoresTile, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.tiles import FLOAT8_TILES, FORWARD_TILES, FUNCTION_TILES, ForwardTile
-from cuflash.spec.outputs import OUTPUTS, REDUCTIONS
+from cuflash.spec.outputs import REDUCTIONS
 from cuflash.spec.problem import Problem
 
 
@@ -17,7 +17,7 @@ class Forward(ForwardFamily[ForwardTile]):
     serves_no_values = True
     has_float8 = True
     tile = ForwardTile
-    outputs = (*OUTPUTS, *REDUCTIONS)
+    reductions = REDUCTIONS
     model = "queries"
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
