@@ -16,8 +16,8 @@ from typing import Any
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS, OptionalInput
-from cuflash.spec.outputs import MOVABLE, OUTPUTS, TAKEN_BY_BACKWARD
-from cuflash.spec.passes import PASSES, Pass
+from cuflash.spec.outputs import MOVABLE, OF_REDUCTIONS, OUTPUTS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import FORWARD, PASSES, Pass
 from cuflash.spec.problem import Problem
 from tests.pairs import OPTIONS, SIZES
 
@@ -49,6 +49,10 @@ MEANINGS = {
     "k_scale": ("scales of fp8 k", ""),
     "v_scale": ("scales of fp8 v", ""),
     "dlse": ("gradient with respect to lse", ""),
+    "want": ("reductions of rows besides out and lse", "semantics.md#maximum-and-entropy-of-rows"),
+    "dmax": ("gradient with respect to max", ""),
+    "entropy": ("what `forward` returned, for `dentropy`", ""),
+    "dentropy": ("gradient with respect to entropy", ""),
     "need": ("names of the gradients that are wanted", "semantics.md#gradients"),
     "seed": ("of dropout", ""),
     "offset": ("of dropout, for calls with the same seed", ""),
@@ -78,6 +82,8 @@ def types_of(function: Callable[..., Any]) -> dict[str, str]:
 
 def passes_with(name: str) -> tuple[Pass, ...]:
     """The passes that have an option: those that do not refuse a problem with it."""
+    if name == "want":
+        return (FORWARD,)
     if name == "need":
         return tuple(pass_ for pass_ in PASSES if pass_.rows[0].gradient_of)
     if name == "deterministic":
@@ -134,6 +140,9 @@ def of_calls() -> Iterator[Line]:
         derivatives = f"`{row.gradient}`, `t{row.name}`" if row.name in MOVABLE else "-"
         yield line(row.name, shape_and_dtype(row), derivatives)
     yield line("dlse", "shape and dtype of lse", "-, `tdlse`")
+    yield line("want", types_of(cuflash.FlashAttention.forward)["want"])
+    for name in OF_REDUCTIONS:
+        yield line(name, "shape and dtype of lse")
     types = types_of(cuflash.FlashAttention.backward)
     for name in ("need", "seed", "offset"):
         yield line(name, types[name])

@@ -58,7 +58,10 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 
 
 # The arrays of `CUFLASH_REDUCTIONS`, which follow in passes with reductions of rows, and their strides.
-REDUCTION_ARRAYS = tuple((name, 3) for name in REDUCTIONS_OVER_ROWS)
+REDUCTION_ARRAYS = (
+    *((name, 3) for name in REDUCTIONS_OVER_ROWS),
+    *((name, 0) for name in ("row_dentropy", "row_dmax", "row_first_max")),
+)
 REDUCTION_BYTES = sum(8 + 8 * num_strides for _, num_strides in REDUCTION_ARRAYS)
 # The arrays of `CUFLASH_TANGENTS`, which follow in passes with tangents, and their strides.
 TANGENT_ARRAYS = (

@@ -18,7 +18,7 @@ from cuflash.plan.sm80.tiles import MOST_CHUNKED
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
-from cuflash.spec.outputs import gradient_of
+from cuflash.spec.outputs import REDUCTIONS, gradient_of
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
@@ -75,7 +75,8 @@ def choose_plan(
         device=device,
         pass_=pass_,
         arrays=arrays,
-        defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem)),
+        defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem))
+        | _of_reductions(problem, pass_),
         has_sinks=problem.sinks is not None,
         need=tuple(name for name in pass_.results_in(problem) if name in need and not _is_empty(name, problem)),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
@@ -104,6 +105,12 @@ def choose_plan(
         any_length=pass_.any_length and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
         hides_last_keys=draft.hides_last_keys,
     )
+
+
+def _of_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
+    """The macro of reductions of rows, with bits for those that a pass makes, or takes the gradients of."""
+    bits = sum(1 << REDUCTIONS.index(name) for name in problem.reductions)
+    return {"CUFLASH_REDUCTIONS": bits << (0 if pass_ is FORWARD else len(REDUCTIONS))} if bits else {}
 
 
 def _has_keys_elsewhere(problem: Problem) -> bool:

@@ -39,6 +39,8 @@ class Family(ABC, Generic[Row]):
     reads_keys_once: ClassVar[bool] = False  # it reads a key once for all query heads that share it
     model: ClassVar[Model | None] = None  # how `cuflash.plan.traffic` models what its main kernel moves, if it does
     known: tuple[str, ...] | None = None  # `Architecture.known`
+    # The reductions of rows that it makes, or in the backward pass takes the gradients of.
+    reductions: ClassVar[tuple[str, ...]] = ()
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
     @property
@@ -72,6 +74,8 @@ class Family(ABC, Generic[Row]):
         """The same, including score_mod and mask_mod, fp8 numbers and ``v=None``."""
         if draft.problem.head_dim_v == 0 and not self.serves_no_values:
             return "it needs values"
+        if unknown := [name for name in draft.problem.reductions if name not in self.reductions]:
+            return f"it knows no {' and no '.join(unknown)}"
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
         if unknown := [name for name in draft.problem.acting if self.known is not None and name not in self.known]:
@@ -85,12 +89,12 @@ class Family(ABC, Generic[Row]):
 
 
 class ForwardFamily(Family[Row]):
-    outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make
+    outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make, besides reductions
     # Of a pass with tangents: it also makes partial results, in the dtype of sums, and reads keys in pages.
     serves_all_tangents: ClassVar[bool] = False
 
     def why_not_served(self, draft: Draft) -> str | None:
-        if unmade := [name for name in draft.need if name not in self.outputs]:
+        if unmade := [name for name in draft.need if name not in (*self.outputs, *self.reductions)]:
             return f"it makes no {' and no '.join(unmade)}"
         if draft.problem.moved is not None and not self.serves_all_tangents:
             if draft.problem.wide:

@@ -6,7 +6,6 @@ from cuflash.plan.architectures import FORWARD_FAMILIES
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import choose_family, family_of
 from cuflash.plan.tiles import Tile
-from cuflash.spec.outputs import REDUCTIONS
 
 
 def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -27,8 +26,6 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.reasons.append(
             "out is not rounded to the dtype of q: it is a partial result, which is merged with others"
         )
-    if made := [name for name in REDUCTIONS if name in draft.need]:
-        draft.defines["CUFLASH_REDUCTIONS"] = sum(1 << REDUCTIONS.index(name) for name in made)
     draft.add_tables(tile)
     draft.reasons.append(reason)
     family.draft(draft, tile)

@@ -6,6 +6,7 @@
 #include "common/softmax/backward.cuh"
 #include "common/io/clear_dq.cuh"
 #include "common/softmax/exponential.cuh"
+#include "common/softmax/reduction_gradients.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
@@ -101,6 +102,17 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #if CUFLASH_TANGENTS
   const DeltaTangents tangents(params, batch, head);
 #endif
+#if CUFLASH_REDUCTIONS
+  const ReductionGradients reductions(params, batch, head);
+  const Real* entropy = row_values_of(params.entropy, batch, head);
+  const Real* dentropy = row_values_of(params.dentropy, batch, head);
+  const Real* dmax = row_values_of(params.dmax, batch, head);
+  if constexpr (kTakesDmax) {
+#pragma unroll 1
+    for (int i = thread / 32 * 16; i < kBlockM; i += kNumWarps * 16)
+      store_first_maxima(params, batch, head, m_block * kBlockM + i, row_stop, reductions.first_max);
+  }
+#endif
 
   const int first = thread / 32 * 16;  // of the rows of this warp
   const bool has_rows = first < kBlockM;
@@ -118,6 +130,16 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     }
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
+#if CUFLASH_REDUCTIONS
+    if (kTakesDentropy && row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
+      const Real row_dentropy = dentropy[row * params.dentropy.row_stride];
+      delta += row_dentropy * entropy[row * params.entropy.row_stride];
+      if (lane == 0) reductions.dentropy[row] = row_dentropy * (kWide ? (Real)1 : (Real)kLn2);
+    } else if (kTakesDentropy && lane == 0) {
+      reductions.dentropy[row] = 0;
+    }
+    if (kTakesDmax && lane == 0) reductions.dmax[row] = row < row_stop ? dmax[row * params.dmax.row_stride] : 0;
+#endif
     if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
 #if CUFLASH_TANGENTS
     tangents.store(row, row_stop, lane, out, dout);

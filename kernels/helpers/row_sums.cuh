@@ -101,9 +101,10 @@ CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, 
 #endif
 }
 
-// Warp. Adds the scores of 16 rows from `first_row` on, and the sink, to the sums.
-CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int first_row, int row_stop,
-                             OnlineSoftmax<1>& softmax) {
+// Warp. Calls visit(s, key, exponent_scale) for the scores of 16 rows from `first_row` on and the 16 keys from `key` on.
+template <class Visit>
+CUFLASH_DEVICE void visit_scores(const Params& params, Entry batch, int head, int first_row, int row_stop,
+                                 Visit visit) {
   const int head_kv = head / (params.num_heads / params.num_heads_kv), key_stop = key_stop_of(params, batch);
   const RowFragments q = {queries_of(params.q, batch, head), params.q.row_stride, row_stop};
   const RowFragments k = {keys_of(params, params.k, batch, head_kv), params.k.row_stride, key_stop};
@@ -113,18 +114,55 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
   const int lane_row = first_row + fragment_row();
 #pragma unroll 1
   for (int key = tiles.start * kBlockN; key < min_of(tiles.stop * kBlockN, key_stop); key += 16) {
-    Real s[1][2][4], factor[1][2];
+    Real s[1][2][4];
     multiply_rows(q, k, first_row, key, s);
     to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, key + fragment_column(), true);
-    softmax.update(s, factor, score.exponent_scale());
-    softmax.exponentiate(s, score.exponent_scale(), softmax.row_sum);
+    visit(s, key, score.exponent_scale());
   }
+}
+
+// Warp. Adds the scores of 16 rows from `first_row` on, and the sink, to the sums.
+CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int first_row, int row_stop,
+                             OnlineSoftmax<1>& softmax) {
+  visit_scores(params, batch, head, first_row, row_stop, [&](Real(&s)[1][2][4], int, Real exponent_scale) {
+    Real factor[1][2];
+    softmax.update(s, factor, exponent_scale);
+    softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+  });
   softmax.finish();
   if (kLseHasSinks && !is_left_over(params, batch)) {
     Real nothing[1][1][4] = {};
     softmax.add_sinks(nothing, [&](int, int) { return to_row_max(sink_of(params, head)); });
   }
 }
+
+#if CUFLASH_REDUCTIONS
+// Warp. Stores the first key that has the largest score of each of 16 rows from `first_row` on, -1 where there is none.
+CUFLASH_DEVICE void store_first_maxima(const Params& params, Entry batch, int head, int first_row, int row_stop,
+                                       i32* first_max) {
+  Real largest[2] = {-ptx::infinity(), -ptx::infinity()};
+  int found[2] = {-1, -1};
+  visit_scores(params, batch, head, first_row, row_stop, [&](Real(&s)[1][2][4], int key, Real) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (s[0][n][i] > largest[i / 2])
+          largest[i / 2] = s[0][n][i], found[i / 2] = key + fragment_column() + 8 * n + i % 2;
+  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) {
+      const Real other = ptx::shuffle_xor(largest[half], mask);
+      const int other_key = (int)ptx::bits_of(ptx::shuffle_xor(ptx::float_of((u32)found[half]), mask));
+      if (other > largest[half] || (other == largest[half] && other_key < found[half]))
+        largest[half] = other, found[half] = other_key;
+    }
+    if (fragment_column() == 0) first_max[first_row + fragment_row() + 8 * half] = found[half];
+  }
+}
+#endif
 
 // Warp. The first statistic of 16 rows from `first_row` on, and their RowSums. What they are made of is loaded at once,
 // and stored later.

@@ -15,6 +15,7 @@
 #include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
+#include "common/softmax/reduction_gradients.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -137,6 +138,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
       // P' = exp(score - lse), dS' = P' (dP' - delta).
       {
         const Weights weights(params, batch, current.head, key_stop);
+        const ReductionGradients reductions(params, batch, current.head);
         const Dropout dropout(params, batch, current.head);
         const Real kept_scale = kept_scale_of(params);
         const bool masked = current.needs_mask(tiles);
@@ -165,7 +167,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
                   x = weights.of_hidden(x, row, key, masked, row_sums[row], derivative);
                 else
                   x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
-                ds[m][n][i] = gradient_of(x, ds[m][n][i], keeps, kept_scale, stats[i % 2 * 2 + 1]) * derivative;
+                const Real delta = reductions.delta_of(stats[i % 2 * 2 + 1], x, row);
+                const Real of_score = gradient_of(x, ds[m][n][i], keeps, kept_scale, delta);
+                ds[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
                 x = keeps ? x : 0;
               }
             }

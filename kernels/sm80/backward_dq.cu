@@ -9,6 +9,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
+#include "common/softmax/reduction_gradients.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -30,7 +31,8 @@ static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_S
 template <class Masked>
 CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
                             const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
-                            const RowStats (&stats)[kDqMTiles][2], Real kept_scale) {
+                            const RowStats (&stats)[kDqMTiles][2], const ReductionGradients& reductions,
+                            Real kept_scale) {
   [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
   for (int m = 0; m < kDqMTiles; ++m)
@@ -44,7 +46,9 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
         Real derivative;
         const Real p = weights.of(s[m][n][i], row, key, masked, own, derivative);
         const bool keeps = !kHasDropout || kept.keeps(n, i);
-        s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, own.delta) * derivative;
+        const Real delta = reductions.delta_of(own.delta, p, row);
+        const Real of_score = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta);
+        s[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
       }
     }
 }
@@ -96,6 +100,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   const Weights weights(params, batch, head, key_stop);
   const Dropout dropout(params, batch, head);
+  const ReductionGradients reductions(params, batch, head);
   const Real kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 
@@ -129,7 +134,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
-    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, kept_scale);
+    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, reductions, kept_scale);
 
     add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
     if constexpr (kNumStages == 2) {

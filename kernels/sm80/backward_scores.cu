@@ -21,6 +21,7 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/score_gradients.cuh"
 #include "common/score/scores.cuh"
+#include "common/softmax/reduction_gradients.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 #include "sm80/score_sums.cuh"
@@ -155,6 +156,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const Score score(params, batch, head, key_stop);
     const Mask mask(params, batch, head, key_stop);
     const Dropout dropout(params, batch, head);
+    const ReductionGradients reductions(params, batch, head);
     const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||
@@ -176,7 +178,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const RowStats& own = stats[m][i / 2];
           const Real p = weight_of(x, exponent_scale, own, derivative);
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
-          const Real ds = p * (kept_dp * kept_scale - own.delta);
+          const Real delta = reductions.delta_of(own.delta, p, row);
+          const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key);
 #if CUFLASH_NEEDS_SCORE_ARGS
           if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif

@@ -57,6 +57,11 @@ def test_every_argument_of_the_interface_is_among_them():
         "out",
         "lse",
         "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
+        "want",  # reductions of rows: tests/pure/test_reductions.py and tests/emulate/test_reductions_emulated.py
+        "max",
+        "entropy",
+        "dmax",
+        "dentropy",
         "dq",
         "dk",
         "dv",

@@ -21,6 +21,7 @@ from cuflash.plan.sm80.tiles import (
     ScoresChunkedTile,
     ScoresTile,
 )
+from cuflash.spec.outputs import REDUCTIONS
 from cuflash.spec.problem import Problem
 
 
@@ -30,6 +31,7 @@ class Backward(BackwardFamily[BackwardTile]):
     kernel = "sm80/backward"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = BackwardTile
     model = "keys"
 
@@ -41,6 +43,7 @@ class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = DqTile
     model = "queries of dq"
 
@@ -100,6 +103,7 @@ class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
     serves_no_values = True
+    reductions = REDUCTIONS
     tile = ScoresTile
 
     def table(self, problem: Problem) -> tuple[ScoresTile, ...]:

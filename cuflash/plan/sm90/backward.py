@@ -64,6 +64,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     tile = BackwardSm90Tile
     makes_both = splits_tail = True
     serves_no_values = True
+    reductions = ("entropy",)
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
@@ -79,6 +80,10 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return ""
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
+        if problem.reductions and (problem.given(CAPS) or problem.score is not None):
+            return (
+                "weights are multiplied by the derivatives of scores, and the gradient of entropy needs their logarithm"
+            )
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
         if why_not is None and _has_separate_dq(draft):
             tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)

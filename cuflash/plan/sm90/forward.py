@@ -27,7 +27,7 @@ from cuflash.plan.sm90.wide_tiles import (
 )
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import PAIR_OPTIONS
-from cuflash.spec.outputs import OUTPUTS, REDUCTIONS
+from cuflash.spec.outputs import REDUCTIONS
 from cuflash.spec.problem import Problem
 
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
@@ -47,7 +47,7 @@ MAPPED_WITHOUT_VALUES = ("q", "k")
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
-    outputs = (*OUTPUTS, *REDUCTIONS)
+    reductions = REDUCTIONS
     has_functions = True
     tile = ForwardSm90Tile
     model = "queries"

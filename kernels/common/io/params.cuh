@@ -125,6 +125,10 @@ struct Params {
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
 #if CUFLASH_REDUCTIONS
   Tensor max, dmax, entropy, dentropy;  // over rows, as lse is; null where there are none
+  // Scratch memory of rows, which lie as row_stats do: common/softmax/reduction_gradients.cuh.
+  void* row_dentropy;
+  void* row_dmax;
+  void* row_first_max;
 #endif
 #if CUFLASH_TANGENTS
   // Tangents, null where there are none: those of inputs and of results, like what they are tangents of.
