@@ -9,7 +9,7 @@ from cuflash.plan.sm90.backward_jvp import BackwardJvp
 from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
-from cuflash.plan.sm90.jvp import Jvp, JvpWide
+from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpWide
 
 SM90 = Architecture(
     known=("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks"),
@@ -19,7 +19,7 @@ SM90 = Architecture(
         DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     ),
     forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
-    jvp=(Jvp(), JvpWide()),
+    jvp=(JvpFloat32(), Jvp(), JvpWide()),
     backward_jvp=(BackwardJvp(),),
     backward=(BackwardFloat32(), BackwardWide(), Backward()),
     dq=(DqWide(),),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from cuflash.plan.draft import Draft
 from cuflash.plan.sm90.copies import add_copying_kernel
 from cuflash.plan.sm90.scored import bias_by
-from cuflash.plan.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile, JvpFloat32Sm90Tile
 from cuflash.plan.tiles import Tile
-from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP
+
+SplitTile = ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile | JvpFloat32Sm90Tile
 
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
 # with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
 # 128 on in the backward pass.
-SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42}
+SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42, JVP: 42}
 
 
 def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
@@ -46,16 +48,19 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
 
 
 def add_bf16_split(
-    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
+    draft: Draft, tile: SplitTile, names: tuple[str, ...], tangents: tuple[str, ...] = ()
 ) -> None:
-    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
-    add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_terms)
-    describe_split(draft, tile, names)
+    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe.
+
+    The terms of the tangents that there are of these follow them.
+    """
+    add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_terms, tangents)
+    describe_split(draft, tile, (*names, *tangents))
 
 
 def describe_split(
     draft: Draft,
-    tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile,
+    tile: SplitTile,
     names: tuple[str, ...],
     when: str = "",
 ) -> None:

@@ -10,7 +10,7 @@ from cuflash.plan.draft import WRITTEN, Draft
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.passes import BACKWARD, FORWARD
 
-COPIED = ("q", "k", "v", "dout")  # in the order of the bits of CUFLASH_COPIED
+COPIED = ("q", "k", "v", "dout", "tq", "tk", "tv")  # in the order of the bits of CUFLASH_COPIED
 COPY_WARPS = 8
 # Vectors of eight columns that a block copies. Each of its threads has four of them in flight at once.
 COPY_VECTORS = 4 * 32 * COPY_WARPS
@@ -61,11 +61,18 @@ def add_copies(draft: Draft, tile: Tile, names: Collection[str]) -> None:
 
 
 def add_copying_kernel(
-    draft: Draft, tile: Tile, source: str, names: Collection[str], dtype: str, bf16_terms: int = 1
+    draft: Draft,
+    tile: Tile,
+    source: str,
+    names: Collection[str],
+    dtype: str,
+    bf16_terms: int = 1,
+    tangents: Collection[str] = (),
 ) -> None:
     """Add a kernel that makes scratch arrays of these, which tensor maps then describe: kernels/common/io/copies.cuh.
 
-    The copy of the array `name` is `name_copy`, with the bf16 terms of all batch entries along its first axis.
+    The copy of the array `name` is `name_copy`, with the bf16 terms of all batch entries along its first axis, and after
+    them those of its tangent if `tangents` has this.
     """
     widths = {name: round_up(draft.arrays[name].shape[3], 8) for name in names}
     # Blocks have more rows where these are narrow, so that they have as much to do as with wide ones.
@@ -73,14 +80,16 @@ def add_copying_kernel(
     blocks = 0
     for name, width in widths.items():
         batch, heads, seqlen, columns = draft.arrays[name].shape
+        copied = 1 + (f"t{name}" in tangents)
+        terms = bf16_terms * copied
         draft.copies[name] = Operand(
-            shape=(bf16_terms * batch, heads, seqlen, columns),
+            shape=(terms * batch, heads, seqlen, columns),
             strides=(heads * seqlen * width, seqlen * width, width, 1),
             dtype=dtype,
         )
-        draft.scratch[f"{name}_copy"] = bf16_terms * batch * heads * seqlen * width // 2
-        blocks += batch * heads * -(-seqlen // block_m)
-    bits = sum(1 << COPIED.index(name) for name in names)
+        draft.scratch[f"{name}_copy"] = terms * batch * heads * seqlen * width // 2
+        blocks += copied * batch * heads * -(-seqlen // block_m)
+    bits = sum(1 << COPIED.index(name) for name in (*names, *tangents))
     options = {"CUFLASH_BLOCK_M": block_m, "CUFLASH_NUM_WARPS": COPY_WARPS, "CUFLASH_COPIED": bits}
     draft.add(source, tile, blocks, 0, **options)
 

@@ -1,4 +1,4 @@
-"""Attention and its tangent in half precision on compute capability 9.0."""
+"""Attention and its tangent on compute capability 9.0: half precision, and float32 as bf16 terms."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import ClassVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
-from cuflash.plan.sm90.tiles import WGMMA_COLUMNS
+from cuflash.plan.sm90.tiles import (
+    JVP_FLOAT32_SM90_TILES,
+    JVP_TF32_SM90_TILES,
+    WGMMA_COLUMNS,
+    JvpFloat32Sm90Tile,
+)
 from cuflash.plan.tensor_map import CHUNK
 from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
 from cuflash.spec.passes import JVP
@@ -183,6 +189,32 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
 
     def draft(self, draft: Draft, tile: JvpWideSm90Tile) -> None:
         _add(draft, tile, self.source, of_q=tile.block_m, of_k=tile.block_n, of_v=tile.value_rows)
+
+
+class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
+    """float32, of operands as bf16 terms."""
+
+    kernel = "sm90/jvp_fp32"
+    tile = JvpFloat32Sm90Tile
+    outputs = JVP.default
+    model = "queries"
+
+    def table(self, problem: Problem) -> tuple[JvpFloat32Sm90Tile, ...]:
+        return {"highest": JVP_FLOAT32_SM90_TILES, "tf32": JVP_TF32_SM90_TILES}[problem.precision]
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES)
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_split(draft, self.table(draft.problem))
+
+    def draft(self, draft: Draft, tile: JvpFloat32Sm90Tile) -> None:
+        draft.add_block_index(tile, "key_index")
+        moved = draft.problem.moved or ()
+        arrays = ("q", "k", "v")
+        add_bf16_split(draft, tile, arrays, tuple(f"t{name}" for name in arrays if name in moved))
+        draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n})
+        add_persistent(draft, tile, self.source)
 
 
 def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int) -> None:

@@ -144,6 +144,44 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpFloat32Sm90Tile(Tile):
+    """One way to cut attention with its tangent in float32 for compute capability 9.0, of operands as bf16 terms.
+
+    A consumer owns 64 of the 128 queries.
+    """
+
+    max_dim: int
+    block_m: int = 128
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns to issue products
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "bf16_terms")
+    variations: ClassVar = {"block_n": (16, 32, 48, 64), "num_stages": (1, 2), "ping_pong": (False, True)}
+
+    element_bytes = 4
+    dim_multiple = 16
+    num_warps = 12  # four for each of two consumers, and four for the producer
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 128, "64 queries for each of two consumers"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
+            (self.block_n % 16 == 0 and self.block_n <= 64, "a block_n whose weights fit into registers"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q = chunked_bytes(self.block_m, dim)
+        keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
+        barriers = 8 * (2 + 4 * self.bf16_terms * self.num_stages)
+        return 2 * self.bf16_terms * (q + self.num_stages * keys) + barriers
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
     """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
@@ -359,6 +397,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
+_jvp_float32_sm90 = maker(JvpFloat32Sm90Tile, "max_dim block_n num_stages ping_pong origin")
 _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
@@ -440,6 +479,13 @@ FORWARD_TF32_SM90_TILES = (
     _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_terms=2, serves="bias"),
     _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_terms=2),
 )
+
+# Of jvp, for 128 queries.
+JVP_FLOAT32_SM90_TILES = (
+    #                max_dim n  stages ping_pong
+    _jvp_float32_sm90(64, 32, 2, True, ARITHMETIC),
+)
+JVP_TF32_SM90_TILES = (_jvp_float32_sm90(64, 48, 2, True, ARITHMETIC, bf16_terms=2),)
 
 FORWARD_FLOAT8_SM90_TILES = (
     #                    max_dim m   n   stages of v, Q  overl. pingp  serves
