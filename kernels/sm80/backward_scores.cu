@@ -129,6 +129,9 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   int stage = 0;
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
+#if !CUFLASH_CHUNK_COLUMNS
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
+#endif
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
@@ -141,7 +144,6 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 #if CUFLASH_CHUNK_COLUMNS
     multiply_tiles(params, now, s_ring, warp_row, s, dp);
 #else
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
     set_zero(s);

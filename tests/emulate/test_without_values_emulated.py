@@ -19,6 +19,7 @@ from cuflash.plan.sm80.tiles import (
     SCORES_CHUNKED_TILES,
     BackwardChunkedTile,
 )
+from cuflash.plan.sm90.tiles import BackwardSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
@@ -46,16 +47,20 @@ def of(**options: Any) -> ct.Case:
 
 
 def check(
-    case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, tiles: Sequence[Tile] | None = None
+    case: ct.Case,
+    arch: str | DeviceSpec,
+    deterministic: bool = False,
+    forward: Sequence[Tile] | None = None,
+    backward: Sequence[Tile] | None = None,
 ) -> None:
     arrays, problem = case.arrays(), replace(case.problem, deterministic=deterministic)
     given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
-    out, lse = passes.forward(problem, given, arch=arch, tiles=tiles and tiles[:1], **case.random)
+    out, lse = passes.forward(problem, given, arch=arch, tiles=forward, **case.random)
     ct.assert_forward(case, out, lse)
     if "dout" not in arrays:
         return
     need = ct.gradients_of(problem)
-    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, tiles=tiles and tiles[1:], **case.random)
+    found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, tiles=backward, **case.random)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 
 
@@ -124,6 +129,21 @@ def test_wgmma_kernels(options, deterministic):
     check(case, "9.0", deterministic=deterministic)
 
 
+TWO_HALVES = BackwardSm90Tile(
+    max_dim=128, block_m=64, block_n=256, num_stages=2, schedule="kTwoHalves", origin="of a test"
+)
+
+
+@settings(max_examples=examples(32))
+@given(ct.cases(features=FEATURES, max_seqlen=300, max_head_dim=128, max_scores=2**15), st.integers(0, 3))
+def test_two_halves_of_keys(case, extra):
+    """Of each consumer; score gradients have kernels of their own."""
+    half = case.dtype if case.dtype in ("float16", "bfloat16") else "bfloat16"
+    case = replace(case, has_values=False, dlse=True, dtype=half, strides="contiguous")
+    assume(not case.kv_dtype)
+    check(case, "9.0", backward=(TWO_HALVES.changed(num_stages=2 + extra % 2),))
+
+
 # ---- Chunks of columns -----------------------------------------------------------------------------------------------
 
 CHUNKED = (FORWARD_CHUNKED_TILES, BACKWARD_CHUNKED_TILES, DQ_CHUNKED_TILES, SCORES_CHUNKED_TILES)
@@ -159,7 +179,7 @@ def test_chunks_of_columns(case, arch, slice_chunks):
     tiles = [
         tile.changed(slice_chunks=slice_chunks) if isinstance(tile, BackwardChunkedTile) else tile for tile in tiles
     ]
-    check(case, arch, tiles=tiles)
+    check(case, arch, forward=tiles[:1], backward=tiles[1:])
 
 
 def test_partial_results_merge():

@@ -189,3 +189,12 @@ FORWARD_FLOAT8 = by_name(
         f"{LONG_SEQLEN} keys or more, not causal",
     ),
 )
+# Of `BackwardSm90Tile`.
+BACKWARD = by_name(
+    ANY,
+    Condition(
+        "no values",
+        lambda fit: fit.problem.head_dim_v == 0 and not fit.problem.has_functions and fit.problem.dropout == 0,
+        "gradients of lse alone, without score_mod, mask_mod or dropout",
+    ),
+)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
-from cuflash.plan.sm90.conditions import FORWARD, FORWARD_FLOAT8, FORWARD_FLOAT32, ForwardFit
+from cuflash.plan.sm90.conditions import BACKWARD, FORWARD, FORWARD_FLOAT8, FORWARD_FLOAT32, ForwardFit
 from cuflash.plan.sm90.scored import (
     BIAS_BY_TMA,
     ScoredTile,
@@ -247,7 +247,9 @@ class BackwardSm90Tile(ScoredTile):
     block_m: int
     block_n: int
     num_stages: int
-    schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
+    schedule: Literal[
+        "kHoldK", "kSharedDs", "kSplitRoles", "kTwoHalves"
+    ]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
@@ -257,8 +259,10 @@ class BackwardSm90Tile(ScoredTile):
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
+    serves: str = "any"
     origin: str = field(compare=False)
 
+    conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
     variations: ClassVar = {"num_stages": (2, 3)}
 
@@ -267,9 +271,9 @@ class BackwardSm90Tile(ScoredTile):
     fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        keys = 64 if self.splits_roles else 128
+        keys = 64 if self.splits_roles else 256 if self.two_halves else 128
         return (
-            (self.block_n == keys, "64 keys for two consumers, or for each of them"),
+            (self.block_n == keys, "64 keys for two consumers, 64 for each of them, or 128"),
             (self.block_m == 64, "64 queries for one product"),
         )
 
@@ -277,6 +281,11 @@ class BackwardSm90Tile(ScoredTile):
     def splits_roles(self) -> bool:
         """Whether, for the same keys, one consumer makes P and dv, and the other dS and dk."""
         return self.schedule == "kSplitRoles"
+
+    @property
+    def two_halves(self) -> bool:
+        """Whether each consumer has two halves of 64 keys, one after the other."""
+        return self.schedule == "kTwoHalves"
 
     @property
     def maps_bias(self) -> bool:
@@ -437,6 +446,9 @@ FORWARD_SM90_TILES = (
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages: 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
+    _forward_sm90(128,    256, 128, 3,    True,  1, "no values",
+                  "on an H200 453 us, causal 244; 256 x 64 461 and 253, 192 x 128 522 and 309, 192 x 80 or 128 x 128 "
+                  "585 and 351 (4 x 16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80: 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
@@ -458,11 +470,14 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    128, 96,  2,    True,  2, "points",
                   "for three numbers of a key: on an H100 311 TFLOP/s causal, 192 x 64: 292 (a box in space)"),
     _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
+    _forward_sm90(192,    256, 64,  4,    False, 1, "no values", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),
     _forward_sm90(192,    128, 96,  2,    True,  1, "any",
                   "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q: "
                   "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
+    _forward_sm90(256,    256, 64,  2,    False, 1, "no values",
+                  "on an H200 367 us, 192 x 64 416, 128 x 128 415, 128 x 64 480 (4 x 8 heads, seqlen 4096)"),
     _forward_sm90(256,    128, 64,  2,    True,  1, "any",
                   h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
 )
@@ -514,8 +529,14 @@ BACKWARD_SM90_TILES = (
                    dim_multiple=16),
     _backward_sm90(64,  64, 128, 3,     "kHoldK",
                    h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
+    _backward_sm90(128, 64, 128, 4,     "kHoldK",
+                   "on an H200 1630 us, causal 893; 3 stages 1717 and 926, kSharedDs 1739 and 963 (4 x 16 heads, "
+                   "seqlen 4096)", serves="no values"),
     _backward_sm90(128, 64, 128, 3,     "kSharedDs",
                    h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
+    _backward_sm90(256, 64, 128, 2,     "kSharedDs",
+                   "on an H200 1636 us, split roles 2510 (4 x 8 heads, seqlen 4096): half as much dq is added",
+                   serves="no values"),
     _backward_sm90(256, 64, 64,  2,     "kSplitRoles",
                    h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )

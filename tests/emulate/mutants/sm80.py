@@ -7,11 +7,16 @@ SCORE_GRADIENTS = "common/score/score_gradients.cuh"
 QUERY_ITERATOR = "common/schedule/query_iterator.cuh"
 BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
+BACKWARD_CHUNKED = "sm80/backward_chunked.cu"
+BACKWARD_DQ_CHUNKED = "sm80/backward_dq_chunked.cu"
 BACKWARD_SCORES = "sm80/backward_scores.cu"
 BACKWARD_WARPS = "sm80/backward_warps.cuh"
 SCORE_SUMS = "sm80/score_sums.cuh"
+CHUNKED = "sm80/backward_chunked.cuh"
+CHUNKS = "sm80/chunks.cuh"
 COPY = "sm80/copy.cuh"
 FORWARD = "sm80/forward.cu"
+FORWARD_CHUNKED = "sm80/forward_chunked.cu"
 FRAGMENTS = "sm80/fragments.cuh"
 LANES = "sm80/lane_products.cuh"
 MMA = "sm80/mma.cuh"
@@ -22,6 +27,46 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 
 # fmt: off
 MUTANTS = (
+    # ---- chunks of columns
+    mutant("no wait for a chunk", CHUNKS, "    ptx::copy_async_wait<kNumStages - 2>();\n", "", "forward chunked"),
+    mutant("no barrier before a chunk", CHUNKS, "<kNumStages - 2>();\n    ptx::sync_block();\n",
+           "<kNumStages - 2>();\n", "forward chunked"),
+    mutant("a chunk past the last is fetched", CHUNKS, "if (later < num_steps)", "if (later <= num_steps)",
+           "forward chunked"),
+    mutant("the last chunk has all its columns", CHUNKS, "kLastColumns == kChunk || chunk + 1 < kChunks", "true",
+           "forward chunked"),
+    mutant("every chunk is the first", CHUNKS, "from_column(head, chunk * kChunk);", "from_column(head, 0);",
+           "forward chunked"),
+    mutant("chunks of one tile of keys", FORWARD_CHUNKED, "tiles.stop - 1 - step / kChunks", "tiles.stop - 1",
+           "forward chunked"),
+    mutant("scores keep those of the tile before", FORWARD_CHUNKED, "    set_zero(s);\n", "", "forward chunked"),
+    mutant("sums of lanes are not added", FORWARD_CHUNKED, "  softmax.finish();\n", "", "forward chunked"),
+    mutant("all slices are the first", CHUNKED, "block % kSlices * kSliceChunks", "0", "backward chunked"),
+    mutant("a slice takes chunks that there are not", CHUNKED, "min_of(kSliceChunks, kChunks - first_chunk)",
+           "kSliceChunks", "backward chunked"),
+    mutant("dS of the other warp's rows", CHUNKED, "rows(s_ds, warp_row);", "rows(s_ds, 0);", "backward chunked"),
+    mutant("columns of a slice are not dealt", CHUNKED,
+           "RowMajorB<kRow, kWarpsD> streamed(s_ring + kBytesOwn, warp_d);",
+           "RowMajorB<kRow, kWarpsD> streamed(s_ring + kBytesOwn, 0);", "backward chunked"),
+    mutant("a chunk is stored over the one before", CHUNKED, "(slice.first_chunk + i) * kChunk;", "i * kChunk;",
+           "backward chunked"),
+    mutant("a chunk is stored before all have written it", CHUNKED,
+           "gradient[i], factor);\n        ptx::sync_block();\n", "gradient[i], factor);\n", "backward chunked"),
+    mutant("dq is made of other chunks", BACKWARD_DQ_CHUNKED, "i < kChunks ? i : slice.first_chunk + i - kChunks",
+           "i < kChunks ? i : i - kChunks", "backward chunked"),
+    mutant("keys of long heads are not masked", BACKWARD_DQ_CHUNKED,
+           "n_block >= tiles.full_stop || n_block < tiles.full_start;", "false;", "backward chunked"),
+    mutant("dq of long heads without its scale", BACKWARD_DQ_CHUNKED, "const Real scale = scale_of(params);",
+           "const Real scale = 1;", "backward chunked"),
+    mutant("queries of long heads stay with one tile", BACKWARD_CHUNKED, "next.advance(tiles);", "",
+           "backward chunked"),
+    mutant("statistics of long heads are of one head", BACKWARD_CHUNKED,
+           "const RowStats own(params, batch, current.head,", "const RowStats own(params, batch, head_kv * group,",
+           "backward chunked"),
+    mutant("dk of long heads is made of one tile's weights", BACKWARD_CHUNKED, "    current.advance(tiles);\n", "",
+           "backward chunked"),
+    mutant("scores of long heads by one chunk", BACKWARD_SCORES, "for (int chunk = 0; chunk < kChunks; ++chunk)",
+           "for (int chunk = 0; chunk < 1; ++chunk)", "scores chunked"),
     # ---- sm80/backward.cu
     mutant("no wait before the loop", BACKWARD, "ptx::copy_async_wait<kNumStages - 1>();",
            "ptx::copy_async_wait<kNumStages>();", "backward"),

@@ -12,7 +12,7 @@ from cuflash import emulator
 from cuflash.emulator.memory import Scratch
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.decode import DecodeTile
-from cuflash.plan.sm80.tiles import DqTile, ForwardTile
+from cuflash.plan.sm80.tiles import ChunkedTile, DqTile, ForwardTile
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
 from cuflash.plan.sm90.tiles import ForwardFloat8Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
 from cuflash.plan.sm90.wide_tiles import (
@@ -86,7 +86,8 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile):
+        is_forward = isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile)
+        if is_forward or type(self.tiles[0]) is ChunkedTile:
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count

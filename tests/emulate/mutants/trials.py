@@ -5,7 +5,16 @@ from typing import Any
 
 import cuflash.testing as ct
 from cuflash import emulator
-from cuflash.plan.sm80.tiles import BackwardTile, DqTile, ForwardTile, ScoresTile
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_CHUNKED_TILES,
+    DQ_CHUNKED_TILES,
+    FORWARD_CHUNKED_TILES,
+    SCORES_CHUNKED_TILES,
+    BackwardTile,
+    DqTile,
+    ForwardTile,
+    ScoresTile,
+)
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
 from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
@@ -104,6 +113,7 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
+_TWO_HALVES = replace(_BACKWARD_SM90, block_n=256, schedule="kTwoHalves")
 _BACKWARD_SPLIT = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
@@ -114,10 +124,12 @@ _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, ori
 _SCORES = (
     ScoresTile(max_dim=128, block_m=64, block_n=32, num_warps=4, num_stages=2, min_blocks=1, origin="of a trial"),
 )
+_CHUNKED_GRADIENTS = tuple(table[0].changed(slice_chunks=2) for table in (BACKWARD_CHUNKED_TILES, DQ_CHUNKED_TILES))
 _SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
+_LONG = replace(_GROUPED, seqlen_k=150, head_dim=150, causal=True, has_values=False, dlse=True)
 _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 _TOP_LEFT = replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left")
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
@@ -433,6 +445,13 @@ TRIALS: dict[str, AnyTrial] = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
     "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
+    "backward sm90 halves": _many_queries(_TWO_HALVES, has_values=False, dlse=True, seqlen_k=270, causal=True),
+    "backward sm90 halves split": Trial(
+        case=replace(_GROUPED, seqlen_q=300, has_values=False, dlse=True), tiles=(_TWO_HALVES,), splits=True
+    ),
+    "forward chunked": Trial(case=_LONG, tiles=FORWARD_CHUNKED_TILES[:1], arch="8.0"),
+    "backward chunked": Trial(case=_LONG, tiles=_CHUNKED_GRADIENTS, arch="8.0"),
+    "scores chunked": Trial(case=_LONG, tiles=SCORES_CHUNKED_TILES[:1], arch="8.0", need=("dscale",)),
     # Keys of some lanes of a warp do not exist.
     "backward sm90 softcap": _many_queries(_DK_FROM_SHARED, seqlen_k=68, score_spread=4.0, softcap=3.0),
     "backward sm90 near softcap": _many_queries(_BACKWARD_SM90, softcap=30.0),
