@@ -6,7 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Way:
     calls: Mapping[str, Call]
     wait: Callable[[Any], object]
     compiles: bool = False
+    computes: bool = True
 
 
 def measure(
@@ -63,7 +64,7 @@ def measure(
             there = time_interleaved(waited, HostClock(), budget_s=seconds)
             for name, way in ways.items():
                 times = {"host_us": host[name].median_us, "result_us": there[name].median_us}
-                difference = _difference(results[name], results[BARE])
+                difference = _difference(results[name], results[BARE]) if way.computes else None
                 compiling = {"first_s": first[name]} if way.compiles else {}
                 write("frameworks", way=name, **{"pass": pass_}, difference=difference, **times, **compiling)
                 bar.advance()
@@ -129,18 +130,45 @@ def _of_torch(backend: str, arrays: Sequence[Any]) -> dict[str, Way]:
         calls = {"forward": lambda: (function(q, k, v),), "forward + backward": both}
         return Way(calls, synchronize, compiles=compiles)
 
+    def in_this_thread(call: Call) -> Call:
+        def run() -> Any:
+            with torch.autograd.set_multithreading_enabled(False):
+                return call()
+
+        return run
+
     def attention(q: Any, k: Any, v: Any) -> Any:
         return of_cuflash(q, k, v, causal=True)
 
     def sdpa(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    eager = way(attention)
+    own_thread = {pass_: in_this_thread(call) for pass_, call in eager.calls.items()}
     return {
         "bare call on PyTorch tensors": _bare((q, k, v, dout), synchronize),
-        "cuflash.torch": way(attention),
+        "cuflash.torch": eager,
+        "cuflash.torch, autograd in the calling thread": Way(own_thread, synchronize),
+        "autograd function without kernels": replace(way(_no_kernels(torch)), computes=False),
         "cuflash.torch, torch.compile(fullgraph=True)": way(torch.compile(attention, fullgraph=True), compiles=True),
         "PyTorch's scaled_dot_product_attention": way(sdpa),
     }
+
+
+def _no_kernels(torch: Any) -> Callable[..., Any]:
+    """What autograd alone takes: a function that allocates results, and computes none."""
+
+    class Function(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.save_for_backward(q, k, v)
+            return q.new_empty(q.shape)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors)
+
+    return Function.apply  # type: ignore[no-any-return]
 
 
 def _of_jax(backend: str, arrays: Sequence[Any]) -> dict[str, Way]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
@@ -44,7 +45,9 @@ def _define(which: str) -> None:
         return list(found) if of_list else found
 
     def fake(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        found = tuple(empty_results(which, call_of(token), arrays).values())
+        own = call_of(token)
+        shapes = result_shapes(which, own, {name: x.shape for name, x in zip(own.names, arrays, strict=True)})
+        found = tuple(empty_results(own, arrays, shapes).values())
         return list(found) if of_list else found
 
     def differentiable(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
@@ -68,6 +71,17 @@ def _is_plain(tensors: Tensors) -> bool:
     return True
 
 
+def _is_recorded(tensors: Tensors) -> bool:
+    """Whether autograd, or its forward mode, has to know of a pass over these."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
+
+
 def _compute(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
         return run(which, call, seed, offset, tensors)
@@ -88,9 +102,14 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types a
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As that of the base, which looks at the signature of `forward` in every call; that takes 40 microseconds."""
+        """As that of the base, which looks at the signature of `forward` in every call; that takes 40 microseconds.
+
+        Where nothing is differentiated, the pass is computed without autograd's records.
+        """
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
+        if not _is_recorded(args[3:]):
+            return cls.forward(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @classmethod

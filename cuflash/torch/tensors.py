@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +26,12 @@ _VIEWED_AS = {
 _NUMPY_DTYPES = {
     getattr(torch, name): np.dtype(name)
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
+
+
+# The dtype of a view by CuPy, the bytes of a number, and whether it is fp8, which CuPy does not know.
+_OF_CUPY = {dtype: (own, own.itemsize, False) for dtype, own in _NUMPY_DTYPES.items()} | {
+    dtype: (own, own.itemsize, viewed is torch.uint8) for dtype, (viewed, own) in _VIEWED_AS.items()
 }
 
 
@@ -52,24 +58,30 @@ def from_numpy(x: Any) -> Tensor:
 
 def cupy_view(x: Tensor) -> Any:
     """By the address: through DLPack it takes 20 microseconds rather than 3."""
-    import cupy
-
+    cupy = _cupy()
     if x.is_neg():
         x = x.resolve_neg()
-    viewed = _VIEWED_AS.get(x.dtype)
-    dtype = _NUMPY_DTYPES[x.dtype] if viewed is None else viewed[1]
-    is_float8 = viewed is not None and viewed[0] is torch.uint8
-    size, device = x.element_size(), x.device.index
-    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, device)
+    dtype, size, is_float8 = _OF_CUPY[x.dtype]
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, x.get_device())
     strides = tuple([size * stride for stride in x.stride()])
-    array = cupy.ndarray(tuple(x.shape), np.uint8 if is_float8 else dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
-    return fp8(array, dtype.name) if is_float8 else array
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    if is_float8:
+        return fp8(cupy.ndarray(tuple(x.shape), np.uint8, pointer, strides), dtype.name)
+    return cupy.ndarray(tuple(x.shape), dtype, pointer, strides)
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(f"q: got a tensor in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
+    return cupy
 
 
 @functools.cache
 def _allocator() -> Any:
     """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps."""
-    import cupy
 
     def allocate(size: int, device: int) -> int:
         return int(torch.cuda.caching_allocator_alloc(size, device))
@@ -77,7 +89,7 @@ def _allocator() -> Any:
     def free(pointer: int, device: int) -> None:
         torch.cuda.caching_allocator_delete(pointer)
 
-    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+    return _cupy().cuda.PythonFunctionAllocator(allocate, free).malloc
 
 
 def run(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -87,9 +99,8 @@ def run(which: str, call: Call, seed: int | None, offset: int | None, tensors: T
         keywords["need"] = call.need
     method = getattr(call.attn, which)
     if not tensors[0].is_cpu:
-        return _run_cuda(
-            method, keywords, dict(zip(call.names, tensors, strict=True)), empty_results(which, call, tensors)
-        )
+        results = empty_results(call, tensors, _shapes(which, call, tuple([x.shape for x in tensors])))
+        return _run_cuda(method, keywords, dict(zip(call.names, tensors, strict=True)), results)
     for name, x in zip(call.names, tensors, strict=True):
         if not x.is_cpu:
             raise TypeError(f"{name}: got a tensor on {x.device}, expected one on cpu as q is")
@@ -106,26 +117,28 @@ def _run_cuda(
     device = given["q"].device
     if device.type != "cuda":
         raise TypeError(f"q: got a tensor on {device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
-    try:
-        import cupy
-    except ImportError as error:
-        raise ImportError(f"q: got a tensor in CUDA memory, expected CuPy: {INSTALL_CUPY}") from error
-    stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    own = cupy.cuda.Device(device.index)
+    cupy, index = _cupy(), device.index
+    own, stream = cupy.cuda.Device(index), cupy_stream(torch._C._cuda_getCurrentRawStream(index), index)
     with own, stream, cupy.cuda.using_allocator(_allocator()):
         own.use()  # autograd calls from a thread of its own, in which the device may have no context yet
-        for name, x in (given | results).items():
-            if x.device != device:
+        for name, x in given.items():
+            if x.get_device() != index:
                 raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")
+            keywords[name] = cupy_view(x)
+        for name, x in results.items():
             keywords[name] = cupy_view(x)
         method(**keywords)
     return tuple(results.values())
 
 
-def empty_results(which: str, call: Call, tensors: Tensors) -> dict[str, Tensor]:
+@functools.lru_cache(maxsize=1024)
+def _shapes(which: str, call: Call, shapes: tuple[torch.Size, ...]) -> dict[str, tuple[int, ...]]:
+    return result_shapes(which, call, dict(zip(call.names, shapes, strict=True)))
+
+
+def empty_results(call: Call, tensors: Tensors, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
     """Tensors for the results of a pass, by name, not yet written."""
     given = dict(zip(call.names, tensors, strict=True))
-    shapes = result_shapes(which, call, {name: x.shape for name, x in given.items()})
     if call.need:
         return {name: given[model_of(name)].new_empty(shape) for name, shape in shapes.items()}
     q = given["q"]

@@ -15,7 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback_tangents, score_mod_as_bias, score_tiles
-from cuflash.testing.tangents import everything
+from cuflash.testing.tangents import Moved, everything
 from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
@@ -275,3 +275,26 @@ def test_every_instruction_set_has_tangents():
     for name, _ in INSTRUCTION_SETS:
         for x, y in zip(found[name, "bfloat16"], found[name, "float32"], strict=True):
             np.testing.assert_array_equal(x, y.astype(x.dtype))
+
+
+LONG_SUMS = (
+    ct.Case(
+        seqlen_q=239, seqlen_k=5, head_dim=80, head_dim_v=80, batch=3, num_heads=4, num_heads_kv=2, dtype="float64",
+        kv_lengths=(0, 2, 5), dropout=0.5, score_spread=30.0, seed=7191,
+    ),
+    Moved(names=("k", "v"), cotangents=(), common=100.0, seed=10245),
+)  # fmt: skip
+SMALL_WEIGHTS = (
+    ct.Case(
+        seqlen_q=94, seqlen_k=16, head_dim=1, head_dim_v=64, batch=2, num_heads=2, num_heads_kv=2, layout="bshd",
+        causal="lengths", mask=(2, 2, 94, 1), kv_lengths=(5, 8), kv_lengths_dtype="int64", sinks=True, dlse=True,
+        dropout=0.1, strides="padded", score_spread=30.0, seed=51698,
+    ),
+    Moved(names=("q", "scale"), cotangents=("tdlse",), common=10.0, seed=1214),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "moved"), [LONG_SUMS, SMALL_WEIGHTS], ids=["sums of 80 products", "small weights"])
+def test_rounding_errors_do_not_add_up(case, moved):
+    """Sums of more than 64 products are made of partial sums; the exponents of weights are not rounded."""
+    judge(case, moved, compute(case, moved))

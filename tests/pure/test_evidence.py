@@ -291,10 +291,10 @@ def test_ways_of_frameworks_give_the_same_results(monkeypatch):
     frameworks.measure("cpu", write, samples=1, calls_per_sample=1, seconds=0.01)
     rows = records[1:]
     assert len(rows) == 2 * len({r["way"] for r in rows})
-    own = [r for r in rows if "scaled_dot_product" not in r["way"]]
+    own = [r for r in rows if r["way"].startswith(("cuflash.", "bare call"))]
     assert [r["difference"] for r in own] == [0] * len(own)
     assert all(r["host_us"] > 0 and r["result_us"] > 0 for r in rows)
-    assert {r["way"] for r in rows if "first_s" in r} == {r["way"] for r in rows if ", " in r["way"]}
+    assert {r["way"] for r in rows if "first_s" in r} == {r["way"] for r in rows if r["way"].endswith((".jit", ")"))}
     text = frameworks.markdown(records)
     assert all(f"\n| {r['way']} | " in text for r in rows)
 

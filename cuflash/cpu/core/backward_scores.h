@@ -296,11 +296,11 @@ template <class T, class F>
 inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, F run) {
     if (row_sum.is_found()) {
         run([&](Vector<T> s) {
-            return exp2<T>((s - splat(row_sum.row_max)) * splat(scaling.factor)) * splat(row_sum.inverse);
+            return exp2<T>(s - splat(row_sum.row_max), splat(scaling.factor)) * splat(row_sum.inverse);
         });
     } else {
         run([&](Vector<T> s) {
-            return exp2<T>((s * splat(T(scaling.natural)) - splat(lse)) * splat(T(1.4426950408889634)));
+            return exp2<T>(s * splat(T(scaling.natural)) - splat(lse), splat(T(1.4426950408889634)));
         });
     }
 }

@@ -83,8 +83,9 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
     run(std::integral_constant<int, 1>());
 }
 
-// The same two vectors at a time, which is the best shape where B is read again and again. Long sums are made of partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
-constexpr long SUM_LENGTH = 96;
+// The same two vectors at a time, which is the best shape where B is read again and again. Long sums are made of
+// partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
+constexpr long SUM_LENGTH = 64;
 
 template <class T, class M = Numbers<T>>
 inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,

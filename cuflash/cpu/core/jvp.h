@@ -55,7 +55,7 @@ inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
     const Vector<T> minus = splat(row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max),
                     factor = splat(scaling.factor);
-    auto weight_at = [&](long j) { return exp2<T>((load(s + j) - minus) * factor); };
+    auto weight_at = [&](long j) { return exp2<T>(load(s + j) - minus, factor); };
     // The tangent of a score without weight may be infinite or NaN.
     auto tangent_of = [&](Vector<T> weight, long j) {
         const Vector<T> u = add_product(splat(-row.shift), load(ts + j), splat(unit));

@@ -120,7 +120,7 @@ inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns
     }
     if (row_max == T(-__builtin_inf())) return;
     Vector<T> sums = {};
-    for (long j = 0; j < columns; j += N) sums += exp2<T>((load(s + j) - splat(row_max)) * splat(scaling.factor));
+    for (long j = 0; j < columns; j += N) sums += exp2<T>(load(s + j) - splat(row_max), splat(scaling.factor));
     sum += double(sum_of_lanes<T>(sums));
 }
 

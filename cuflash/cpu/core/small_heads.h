@@ -261,7 +261,7 @@ inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, 
     const Vector<T> row_max = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
     Vector<T> sum = {};
     for (long j = keys.first; j < keys.stop; ++j) {
-        const Vector<T> weight = exp2<T>((load(s + j * stride) - row_max) * factor);
+        const Vector<T> weight = exp2<T>(load(s + j * stride) - row_max, factor);
         store(s + j * stride, weight);
         sum += weight;
     }
@@ -363,7 +363,7 @@ inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Me
     for (long j = keys.first; j < keys.stop; ++j) most = larger<T>(sight.hide(load(s + j * stride), j), most);
     const Vector<T> row_max = most == -T(__builtin_inf()) ? Vector<T>{} : most;
     for (long j = keys.first; j < keys.stop; ++j)
-        sum += exp2<T>((sight.hide(load(s + j * stride), j) - row_max) * splat(scaling.factor));
+        sum += exp2<T>(sight.hide(load(s + j * stride), j) - row_max, splat(scaling.factor));
     const long num_rows = members[0].entry->seqlen_q;
     for (long x = 0; x < LANES<T>; ++x) {
         found[x] = NO_ROW_SUM<T>;
@@ -387,13 +387,13 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
         }
     };
     const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
-    auto weight_by_lse = [&](Vector<T> score) { return exp2<T>((score * scale - of_rows) * log2_e); };
+    auto weight_by_lse = [&](Vector<T> score) { return exp2<T>(score * scale - of_rows, log2_e); };
     if (!sums) return recompute_p(weight_by_lse);
     Vector<T> row_max, inverse;
     for (int x = 0; x < LANES<T>; ++x) row_max[x] = sums[x].row_max, inverse[x] = sums[x].inverse;
     const Vector<T> factor = splat(Scaling<T>(call).factor);
     recompute_p([&](Vector<T> score) {
-        const Vector<T> weight = exp2<T>((score - row_max) * factor) * inverse, by_lse = weight_by_lse(score);
+        const Vector<T> weight = exp2<T>(score - row_max, factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
     });
 }

@@ -45,7 +45,7 @@ template <class T>
 __attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max, T *l, T *o, long dim) {
     const T top = largest_lane<T>(most);
     if (row_max > T(-__builtin_inf())) {
-        const Vector<T> shrinks = exp2<T>(splat((row_max - top) * factor));
+        const Vector<T> shrinks = exp2<T>(splat(row_max - top), splat(factor));
         store(l, load(l) * shrinks);
         for (long d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
     }

@@ -229,21 +229,22 @@ template <class T> inline Vector<T> at_most(Vector<T> x, T limit) {
 #endif
 }
 
-// 2^x to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred times what
-// others do, in products too. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
+// 2^(x factor) to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred
+// times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its last place is
+// many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
 #if defined(__AVX512F__)
 // There are instructions for rounding and for multiplying by a power of two.
-template <class T> inline Vector<T> exp2(Vector<T> x) {
+template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
     constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     if constexpr (sizeof(T) == 4) {
-        const __m512 number = (__m512)x, rounded = _mm512_roundscale_ps(number, NEAREST);
+        const __m512 number = (__m512)(x * factor), rounded = _mm512_roundscale_ps(number, NEAREST);
         const __mmask16 ordinary = _mm512_cmp_ps_mask(number, _mm512_set1_ps(Vectors<T>::LOWEST), _CMP_NLT_UQ);
-        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        const Vector<T> p = polynomial_exp2<T>(add_product(-(Vector<T>)rounded, x, factor));
         return (Vector<T>)_mm512_maskz_scalef_ps(ordinary, (__m512)p, rounded);
     } else {
-        const __m512d number = (__m512d)x, rounded = _mm512_roundscale_pd(number, NEAREST);
+        const __m512d number = (__m512d)(x * factor), rounded = _mm512_roundscale_pd(number, NEAREST);
         const __mmask8 ordinary = _mm512_cmp_pd_mask(number, _mm512_set1_pd(Vectors<T>::LOWEST), _CMP_NLT_UQ);
-        const Vector<T> p = polynomial_exp2<T>(x - (Vector<T>)rounded);
+        const Vector<T> p = polynomial_exp2<T>(add_product(-(Vector<T>)rounded, x, factor));
         return (Vector<T>)_mm512_maskz_scalef_pd(ordinary, (__m512d)p, rounded);
     }
 }
@@ -262,20 +263,22 @@ template <class T> inline Vector<T> unless_below(Vector<T> p, Vector<T> x, Vecto
         return (Vector<T>)_mm256_and_pd((__m256d)p, _mm256_cmp_pd((__m256d)x, (__m256d)limit, _CMP_NLT_UQ));
 }
 
-template <class T> inline Vector<T> exp2(Vector<T> x) {
-    const Vector<T> rounder = splat(EXPONENT_ROUNDER<T>), number = at_most<T>(x, Vectors<T>::HIGHEST);
-    const Vector<T> rounded = number + rounder, rest = number - (rounded - rounder);
-    return unless_below<T>(polynomial_exp2<T>(rest) * power_of_two_biased<T>(rounded), x, splat(Vectors<T>::LOWEST));
+template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
+    const Vector<T> rounder = splat(EXPONENT_ROUNDER<T>), number = x * factor;
+    const Vector<T> rounded = at_most<T>(number, Vectors<T>::HIGHEST) + rounder;
+    const Vector<T> rest = add_product(rounder - rounded, x, factor);
+    return unless_below<T>(polynomial_exp2<T>(rest) * power_of_two_biased<T>(rounded), number,
+                           splat(Vectors<T>::LOWEST));
 }
 #else
-template <class T> inline Vector<T> exp2(Vector<T> x) {
-    Vector<T> lowest = splat(Vectors<T>::LOWEST), highest = splat(Vectors<T>::HIGHEST);
-    Vector<T> clamped = x < lowest ? lowest : x;
+template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
+    const Vector<T> lowest = splat(Vectors<T>::LOWEST), highest = splat(Vectors<T>::HIGHEST), number = x * factor;
+    Vector<T> clamped = number < lowest ? lowest : number;
     clamped = clamped > highest ? highest : clamped;
-    Vector<T> rounded = clamped + splat(Vectors<T>::ROUNDER);
-    Vector<T> rest = clamped - (rounded - splat(Vectors<T>::ROUNDER));
-    Vector<T> p = polynomial_exp2<T>(rest) * power_of_two<T>(rounded);
-    return x < lowest ? Vector<T>{} : p;
+    const Vector<T> rounded = clamped + splat(Vectors<T>::ROUNDER);
+    const Vector<T> rest = add_product(splat(Vectors<T>::ROUNDER) - rounded, x, factor);
+    const Vector<T> p = polynomial_exp2<T>(rest) * power_of_two<T>(rounded);
+    return number < lowest ? Vector<T>{} : p;
 }
 #endif
 
@@ -296,7 +299,7 @@ template <class T> struct Exp2OfScaled {
     }
 #else
     explicit Exp2OfScaled(T by) : factor(splat(by)) {}
-    Vector<T> operator()(Vector<T> x) const { return exp2<T>(x * factor); }
+    Vector<T> operator()(Vector<T> x) const { return exp2<T>(x, factor); }
 #endif
 };
 
