@@ -282,6 +282,7 @@ template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
 }
 #endif
 
+template <class T> inline Vector<T> exp2(Vector<T> x) { return exp2<T>(x, splat(T(1))); }
 // 2^(factor * x) of many x, none of which is so large that the power overflows; factor is positive. It is 0 where
 // factor * x is below LOWEST.
 template <class T> struct Exp2OfScaled {
