@@ -154,7 +154,7 @@ MUTANTS = (
     mutant("P tV with V", FLOAT32, "multiply(sum_a, p, values + kTermV / 16, i > 0)",
            "multiply(sum_a, p, values, i > 0)", "jvp float32"),
     mutant("P (tS - c) V replaces P tV", FLOAT32, "multiply(sum_a, tp, values, kMovesV || i > 0)",
-           "multiply(sum_a, tp, values, i > 0)", "jvp float32"),
+           "multiply(sum_a, tp, values, i > 0)", "jvp float32 window"),
     mutant("terms of V are given back before A has them", FLOAT32, "      wait_for<0>(sum_o);\n",
            "      release_terms(shared.v_ring);\n      wait_for<0>(sum_o);\n", "jvp float32 of many keys"),
     mutant("O before its products are done", FLOAT32, "      wait_for<0>(sum_o);\n", "", "jvp float32 of many keys"),
@@ -177,7 +177,7 @@ MUTANTS = (
            "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);\n", "",
            "jvp float32 options"),
     mutant("no sink", FLOAT32, "    if constexpr (kHasSinks) softmax.add_sink(o, a);\n", "", "jvp float32 options"),
-    mutant("tout without the mean", FLOAT32, "    take_out_mean(softmax, o, a);\n", "", "jvp float32"),
+    mutant("tout without the mean", FLOAT32, "    take_out_mean(softmax, o, a);\n", "", "jvp float32 window"),
     mutant("rows past the last one", FLOAT32, "      if (row >= common.seqlen_q) break;\n", "", "jvp float32"),
     # ---- common/io/copies.cuh
     mutant("terms of tq replace those of q", COPIES, "kHeadDim, kBf16Terms>(16,", "kHeadDim, 0>(16,", "jvp float32"),
