@@ -33,6 +33,9 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
+// Whether the products for O and for A are in flight together. Registers are too few for their sums next to the terms of
+// many keys.
+constexpr bool kSumsTogether = kBlockN <= 48;
 
 // Shared memory: the terms of Q and of tQ, the rings of the terms of K and tK and of V and tV, and barriers.
 constexpr u32 kTermQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Terms * kTermQ;
@@ -195,10 +198,11 @@ struct Consumer {
     }
   }
 
-  // [3] The same with terms of V and tV: the sums of this tile of keys alone.
+  // [3] The same with terms of V and tV, for O, for A or for both: the sums of this tile of keys alone.
+  template <bool of_o, bool of_a>
   CUFLASH_DEVICE void issue_values(Sum& sum_o, Sum& sum_a, const Terms& p, const Terms& tp) const {
-    ptx::fence_operand(sum_o);
-    ptx::fence_operand(sum_a);
+    if constexpr (of_o) ptx::fence_operand(sum_o);
+    if constexpr (of_a) ptx::fence_operand(sum_a);
 #pragma unroll
     for (int n = 0; n < kBf16Terms; ++n) {
       const Position<kSlots> at = position_of(key, n);
@@ -213,9 +217,9 @@ struct Consumer {
           for (int k = 0; k < kBlockN / 16; ++k)
             ptx::wgmma<true>(BFloat16{}, sum, weights[k][term_product(i).a], along_k_transposed(b, k), adds || k > 0);
         };
-        multiply(sum_o, p, values, i > 0);
-        if constexpr (kMovesV) multiply(sum_a, p, values + kTermV / 16, i > 0);
-        if constexpr (kMovesScores) multiply(sum_a, tp, values, kMovesV || i > 0);
+        if constexpr (of_o) multiply(sum_o, p, values, i > 0);
+        if constexpr (of_a && kMovesV) multiply(sum_a, p, values + kTermV / 16, i > 0);
+        if constexpr (of_a && kMovesScores) multiply(sum_a, tp, values, kMovesV || i > 0);
       }
       ptx::wgmma_commit();
     }
@@ -294,14 +298,22 @@ struct Consumer {
     else
       softmax_step(s, ts, n_block, Constant<false>{});
     to_terms(s[0], p);
-    if constexpr (kMovesScores) to_terms(ts[0], tp);
+    if constexpr (kSumsTogether && kMovesScores) to_terms(ts[0], tp);
 
     ping_pong.wait();
-    issue_values(sum_o, sum_a, p, tp);
+    issue_values<true, kSumsTogether>(sum_o, sum_a, p, tp);
+    if constexpr (!kSumsTogether) {
+      if constexpr (kMovesScores) to_terms(ts[0], tp);
+      wait_for<0>(sum_o);
+      add(o, sum_o);
+      issue_values<false, true>(sum_o, sum_a, p, tp);
+    }
     ping_pong.pass();
     release_terms(shared.v_ring);
-    ptx::fence_operand(sum_o);
-    add(o, sum_o);
+    if constexpr (kSumsTogether) {
+      ptx::fence_operand(sum_o);
+      add(o, sum_o);
+    }
     if constexpr (kMovesV || kMovesScores) {
       ptx::fence_operand(sum_a);
       add(a, sum_a);

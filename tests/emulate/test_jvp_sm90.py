@@ -9,21 +9,27 @@ from hypothesis import strategies as st
 
 from cuflash.emulator import SCHEDULES, passes
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
+from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, JvpFloat32Sm90Tile
 from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import JVP
-from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, everything
+from cuflash.testing import Case, cases, yardsticks
+from cuflash.testing.rule import measure
+from cuflash.testing.tangents import Moved, everything, yardsticks_of
 from tests.emulate.tangents import check_jvp
 from tests.sampling import examples, sample
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
+OF_FLOAT32 = [replace(case, dtype="float32") for case in CASES]
 OF_HALVES = [case for case in CASES if case.dtype in ("float16", "bfloat16")]
 
 
-def check(case: Case, moved: Moved, tile: JvpSm90Tile | JvpWideSm90Tile | None = None, **options: Any) -> None:
+AnyTile = JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile
+
+
+def check(case: Case, moved: Moved, tile: AnyTile | None = None, **options: Any) -> None:
     """The tile is that of the table where TMA cannot read the arrays, and another kernel serves them."""
     given = {name: x for name, x in (case.arrays() | moved.arrays(case)).items() if not name.endswith(("dout", "dlse"))}
-    is_served = isinstance(passes.plan_for(case.problem, JVP, given, "9.0").tiles[0], JvpSm90Tile | JvpWideSm90Tile)
+    is_served = isinstance(passes.plan_for(case.problem, JVP, given, "9.0").tiles[0], AnyTile)
     check_jvp(case, moved, tiles=None if tile is None or not is_served else (tile,), **options)
 
 
@@ -108,3 +114,58 @@ def test_wide_rows_of_the_table(tile):
     """The largest scores of rows are those of either consumer, and keys' tangents have a large part in common."""
     case = Case(seqlen_q=270, seqlen_k=520, head_dim=256, dtype="bfloat16", causal=True, score_spread=8.0)
     check(case, replace(everything(case), common=10.0), tile)
+
+
+# ---- float32, as bf16 terms
+
+
+def check_float32(case: Case, moved: Moved, tile: JvpFloat32Sm90Tile, **options: Any) -> None:
+    """Two terms, which are for precision="tf32", have 16 bits of the 24 that the tolerance is for."""
+    if case.problem.is_packed:
+        check(case, moved)  # another kernel serves it
+    elif tile.bf16_terms == 3:
+        check_jvp(case, moved, arch="9.0", tiles=(tile,), **options)
+    else:
+        problem, arrays = replace(case.problem, precision="tf32"), case.arrays()
+        given = {name: x for name, x in (arrays | moved.arrays(case)).items() if not name.endswith(("dout", "dlse"))}
+        results = passes.jvp(problem, given, arch="9.0", tiles=(tile,), **case.random, **options)
+        judges = yardsticks(case.problem, arrays, **case.random) | yardsticks_of(case, moved)
+        for name, x in zip(("out", "lse", "tout", "tlse"), results, strict=True):
+            measurement = measure(name, x, judges[name].looser(2.0 ** (24 - 16)))
+            assert not measurement.failure, str(measurement)
+
+
+@settings(max_examples=examples(8))
+@given(
+    cases(dtypes=("float32",), features=FEATURES, max_seqlen=333, max_head_dim=64),
+    st.sampled_from((16, 32, 48, 64)),
+    st.sampled_from((1, 2)),
+    st.sampled_from((2, 3)),
+    st.booleans(),
+    st.data(),
+)
+def test_drawn_float32_cases(case, block_n, stages, terms, ping_pong, data):
+    tile = JvpFloat32Sm90Tile(
+        max_dim=64,
+        block_n=block_n,
+        num_stages=stages if block_n * terms < 150 else 1,
+        ping_pong=ping_pong,
+        bf16_terms=terms,
+        origin="drawn",
+    )
+    check_float32(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
+@pytest.mark.parametrize(
+    ("case", "moved"), sample([(case, moved) for case in OF_FLOAT32 for moved in moves_of(case)], 10), ids=str
+)
+def test_float32_tangents_that_are_not_given(case, moved):
+    check(case, moved)
+
+
+@pytest.mark.parametrize("tile", (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES), ids=str)
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_float32_rows_of_the_table(tile, spread):
+    """As `test_rows_of_the_table`."""
+    case = Case(seqlen_q=270, seqlen_k=520, head_dim=64, dtype="float32", causal=True, score_spread=spread)
+    check_float32(case, replace(everything(case), common=10.0), tile)

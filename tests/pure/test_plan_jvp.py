@@ -13,6 +13,7 @@ from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, J
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
 from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
+from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, JvpFloat32Sm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
@@ -44,7 +45,8 @@ def test_every_row_is_chosen_somewhere():
                         try:
                             need = None if pass_ is JVP else ("tdq", "tdk", "tdv", "tdscale")
                             problem = problem_of(dtype, head_dim)
-                            for one in (problem, replace(problem, deterministic=True)):
+                            others = ({}, {"deterministic": True}, {"precision": "tf32"})
+                            for one in (replace(problem, **own) for own in others):
                                 chosen |= set(plan_of(one, pass_, arch, need=need).tiles)
                         except NotImplementedError as error:
                             assert arch != "9.0", error
@@ -55,6 +57,8 @@ def test_every_row_is_chosen_somewhere():
         *JVP_TILES,
         *JVP_SM90_TILES,
         *JVP_WIDE_SM90_TILES,
+        *JVP_FLOAT32_SM90_TILES,
+        *JVP_TF32_SM90_TILES,
         *BACKWARD_JVP_TILES,
         *BACKWARD_JVP_SM90_TILES,
         *DQ_JVP_TILES,
@@ -100,7 +104,15 @@ def test_kernels_make_what_is_needed():
         ({}, None),
         ({"moved": ("scale",)}, None),
         ({"moved": ("q", "bias"), "bias": (1, 1, 512, 512)}, None),
-        ({"dtype": "float32"}, ""),
+        ({"dtype": "float64"}, ""),
+        ({"dtype": "float32"}, None),
+        ({"dtype": "float32", "head_dim": 20, "strides": "flipped"}, None),
+        ({"dtype": "float32", "head_dim": 72}, "not sm90/jvp_fp32: it serves head dimensions up to 64"),
+        (
+            {"dtype": "float32", "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
+            "not sm90/jvp_fp32: it knows no packed sequences",
+        ),
+        ({"dtype": "float32", "window": (10, 10)}, "splitting these takes too long"),
         ({"head_dim": 160}, None),
         ({"head_dim": 128, "head_dim_v": 256, "bias": (512, 512)}, None),
         ({"head_dim": 264}, "not sm90/jvp_wide: it serves head dimensions up to 256"),
@@ -114,7 +126,7 @@ def test_kernels_make_what_is_needed():
 def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
     """Else the plan says why, and the kernel for all devices serves it."""
     plan = plan_of(problem_of(**options), JVP)
-    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile) == (why_not is None)
+    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile) == (why_not is None)
     assert (why_not or "") in plan.reason
 
 
@@ -123,6 +135,22 @@ def test_tensor_maps_are_of_what_is_given(moved):
     plan = plan_of(problem_of(moved=moved), JVP)
     expected = ["q", "k", "v", *(f"t{name}" for name in moved), "out", "tout"]
     assert [spec.name for spec in plan.tensor_maps] == expected
+
+
+@pytest.mark.parametrize("moved", [(), ("q",), ("k", "v"), ("q", "k", "v")])
+@pytest.mark.parametrize("precision", ["highest", "tf32"])
+def test_tangents_are_split_with_their_arrays(moved, precision):
+    """The copy of an array has the terms of its tangent, too, and one tensor map."""
+    plan = plan_of(replace(problem_of("float32", moved=moved), precision=precision), JVP)
+    terms = 3 if precision == "highest" else 2
+    assert [kernel.source for kernel in plan.kernels] == ["helpers/split_fp32.cu", "sm90/jvp_fp32.cu"]
+    assert [spec.name for spec in plan.tensor_maps] == ["q_copy", "k_copy", "v_copy"]
+    batch = plan.problem.batch
+    assert [spec.shape[-1] for spec in plan.tensor_maps] == [
+        terms * batch * (1 + (name in moved)) for name in ("q", "k", "v")
+    ]
+    listed = ", ".join(("q", "k", "v", *(f"t{name}" for name in moved))[:-1])
+    assert f"{listed} and" in plan.reason and f"split into {terms} bf16 terms" in plan.reason
 
 
 @pytest.mark.parametrize(

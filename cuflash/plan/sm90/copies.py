@@ -10,7 +10,8 @@ from cuflash.plan.draft import WRITTEN, Draft
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.passes import BACKWARD, FORWARD
 
-COPIED = ("q", "k", "v", "dout", "tq", "tk", "tv")  # in the order of the bits of CUFLASH_COPIED
+COPIED = ("q", "k", "v", "dout")  # in the order of the bits of CUFLASH_COPIED
+TANGENTS_COPIED = ("tq", "tk", "tv")  # the bits after these
 COPY_WARPS = 8
 # Vectors of eight columns that a block copies. Each of its threads has four of them in flight at once.
 COPY_VECTORS = 4 * 32 * COPY_WARPS
@@ -89,7 +90,7 @@ def add_copying_kernel(
         )
         draft.scratch[f"{name}_copy"] = terms * batch * heads * seqlen * width // 2
         blocks += copied * batch * heads * -(-seqlen // block_m)
-    bits = sum(1 << COPIED.index(name) for name in (*names, *tangents))
+    bits = sum(1 << (*COPIED, *TANGENTS_COPIED).index(name) for name in (*names, *tangents))
     options = {"CUFLASH_BLOCK_M": block_m, "CUFLASH_NUM_WARPS": COPY_WARPS, "CUFLASH_COPIED": bits}
     draft.add(source, tile, blocks, 0, **options)
 

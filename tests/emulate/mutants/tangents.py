@@ -6,6 +6,8 @@ JVP = "sm80/jvp.cu"
 JVP90 = "sm90/jvp.cu"
 JVP_SCORES = "sm90/jvp_scores.cuh"
 WIDE = "sm90/jvp_wide.cu"
+FLOAT32 = "sm90/jvp_fp32.cu"
+COPIES = "common/io/copies.cuh"
 OF_KEYS = "sm80/backward_jvp.cu"
 OF_QUERIES = "sm80/backward_jvp_dq.cu"
 OF_PAIRS = "sm80/backward_jvp_scores.cu"
@@ -129,6 +131,59 @@ MUTANTS = (
            "min_of(at_least_zero(row_stop) + 1, 64), thread);", "jvp sm90 packed"),
     mutant("tlse of the rows above", JVP_SCORES, "const int row = lane_row + 8 * half;\n    if (fragment_column() == 0",
            "const int row = lane_row;\n    if (fragment_column() == 0", "jvp sm90"),
+    # ---- sm90/jvp_fp32.cu
+    mutant("no wait for terms of K", FLOAT32, "      shared.k_ring.full(at).wait(at.parity);\n", "", "jvp float32"),
+    mutant("no wait for terms of V", FLOAT32, "      shared.v_ring.full(at).wait(at.parity);\n", "", "jvp float32"),
+    mutant("no wait for Q", FLOAT32, "    shared.q_ring.full(query).wait(query.parity);\n", "", "jvp float32"),
+    mutant("the producer does not wait for a free term", FLOAT32, "      ring.empty(at).wait(at.parity ^ 1);\n", "",
+           "jvp float32"),
+    mutant("the producer does not wait for a free Q", FLOAT32,
+           "    shared.q_ring.empty(query).wait(query.parity ^ 1);\n", "", "jvp float32 few keys"),
+    mutant("tQ is not announced", FLOAT32, "arrive_expect((1 + kMovesQ) * kBytesQ)", "arrive_expect(kBytesQ)",
+           "jvp float32"),
+    mutant("terms of tangents are not announced", FLOAT32, "arrive_expect((1 + moves) * kTerm)",
+           "arrive_expect(kTerm)", "jvp float32"),
+    mutant("tK with the terms of K", FLOAT32, "term_batch(kBf16Terms + term_at(n), tile.work.batch)",
+           "term_batch(term_at(n), tile.work.batch)", "jvp float32"),
+    mutant("terms come in another order", FLOAT32, "int term_at(int n) { return kLast - n; }",
+           "int term_at(int n) { return n; }", "jvp float32"),
+    mutant("tQ with the terms of Q", FLOAT32, "multiply(ts, kBf16Terms + term_product(i).a, keys, i > 0)",
+           "multiply(ts, term_product(i).a, keys, i > 0)", "jvp float32"),
+    mutant("Q tK^T with K", FLOAT32, "keys + kTermK / 16, kMovesQ", "keys, kMovesQ", "jvp float32"),
+    mutant("Q tK^T replaces tQ K^T", FLOAT32, "kTermK / 16, kMovesQ || i > 0)", "kTermK / 16, i > 0)", "jvp float32"),
+    mutant("P tV with V", FLOAT32, "multiply(sum_a, p, values + kTermV / 16, i > 0)",
+           "multiply(sum_a, p, values, i > 0)", "jvp float32"),
+    mutant("P (tS - c) V replaces P tV", FLOAT32, "multiply(sum_a, tp, values, kMovesV || i > 0)",
+           "multiply(sum_a, tp, values, i > 0)", "jvp float32 window"),
+    mutant("terms of V are given back before A has them", FLOAT32, "      wait_for<0>(sum_o);\n",
+           "      release_terms(shared.v_ring);\n      wait_for<0>(sum_o);\n", "jvp float32 of many keys"),
+    mutant("O before its products are done", FLOAT32, "      wait_for<0>(sum_o);\n", "", "jvp float32 of many keys"),
+    mutant("A before its products are done", FLOAT32, "ptx::wgmma_wait<kBf16Terms - 1 - kTerm>();",
+           "ptx::wgmma_wait<kBf16Terms - kTerm>();", "jvp float32"),
+    mutant("a lane still waits for a phase that is skipped", FLOAT32, "    sync_consumer(index);  // so that", "    // so that",
+           "jvp float32", escapes="the emulator's lanes of a warp wait together"),
+    mutant("no turns for a skipped tile", FLOAT32,
+           "    for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();\n", "",
+           "jvp float32 window"),
+    mutant("skipped terms are not given back", FLOAT32, "      release(shared.v_ring.empty(position_of(key, n)));\n", "",
+           "jvp float32"),
+    mutant("tiles without a mask", FLOAT32, "n_block >= keys.full_stop || n_block < keys.full_start",
+           "n_block >= keys.full_stop", "jvp float32 window"),
+    mutant("Q is not given back without keys", FLOAT32,
+           "    if (keys.start == keys.stop) arrive_as_warp(empty);\n", "", "jvp float32 few keys"),
+    mutant("Q is given back at every tile", FLOAT32, "    if (n_block == keys.start) arrive_as_warp(empty);",
+           "    arrive_as_warp(empty);", "jvp float32"),
+    mutant("tangents of pairs that dropout drops", FLOAT32,
+           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);\n", "",
+           "jvp float32 options"),
+    mutant("no sink", FLOAT32, "    if constexpr (kHasSinks) softmax.add_sink(o, a);\n", "", "jvp float32 options"),
+    mutant("tout without the mean", FLOAT32, "    take_out_mean(softmax, o, a);\n", "", "jvp float32 window"),
+    mutant("rows past the last one", FLOAT32, "      if (row >= common.seqlen_q) break;\n", "", "jvp float32"),
+    # ---- common/io/copies.cuh
+    mutant("terms of tq replace those of q", COPIES, "kHeadDim, kBf16Terms>(16,", "kHeadDim, 0>(16,", "jvp float32"),
+    mutant("terms of tv replace those of v", COPIES, "kHeadDimV, kBf16Terms>(64,", "kHeadDimV, 0>(64,", "jvp float32"),
+    mutant("tangents of hidden keys", COPIES, "serve<true, kHeadDim, kBf16Terms>(32,",
+           "serve<false, kHeadDim, kBf16Terms>(32,", "jvp float32"),
     # ---- sm90/jvp_wide.cu
     mutant("no wait for keys", WIDE, "      shared.ring.full(at).wait(at.parity);\n      ptx::wgmma_fence();",
            "      ptx::wgmma_fence();", "jvp wide"),

@@ -7,6 +7,7 @@ from typing import Any
 from cuflash.emulator import SCHEDULES, Schedule
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.jvp import JvpSm90Tile, JvpWideSm90Tile
+from cuflash.plan.sm90.tiles import JvpFloat32Sm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything, movable
@@ -115,6 +116,17 @@ class JvpWideSm90Trial(JvpSm90Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpFloat32Sm90Trial(JvpSm90Trial):
+    """The same of float32, by one stage of terms."""
+
+    @property
+    def tile(self) -> Tile:
+        return JvpFloat32Sm90Tile(
+            max_dim=64, block_n=self.block_n, num_stages=1, ping_pong=self.ping_pong, origin="of a trial"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SinkTrial:
     """A sink has more weight than the first keys, and what keys have in common is large."""
 
@@ -127,6 +139,7 @@ class SinkTrial:
 _GROUPS = Case(
     dtype="bfloat16", seqlen_q=190, seqlen_k=230, head_dim=72, head_dim_v=80, num_heads=2, num_heads_kv=1, causal=True
 )
+_FLOAT32 = replace(_GROUPS, dtype="float32", head_dim=64, head_dim_v=40)
 _WIDE = replace(_GROUPS, seqlen_k=300, head_dim=136, head_dim_v=200)
 AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | SinkTrial
 TRIALS: dict[str, AnyTrial] = {
@@ -151,6 +164,15 @@ TRIALS: dict[str, AnyTrial] = {
         common=10.0,
     ),
     "jvp sm90 common": JvpSm90Trial(case=replace(_GROUPS, causal=False, seqlen_q=70, score_spread=8.0)),
+    "jvp float32": JvpFloat32Sm90Trial(case=replace(_FLOAT32, score_spread=8.0), schedules=SCHEDULES),
+    "jvp float32 of many keys": JvpFloat32Sm90Trial(case=replace(_FLOAT32, seqlen_q=90), block_n=64),
+    "jvp float32 window": JvpFloat32Sm90Trial(
+        case=replace(_FLOAT32, causal=False, window=(70, 10), num_heads=1), block_n=16
+    ),
+    "jvp float32 options": JvpFloat32Sm90Trial(
+        case=replace(_FLOAT32, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1), moved=()
+    ),
+    "jvp float32 few keys": JvpFloat32Sm90Trial(case=replace(_FLOAT32, seqlen_k=40), schedules=SCHEDULES),
     "jvp wide": JvpWideSm90Trial(case=replace(_WIDE, score_spread=8.0), schedules=SCHEDULES),
     "jvp wide window": JvpWideSm90Trial(case=replace(_WIDE, causal=False, window=(70, 10), num_heads=1)),
     "jvp wide options": JvpWideSm90Trial(
