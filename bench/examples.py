@@ -146,7 +146,7 @@ def _million_keys(plt: Any, names: Names) -> Any:
             print(f"{title}, {count} keys: {seconds:.4f} s, {nbytes / 2**20:.1f} MiB")
     fraction = names["recall"](MOST_KEYS)
     left.set(xlabel="keys", ylabel="seconds")
-    right.set(xlabel="keys", ylabel="MiB beside inputs")
+    right.set(xlabel="keys", ylabel="MiB besides inputs")
     left.legend(frameon=False)
     facts = environment.describe(gpu=False)
     where = f"{facts['cpu']}, {facts['cores']} cores, revision {facts['revision']}, {facts['time'][:10]}"
