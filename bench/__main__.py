@@ -43,7 +43,7 @@ def parser() -> Parser:
         "--peers",
         type=_names,
         metavar="A,B",
-        help="contenders beside cuflash, on all cases (default: the suite's; or none)",
+        help="contenders next to cuflash, on all cases (default: the suite's; or none)",
     )
     run.add_argument("--pass", dest="passes", choices=(*ALL_PASSES, "all"), default="all")
     run.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT")

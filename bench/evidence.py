@@ -56,14 +56,14 @@ def _memory_second(backend: str, write: Write, scale: float) -> None:
 
 EVIDENCE = {
     "memory": Evidence(
-        about="device memory beside inputs and results, as pools of CuPy and PyTorch grow; bfloat16, 16 heads of 64",
+        about="device memory besides inputs and results, as pools of CuPy and PyTorch grow; bfloat16, 16 heads of 64",
         backends=("gpu",),
         measure=_memory,
         markdown=memory.markdown,
         draw=memory.draw,
     ),
     "memory-second": Evidence(
-        about="device memory of second derivatives beside inputs and results, as pools of CuPy and PyTorch grow; "
+        about="device memory of second derivatives besides inputs and results, as pools of CuPy and PyTorch grow; "
         "bfloat16, 16 heads of 64",
         backends=("gpu",),
         measure=_memory_second,
@@ -104,7 +104,7 @@ EVIDENCE = {
         page="float8.md",
     ),
     "streamed": Evidence(
-        about="keys and values in host memory beside the same in device memory, and beside copies of them alone",
+        about="keys and values in host memory, compared with the same in device memory, and with copies of them alone",
         backends=("gpu",),
         measure=lambda backend, write, scale: streamed.measure(write, streamed.Machine.of_device()),
         markdown=streamed.markdown,
@@ -132,7 +132,7 @@ EVIDENCE = {
         page="performance.md",
     ),
     "ranks": Evidence(
-        about="sequences over devices of a host, beside the whole problem on one of them",
+        about="sequences over devices of a host, compared with the whole problem on one of them",
         backends=("gpu",),
         measure=lambda backend, write, scale: ranks.measure_devices(write),
         markdown=ranks.markdown,

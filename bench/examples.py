@@ -152,7 +152,7 @@ def _million_keys(plt: Any, names: Names) -> Any:
             print(f"{title}, {count} keys: {seconds:.4f} s, {nbytes / 2**20:.1f} MiB")
     fraction = names["recall"](MOST_KEYS)
     left.set(xlabel="keys", ylabel="seconds")
-    right.set(xlabel="keys", ylabel="MiB beside inputs")
+    right.set(xlabel="keys", ylabel="MiB besides inputs")
     left.legend(frameon=False)
     figure.suptitle(f"{fraction:.0%} of {asked} patterns whole out of {MOST_KEYS}\n{_machine()}", fontsize=8)
     return figure

@@ -15,7 +15,7 @@ from .cases import ITEMSIZE, PASSES, Case
 from .contender import Absent
 from .inputs import Inputs, make_inputs
 from .peers import ADAPTERS
-from .report import COLOURS, RC, TITLES, Record
+from .report import COLOURS, RC, REASON_LENGTH, TITLES, Record, whole_sentences
 
 CONTENDERS = ("cuflash", "naive", "math", "fa2", "cudnn")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -125,7 +125,7 @@ def _try(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> Rec
         return {"status": "ok", "extra_bytes": extra_bytes(name, case, inputs, pass_, meter)}
     except Exception as error:  # a peer may refuse with any type; the reason goes into the record
         lines = str(error).strip().splitlines() or [""]
-        return {"status": "absent", "reason": f"{type(error).__name__}: {lines[0][:200]}"}
+        return {"status": "absent", "reason": f"{type(error).__name__}: {lines[0][:REASON_LENGTH]}"}
 
 
 # ---- What is shown ---------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def markdown(records: Sequence[Record]) -> str:
     names = list(dict.fromkeys(r["contender"] for r in rows))
     heads = ["seqlen", *(TITLES.get(x, x) for x in names), "formula : cuflash"]
     own, formula = (next((x for x in names if x.startswith(name)), name) for name in ("cuflash", "naive"))
-    lines = [f"MiB beside inputs and results, {said}.", ""]
+    lines = [f"MiB besides inputs and results, {said}.", ""]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for seqlen in dict.fromkeys(r["seqlen"] for r in rows):
         row = [" / ".join(_mib(cells.get((seqlen, x, p))) for p in passes) for x in names]
@@ -157,7 +157,7 @@ def markdown(records: Sequence[Record]) -> str:
         shown = "; ".join(f"{TITLES.get(x, x)} {' / '.join(y or '-' for y in found)}" for x, found in growth.items())
         lines.append(f"- With the last doubling of the length that ran it grew, {said}: {shown}.")
     for (name, pass_), (reason, seqlen) in sorted(reasons.items()):
-        lines.append(f"- {TITLES.get(name, name)}, {pass_}, from {seqlen} on: {reason}")
+        lines.append(f"- {TITLES.get(name, name)}, {pass_}, from {seqlen} on: {whole_sentences(reason)}")
     return "\n".join(lines)
 
 
@@ -202,7 +202,7 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
             axis.set_yscale("symlog", linthresh=1)
             axis.set(title=TITLES_OF_PASSES.get(pass_, pass_), xlabel="seqlen")
             axis.grid(alpha=0.3)
-        axes[0].set_ylabel("MiB beside inputs and results")
+        axes[0].set_ylabel("MiB besides inputs and results")
         axes[0].legend(frameon=False)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -14,6 +14,7 @@ from .cases import ALL_PASSES, PASSES, SECOND, SHORT, SUFFIXES, THREADS, Case, s
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
+REASON_LENGTH = 200  # of a message in a record, at most
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
 IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds; docs/evidence.md shows them
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
@@ -141,7 +142,7 @@ class Table:
         is_sparse = not self.in_bytes and any(p.get("blocks_kept") for p in self.problems.values())
         self.in_time = self.kind == "host" or is_small or is_sparse
         self.in_time |= self.run["suite"] in (*IN_TIME, *IN_TIME_TOO)
-        self.mine, self.beside, self.other = ABOUT.get(self.run["suite"], ("cuflash", "", ""))
+        self.mine, self.compared, self.other = ABOUT.get(self.run["suite"], ("cuflash", "", ""))
 
     @property
     def unit(self) -> str:
@@ -227,7 +228,7 @@ def markdown(records: Sequence[Record]) -> str:
         return importlib.import_module("bench.second").markdown(records)
     against = {"best peer": table.peers} if table.peers else {}
     against |= {"FA2": ["fa2"]} if "fa2" in table.peers else {}
-    against |= {table.beside: [table.other]} if table.beside else {}
+    against |= {table.compared: [table.other]} if table.compared else {}
     mine = TITLES[table.mine]
     heads = ["head_dim", "seqlen", "batch x heads", "mask", "dtype", *(TITLES.get(x, x) for x in table.contenders)]
     heads += [f"{mine} : {name}" for name in against]
@@ -255,7 +256,7 @@ def notes(table: Table) -> list[str]:
     reasons: dict[tuple[str, str], int] = {}
     for cell in table.cells.values():
         if cell["status"] != "ok":
-            what = cell["status"] + (f": {cell['reason']}" if "reason" in cell else "")
+            what = cell["status"] + (f": {whole_sentences(cell['reason'])}" if "reason" in cell else "")
             key = (cell["contender"], what)
             reasons[key] = reasons.get(key, 0) + 1
         elif not cell.get("within_rule", True):
@@ -301,6 +302,12 @@ def heading(records: Sequence[Record]) -> str:
         rates += [f"copy {_rate(c['copy_tbytes_per_s'], 2)} TB/s read plus write"]
         text += f" In the same run: {', '.join(rates)}."
     return text[0].upper() + text[1:]
+
+
+def whole_sentences(reason: str) -> str:
+    """Why something did not run, without a sentence that the record cuts off."""
+    is_cut = len(reason.partition(": ")[2]) >= REASON_LENGTH
+    return reason.rpartition(". ")[0] if is_cut and ". " in reason else reason
 
 
 def _rate(x: float, digits: int = 0) -> str:
@@ -435,7 +442,7 @@ def headline(records: Sequence[Record]) -> str:
     }
     shown = ["cuflash", *table.peers]
     lines = [
-        f"| head_dim | mask | {' | '.join(TITLES.get(x, x) for x in shown)} | cuflash : best of the others |",
+        f"| head_dim | mask | {' | '.join(TITLES.get(x, x) for x in shown)} | cuflash : fastest of the others |",
         "|" + "---|" * (3 + len(shown)),
     ]
     for case, p in rows.items():
@@ -450,9 +457,9 @@ def headline(records: Sequence[Record]) -> str:
         "batch * seqlen = 16384,\nnum_heads * head_dim = 2048:"
     )
     summary = (
-        f"Over all {len(table.problems)} rows, with sequences of 1024 to 16384, GQA too, cuflash "
-        f"runs at {means}\ntimes the speed of the best of the others (geometric mean; revision {run['revision']}, "
-        f"{run['time'][:10]})."
+        f"In all {len(table.problems)} problems of the suite `{HEADLINE_SUITE}`, with sequences of 1024 to 16384, some "
+        f"with grouped heads (GQA),\ncuflash runs at {means} times the speed of the fastest other library (geometric "
+        f"mean; revision\n{run['revision']}, {run['time'][:10]})."
     )
     return "\n".join([about, "", *lines, "", summary])
 

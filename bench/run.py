@@ -22,6 +22,7 @@ from .check import Check, Errors
 from .contender import Absent, Contender
 from .inputs import Inputs, make_inputs
 from .peers import ADAPTERS
+from .report import REASON_LENGTH
 from .suites import Suite
 from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
@@ -117,7 +118,10 @@ def _failure(error: Exception) -> Record:
     if isinstance(error, Absent):
         return {"status": "absent", "reason": lines[0]}
     missing = isinstance(error, (ImportError, NotImplementedError))
-    return {"status": "absent" if missing else "failed", "reason": f"{type(error).__name__}: {lines[0][:200]}"}
+    return {
+        "status": "absent" if missing else "failed",
+        "reason": f"{type(error).__name__}: {lines[0][:REASON_LENGTH]}",
+    }
 
 
 def _accuracy(errors: Mapping[str, Errors]) -> Record:

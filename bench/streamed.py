@@ -184,8 +184,8 @@ def _rows(records: Sequence[Record]) -> list[Record]:
 
 
 def _speed(row: Record) -> float:
-    beside = "in memory" if row["what"] == "prefill" else "link"
-    return float(row["us"][beside] / row["us"]["streamed"])
+    other = "in memory" if row["what"] == "prefill" else "link"
+    return float(row["us"][other] / row["us"]["streamed"])
 
 
 def draw(plt: Any, records: Sequence[Record], path: Path) -> None:

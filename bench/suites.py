@@ -200,14 +200,14 @@ SUITES = {
             for causal in (False, True)
         ),
         peers=("cudnn", "fa2", "efficient"),
-        about="wide head dimensions beside 256",
+        about="wide head dimensions compared with 256",
     ),
     "architectures": Suite(
         kind="gpu",
         cases=tuple(_row(d, 4096, causal, "float16") for d in (64, 128, 256) for causal in (False, True)),
         peers=("cuflash-sm75", "cuflash-sm80", "fa2"),
-        about="kernels for compute capability 7.5 and 8.0 on a later device, beside those that it gets; 16384 rows, "
-        "heads x head_dim = 2048",
+        about="kernels for compute capability 7.5 and 8.0 on a later device, compared with those that it gets; 16384 "
+        "rows, heads x head_dim = 2048",
     ),
     "flex": Suite(
         kind="gpu",
@@ -251,7 +251,7 @@ SUITES = {
                 and (case.softcap or case.alibi or case.bias in ("hqk", "qk") or case.mask == "qk" or case.window)
             ),
         },
-        about=f"each option beside the plain call; masks are random and show {VISIBLE:.0%} of the pairs or keys",
+        about=f"each option compared with the plain call; masks are random and show {VISIBLE:.0%} of the pairs or keys",
     ),
     "structures": Suite(
         kind="gpu",
@@ -272,7 +272,7 @@ SUITES = {
             for causal in (False, True)
         ),
         peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "cuflash-deterministic", "flex"),
-        about="scores and masks as functions beside the plain call and FlexAttention: "
+        about="scores and masks as functions, compared with the plain call and FlexAttention: "
         + "; ".join(f"{name}, {function.about}" for name, function in FUNCTIONS.items()),
     ),
     "second": Suite(
@@ -317,8 +317,8 @@ SUITES = {
         cases=_decode_options(),
         peers=("cuflash-sm80", "cuflash-pages16"),
         passes=("forward",),
-        about="one query against a long cache: every dtype, and each option beside the plain call, by the kernels that "
-        "the device gets and by those that every device has; a mask is random and shows "
+        about="one query against a long cache: every dtype, and each option compared with the plain call, by the "
+        "kernels that the device gets and by those that every device has; a mask is random and shows "
         f"{VISIBLE:.0%}, half of the blocks, and of the keys by a window, are seen",
     ),
     "paged": Suite(
@@ -326,14 +326,14 @@ SUITES = {
         cases=(_decode(16, 8192, 1), _decode(16, 8192, 4), _decode(2, 8192, 512)),
         peers=("cuflash-pages16", "cuflash-pages64", "cuflash-pages256"),
         passes=("forward",),
-        about="keys in pages of 16, 64 and 256 beside keys in one piece; few queries, and many",
+        about="keys in pages of 16, 64 and 256, compared with keys in one piece; few queries, and many",
     ),
     "float8": Suite(
         kind="gpu",
         cases=tuple(_row(d, n, causal) for d in (64, 128, 256) for n in (4096, 16384) for causal in (False, True)),
         peers=("cuflash-fp8", "cudnn-fp8"),
         passes=("forward",),
-        about="products of fp8 q, k and v (float8_e4m3fn), with scales of heads, beside bfloat16; out "
+        about="products of fp8 q, k and v (float8_e4m3fn), with scales of heads, compared with bfloat16; out "
         "of cuDNN is fp8, too, and its scales are of whole arrays",
     ),
     "float8-decode": Suite(
@@ -341,7 +341,7 @@ SUITES = {
         cases=tuple(_decode(batch, n, 1) for batch in (1, 16) for n in (8192, 32768, 131072)),
         peers=("cuflash-fp8-cache", "cuflash-fp8"),
         passes=("forward",),
-        about="one query against an fp8 cache (float8_e4m3fn), with scales of heads, beside bfloat16",
+        about="one query against an fp8 cache (float8_e4m3fn), with scales of heads, compared with bfloat16",
     ),
     "packed": Suite(
         kind="gpu",
@@ -381,7 +381,7 @@ SUITES = {
         kind="cpu",
         cases=tuple(x for dtype in HOST_DTYPES for x in _options(_host(dtype, 64, 2048, False))),
         peers=(),
-        about="NumPy arrays: each option beside the plain call; masks are random and show "
+        about="NumPy arrays: each option compared with the plain call; masks are random and show "
         f"{VISIBLE:.0%} of the pairs or keys",
     ),
     "cpu-second": Suite(
@@ -400,7 +400,7 @@ SUITES = {
             for causal in (False, True)
         ),
         peers=("cuflash-plain", "cuflash-gradients"),
-        about="NumPy arrays: scores and masks as functions, those of the suite functions, beside the plain call",
+        about="NumPy arrays: scores and masks as functions, those of the suite functions, compared with the plain call",
     ),
     "cpu-decode": Suite(
         kind="cpu",

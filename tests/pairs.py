@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 import cuflash
 import cuflash.testing as ct
 from cuflash.gpu.progress import Bar
+from cuflash.spec.without_values import OF_VALUES
 from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.tangents import Moved, movable
 from cuflash.testing.tangents import yardsticks_of as tangents_of
@@ -82,6 +83,7 @@ OPTIONS = (
     Option("dlse", ({"dlse": True},), ("backward",)),
     Option("num_heads_kv", ({"num_heads_kv": 1},)),
     Option("head_dim_v", ({"head_dim_v": 48},)),
+    Option("v=None", ({"has_values": False, "dlse": True},)),
     # Keys that broadcast; and rows of a model of structures, which share a per-pair bias and have a mask of keys each.
     Option("axes", ({"axes": (1, 2), "batch_axes": (("k", (1, 1)), ("v", (1, 1)))}, {"axes": (1, 2)})),
     Option("strides", ({"strides": "padded"}, {"strides": "transposed"})),
@@ -255,21 +257,33 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
 
     def run(setting: Setting, pass_: str) -> dict[str, Any]:
         case = setting.case
-        arrays = case.arrays(convert)
+        own: Callable[..., dict[str, Any]] = dict if case.has_values else _without_values
+        arrays = own(case.arrays(convert))
         attn: Any = cuflash.FlashAttention(
             **case.keywords, deterministic=setting.deterministic, precision=setting.precision
         )
         if pass_ in WITH_TANGENTS:
-            return _with_tangents(attn, setting, arrays, setting.moved.arrays(case, convert))
+            tangents = own(setting.moved.arrays(case, convert))
+            return _given(_with_tangents(attn, setting, arrays, tangents))
         inputs = ct.qkv(arrays)
         out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
         if pass_ == "forward":
-            return {"out": out, "lse": lse}
+            return _given({"out": out, "lse": lse})
         need = ct.gradients_of(case.problem)
         optional = {**ct.optional_backward(arrays), **case.random, "need": need}
-        return dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **optional), strict=True))
+        return _given(dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **optional), strict=True)))
 
     return run
+
+
+def _without_values(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a call with ``v=None``, which takes none of those over the columns of v."""
+    return {name: None if name in ("v", *OF_VALUES) else x for name, x in arrays.items()}
+
+
+def _given(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results without those that are None, as out is without v."""
+    return {name: x for name, x in results.items() if x is not None}
 
 
 def _with_tangents(
@@ -361,7 +375,7 @@ def in_page(text: str, found: dict[str, Any]) -> str:
     lines = []
     for line in table.splitlines():
         cells = line.split("|")
-        option = re.match(r"\| `(\w+)`", line)
+        option = re.match(r"\| `([\w=]+)`", line)
         if option and option.group(1) in found["options"]:
             cells[-2] = f" {excluded(option.group(1), found)} "
         lines.append("|".join(cells))

@@ -138,7 +138,7 @@ def test_the_generated_parts(tmp_path):
     assert [row.split(" | ")[:2] for row in rows[1:]] == [
         [f"| {head_dim}", mask] for head_dim in (64, 128, 256) for mask in ("full", "causal")
     ]
-    assert rows[0].endswith("cuDNN | FlashAttention-2 | cuflash : best of the others |")
+    assert rows[0].endswith("cuDNN | FlashAttention-2 | cuflash : fastest of the others |")
     assert "old" not in readme.read_text() and "![" not in readme.read_text()
 
 
@@ -222,3 +222,13 @@ def test_list_prints_every_case(capsys):
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(case.name in printed for case in ALL_CASES)
+
+
+def test_a_sentence_that_a_record_cuts_off_is_left_out():
+    message = "CUDA out of memory. Tried to allocate 16 GiB. " + "Of the allocated memory " * 20
+    for stated, shown in (
+        ("Absent: needs a GPU. Or so", "Absent: needs a GPU. Or so"),
+        (f"OutOfMemoryError: {message[: report.REASON_LENGTH]}", f"OutOfMemoryError: {message[:44]}"),
+        (f"ValueError: {'x' * report.REASON_LENGTH}", f"ValueError: {'x' * report.REASON_LENGTH}"),
+    ):
+        assert report.whole_sentences(stated) == shown

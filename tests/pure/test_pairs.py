@@ -186,7 +186,7 @@ def test_the_page_has_the_table():
     assert pairs.in_page(text, found) == text, "python -m tests.pairs writes it"
     table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
     # Functions have problems of their own, tests/scored.py, and so have fp8 products.
-    rows = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w=]+)`", table, re.MULTILINE))
     assert rows == found["options"].keys() | {"score", "q_scale"}
 
 
