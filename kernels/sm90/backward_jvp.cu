@@ -1,9 +1,9 @@
 // Tangents of gradients in half precision on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
 //
-//   S' = K Q'        tX' = K tQ' + tK Q'      dP' = V dO'      tdP' = tV dO'         (X' is X transposed)
+//   S' = K Q'        tX' = K tQ' + tK Q'      dP' = V dO'      tdP' = tV dO' + V tdO'    (X' is X transposed)
 //   P' = exp(S' - lse)                        u' = scale tX' - tlse
 //   dX' = P' * (dP' - delta)                  tdX' = u' * dX' + P' * (tdP' - tdelta)
-//   tdV = (P' * u') dO                        tdK = scale (tdX' Q + dX' tQ)          tdQ += tdX K + dX tK
+//   tdV = (P' * u') dO + P' tdO               tdK = scale (tdX' Q + dX' tQ)          tdQ += tdX K + dX tK
 //
 // Where a function f makes scores of products, f' P' takes the place of P' in the third line, and P' (f' u' + t(f'))
 // (dP' - delta) that of u' dX'.
@@ -50,15 +50,15 @@
 
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes u' and tdV, or tdX' and tdK, or all of them.
 //
-//   [GEMM 1] S' = K Q'    [GEMM 2] tX' = K tQ' + tK Q'    [5] P' and u'      [GEMM 8] tdV += (P' u') dO
-//   [GEMM 3] dP' = V dO'  [GEMM 4] tdP' = tV dO'          [6] dX' and tdX'   [GEMM 9] tdK += tdX' Q + dX' tQ
+//   [GEMM 1] S' = K Q'    [GEMM 2] tX' = K tQ' + tK Q'    [5] P' and u'     [GEMM 8] tdV += (P' u') dO + P' tdO
+//   [GEMM 3] dP' = V dO'  [GEMM 4] tdP' = tV dO' + V tdO' [6] dX' and tdX'  [GEMM 9] tdK += tdX' Q + dX' tQ
 template <bool makes_tdv, bool makes_tdk>
 struct Consumer {
-  // Whether K or V are in registers.
-  static constexpr bool kHoldsK = makes_tdv && !kSumsFirst, kHoldsV = makes_tdk && !kSumsFirst;
+  // Whether K or V are in registers. With tdO, P' takes those of V.
+  static constexpr bool kHoldsK = makes_tdv && !kSumsFirst, kHoldsV = makes_tdk && !kSumsFirst && !kHasTdout;
   // Groups of wgmma of the sums of the step before.
-  static constexpr int kSumGroups =
-      (makes_tdv && kSumsTdv ? 1 : 0) + (makes_tdk ? (kSumsTdk ? 1 : 0) + (kSumsTdkOfDx ? 1 : 0) : 0);
+  static constexpr int kSumGroups = (makes_tdv ? (kSumsTdv ? 1 : 0) + (kSumsTdvOfP ? 1 : 0) : 0) +
+                                    (makes_tdk ? (kSumsTdk ? 1 : 0) + (kSumsTdkOfDx ? 1 : 0) : 0);
 
   const BackwardJvpParams& params;
   const Params& common;
@@ -74,6 +74,7 @@ struct Consumer {
 
   float tdk[makes_tdk ? kDim / 8 : 1][4], tdv[makes_tdv ? kDimV / 8 : 1][4];
   Fragment k_operand[kHoldsK ? kDim / 16 : 1], v_operand[kHoldsV ? kDimV / 16 : 1];
+  Fragment p_operand[kSumsTdvOfP ? kPartRows / 16 : 1];  // of the step before, as the next ones
   Fragment pu_operand[kPartRows / 16], dx_operand[kPartRows / 16], tdx_operand[kPartRows / 16];  // of the step before
   Position<kNumStages> at;
   u32 parity = 0;  // of the one stage of Q, where there is one
@@ -139,6 +140,7 @@ struct Consumer {
           zero_last_of_64<kBlockM, kDim>(shared.q + q_at().stage * kBytesQ, valid, thread);
           if constexpr (kMovesQ) zero_last_of_64<kBlockM, kDim>(shared.tq + q_at().stage * kBytesQ, valid, thread);
           zero_last_of_64<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, valid, thread);
+          if constexpr (kHasTdout) zero_last_of_64<kBlockM, kDimV>(shared.tdout + at.stage * kBytesDo, valid, thread);
           ptx::fence_async_proxy();
         }
         ptx::sync_named(kAll, kConsumerThreads);
@@ -159,6 +161,8 @@ struct Consumer {
   CUFLASH_DEVICE u32 s_q() const { return shared.q + q_at().stage * kBytesQ + row_of_part(part) * kLineBytes; }
   CUFLASH_DEVICE u32 s_tq() const { return shared.tq + q_at().stage * kBytesQ + row_of_part(part) * kLineBytes; }
   CUFLASH_DEVICE u32 s_do() const { return shared.dout + at.stage * kBytesDo + row_of_part(part) * kLineBytes; }
+
+  CUFLASH_DEVICE u32 s_tdo() const { return shared.tdout + at.stage * kBytesDo + row_of_part(part) * kLineBytes; }
 
   // Issues wgmma of d = a b' or d += a b' over `columns` columns: a are the rows of this consumer's keys in `tile`,
   // which it has in registers, too, if it `holds` them.
@@ -185,19 +189,21 @@ struct Consumer {
     });
   }
 
-  // [GEMM 3] dP' = V dO' and [GEMM 4] tdP' = tV dO'.
+  // [GEMM 3] dP' = V dO' and [GEMM 4] tdP' = tV dO' + V tdO'.
   CUFLASH_DEVICE void issue_dp(float (&dp)[kPartTiles][4], float (&tdp)[kPartTiles][4]) {
     ptx::fence_operand(tdp);
     issue(dp, [&]() __attribute__((always_inline)) {
       multiply_rows<kDimV, kHoldsV, false>(dp, shared.v, v_operand, s_do());
       if constexpr (kMovesV) multiply_rows<kDimV, false, false>(tdp, shared.tv, v_operand, s_do());
+      if constexpr (kHasTdout) multiply_rows<kDimV, kHoldsV, kMovesV>(tdp, shared.v, v_operand, s_tdo());
     });
   }
 
   // Issues d = a b or d += a b as one group: `a` is in registers, and b the rows of the part before in a stage. One
   // wgmma computes at most 128 columns, because more would need more registers than a thread starts with.
-  template <int n_tiles>
-  CUFLASH_DEVICE static void issue_part(float (&d)[n_tiles][4], const Fragment (&a)[kPartRows / 16], u32 b, bool adds) {
+  template <int n_tiles, int count>
+  CUFLASH_DEVICE static void issue_part(float (&d)[n_tiles][4], const Fragment (&a)[count], u32 b, bool adds) {
+    static_assert(count == kPartRows / 16, "an operand of a part");
     const u64 b_rows = descriptor_of_transposed<kStageRows>(b);
     repeat<(n_tiles + 15) / 16>([&](auto slice) {
       constexpr int kFirst = 16 * decltype(slice)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
@@ -210,8 +216,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // [GEMM 8] tdV += (P' u') dO and [GEMM 9] tdK += tdX' Q + dX' tQ, of the part before. They replace the sums unless it
-  // `adds`.
+  // [GEMM 8] tdV += (P' u') dO + P' tdO and [GEMM 9] tdK += tdX' Q + dX' tQ, of the part before. They replace the sums
+  // unless it `adds`.
   CUFLASH_DEVICE void issue_sums(bool adds) {
     const u32 rows = row_of_part(part_before) * kLineBytes;
     const u32 of_q = (kQStages == 1 ? 0 : stage_before * kBytesQ) + rows;
@@ -220,6 +226,8 @@ struct Consumer {
     ptx::wgmma_fence();
     if constexpr (makes_tdv && kSumsTdv)
       issue_part(tdv, pu_operand, shared.dout + stage_before * kBytesDo + rows, adds);
+    if constexpr (makes_tdv && kSumsTdvOfP)
+      issue_part(tdv, p_operand, shared.tdout + stage_before * kBytesDo + rows, adds || kSumsTdv);
     if constexpr (makes_tdk && kSumsTdk) issue_part(tdk, tdx_operand, shared.q + of_q, adds);
     if constexpr (makes_tdk && kSumsTdkOfDx) issue_part(tdk, dx_operand, shared.tq + of_q, true);
   }
@@ -243,7 +251,8 @@ struct Consumer {
 
   // ---- Between the products -----------------------------------------------------------------------------------------
 
-  CUFLASH_DEVICE static void to_operands(const float (&value)[kPartTiles][4], Fragment (&operand)[kPartRows / 16]) {
+  template <int count>
+  CUFLASH_DEVICE static void to_operands(const float (&value)[kPartTiles][4], Fragment (&operand)[count]) {
 #pragma unroll
     for (int k = 0; k < kPartRows / 16; ++k) to_operand(value, k, operand[k]);
   }
@@ -262,16 +271,17 @@ struct Consumer {
   }
 
   // [5] P' = exp(S' - lse) in place of S' and u' = scale tX' - tlse in place of tX', once at most `pending` groups of
-  // wgmma are in flight. `packed` gets P' u' where a function makes scores.
-  template <int pending, int rows>
-  CUFLASH_DEVICE void make_p(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], u32 (&packed)[rows][2], bool large) {
+  // wgmma are in flight. `packed` gets P' u', and `packed_p` P', where a function makes scores.
+  template <int pending, int rows, int rows_p>
+  CUFLASH_DEVICE void make_p(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], u32 (&packed)[rows][2],
+                             u32 (&packed_p)[rows_p][2], bool large) {
     const int head = m_tile.head, query = lane_query();
     const bool masked = m_tile.needs_mask(work.queries);
     wait_for<pending>(p);
     ptx::fence_operand(u);
     if constexpr (kPairByPair) {
       const WeightsWithTangents weights(common, batch, head, work.key_stop, work.own_diagonal);
-      weights.make(p, u, packed, s_stats(), s_tangents(), query, lane_key, masked, large);
+      weights.make(p, u, packed, packed_p, s_stats(), s_tangents(), query, lane_key, masked, large);
       return;
     }
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
@@ -305,16 +315,25 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, query, lane_key);
   }
 
-  // Makes operands of P' u'. Those of pairs that dropout has marked become 0, others have its factor before they are
-  // rounded: in float16 they may be subnormal.
-  template <int rows>
+  // Makes operands of P' u' and, for tdO, of P'. Those of pairs that dropout has marked become 0, others have its factor
+  // before they are rounded: in float16 they may be subnormal.
+  template <int rows, int rows_p>
   CUFLASH_DEVICE void to_weights(const float (&p)[kPartTiles][4], const float (&u)[kPartTiles][4],
-                                 const u32 (&packed)[rows][2]) {
+                                 const u32 (&packed)[rows][2], const u32 (&packed_p)[rows_p][2]) {
+    [[maybe_unused]] float kept[kPartTiles][4];
+    if constexpr (kSumsTdvOfP && kHasDerivative) {
+      PackedWeights::to_operands(packed_p, p_operand);
+    } else if constexpr (kSumsTdvOfP) {
+#pragma unroll
+      for (int n = 0; n < kPartTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[n][i] = kHasDropout && is_dropped(p[n][i]) ? 0.0f : p[n][i] * kept_scale;
+      to_operands(kept, p_operand);
+    }
     if constexpr (!kSumsTdv) return;
     if constexpr (kHasDerivative) {
       PackedWeights::to_operands(packed, pu_operand);
     } else {
-      float kept[kPartTiles][4];
 #pragma unroll
       for (int n = 0; n < kPartTiles; ++n)
 #pragma unroll
@@ -354,7 +373,7 @@ struct Consumer {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float dp = dx[n][i], tdp = kMovesV ? tdx[n][i] : 0.0f, weight = p[n][i];
+        float dp = dx[n][i], tdp = kMovesDp ? tdx[n][i] : 0.0f, weight = p[n][i];
         if constexpr (kHasDropout) {
           const bool drops = is_dropped(weight);
           dp = (drops ? 0.0f : dp) * kept_scale, tdp = (drops ? 0.0f : tdp) * kept_scale, weight = fabsf(weight);
@@ -398,7 +417,9 @@ struct Consumer {
     float p[kPartTiles][4], u[kPartTiles][4];     // S' and tX' before
     float dx[kPartTiles][4], tdx[kPartTiles][4];  // dP' and tdP' before
     [[maybe_unused]] u32 packed[kHasDerivative ? kPartTiles : 1][2];
+    [[maybe_unused]] u32 packed_p[kHasDerivative && kSumsTdvOfP ? kPartTiles : 1][2];
     if constexpr (kSumsFirst) issue_sums(number > 1);
+    if constexpr (kNumStages == 1) finish_sums<0>(number > 0);
     if (kStageRows < kBlockM || kParts == 1 || part == 0) wait_for_queries();
     [[maybe_unused]] const bool large = makes_tdv && has_large_rows();  // early: products do not wait for it
     ping_pong.wait();
@@ -407,8 +428,8 @@ struct Consumer {
     if constexpr (!kSumsFirst) issue_sums(number > 1);
     ping_pong.pass();
     constexpr int kPending = kSumsFirst ? 0 : kSumGroups;  // groups that are in flight while the next lines run
-    if constexpr (kSumsFirst) finish_sums<1>(number > 0);
-    if constexpr (makes_tdv) make_p<kPending + makes_tdk>(p, u, packed, large);
+    if constexpr (kSumsFirst && kNumStages > 1) finish_sums<1>(number > 0);
+    if constexpr (makes_tdv) make_p<kPending + makes_tdk>(p, u, packed, packed_p, large);
     if constexpr (!makes_tdk) {
       if constexpr (kSumsFirst) {
         if (elected) shared.q_ring.empty(q_at()).arrive();
@@ -416,13 +437,13 @@ struct Consumer {
         finish_sums<0>(number > 0);
       }
       hand_over_p(p, u);
-      to_weights(p, u, packed);
+      to_weights(p, u, packed, packed_p);
     } else {
       wait_for<kPending>(dx);
       ptx::fence_operand(tdx);
       make_dx(p, u, dx, tdx);
       if constexpr (!kSumsFirst) finish_sums<0>(number > 0);
-      if constexpr (makes_tdv) to_weights(p, u, packed);
+      if constexpr (makes_tdv) to_weights(p, u, packed, packed_p);
       to_operands(dx, dx_operand);
       to_operands(tdx, tdx_operand);
       hand_over_dx();
@@ -440,6 +461,7 @@ struct Consumer {
   CUFLASH_DEVICE void run() {
     if (work.num_steps > 0) {
       wait_for_keys();
+      if constexpr (kSumsTdvOfP) set_to_zero(p_operand);
       set_to_zero(pu_operand);
       set_to_zero(dx_operand);
       set_to_zero(tdx_operand);

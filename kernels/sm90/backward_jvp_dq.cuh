@@ -63,8 +63,9 @@ struct Producer {
                                                         entry_of(batch));
     };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
-    do_full.arrive_expect(kBytesDo + 2 * kBytesStats);
+    do_full.arrive_expect(kBytesDo + kBytesTdo + 2 * kBytesStats);
     load(shared.dout + at.stage * kBytesDo, Integer<kDimV>{}, 3, do_full);
+    if constexpr (kHasTdout) load(shared.tdout + at.stage * kBytesDo, Integer<kDimV>{}, kMapOfTdo, do_full);
     ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(common, batch, next.head) + row * 2, kBytesStats,
                    do_full.address);
     ptx::load_bulk(shared.tangents + at.stage * kBytesStats, row_tangents_of(common, batch, next.head) + row * 2,

@@ -23,16 +23,17 @@ struct WeightsWithTangents {
         tangents(params, batch, head) {}
 
   // Replaces the products q.k of a lane by f' P, and their tangents by P (f' u + t(f')), where u = tS - tlse; without a
-  // function f by P and u. With one, `packed` gets P u after dropout. `query` and `key` are those of the first element,
-  // whose statistics, and tangents of these, are at `s_stats` and `s_tangents`.
-  template <int rows>
-  CUFLASH_DEVICE void make(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], u32 (&packed)[rows][2], u32 s_stats,
-                           u32 s_tangents, int query, int key, bool masked, bool large) const {
+  // function f by P and u. With one, `packed` gets P u after dropout, and with tdO `packed_p` P. `query` and `key` are
+  // those of the first element, whose statistics, and tangents of these, are at `s_stats` and `s_tangents`.
+  template <int rows, int rows_p>
+  CUFLASH_DEVICE void make(float (&p)[kPartTiles][4], float (&u)[kPartTiles][4], u32 (&packed)[rows][2],
+                           u32 (&packed_p)[rows_p][2], u32 s_stats, u32 s_tangents, int query, int key, bool masked,
+                           bool large) const {
     const Dropout dropout(params, batch, head);
     [[maybe_unused]] KeptWeights<true> kept;
 #pragma unroll
     for (int n = 0; n < kPartTiles; ++n) {
-      float lse[2], tlse[2], pu[4];
+      float lse[2], tlse[2], pu[4], weight[4];
       ptx::load_shared_x2(s_stats + n * 64, lse);
       ptx::load_shared_x2(s_tangents + n * 64, tlse);
       const int row = query + 8 * n;
@@ -41,11 +42,13 @@ struct WeightsWithTangents {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool keeps = !kHasDropout || kept.keeps(n, i);
-        pu[i] = make(p[n][i], u[n][i], row + i % 2, key + i / 2 * 8, masked, own[i % 2], tlse[i % 2]);
+        pu[i] = make(p[n][i], u[n][i], weight[i], row + i % 2, key + i / 2 * 8, masked, own[i % 2], tlse[i % 2]);
         if (!keeps) p[n][i] = -p[n][i];
         if constexpr (kHasDropout) pu[i] = keeps ? pu[i] * kept_scale_of(params) : 0;
+        if constexpr (kHasDropout && kSumsTdvOfP) weight[i] = keeps ? weight[i] * kept_scale_of(params) : 0;
       }
       if constexpr (kHasDerivative) PackedWeights::pack(pu, packed[n]);
+      if constexpr (kHasDerivative && kSumsTdvOfP) PackedWeights::pack(weight, packed_p[n]);
     }
   }
 
@@ -58,12 +61,13 @@ struct WeightsWithTangents {
     return stats;
   }
 
-  // The same for one pair. Returns its P u.
-  CUFLASH_DEVICE float make(float& p, float& u, int row, int key, bool masked, const RowStats& own, float tlse) const {
+  // The same for one pair. Returns its P u, and `weight` gets its P.
+  CUFLASH_DEVICE float make(float& p, float& u, float& weight, int row, int key, bool masked, const RowStats& own,
+                            float tlse) const {
     const float product = p, tangent = kMovesProducts ? u : 0.0f;
     float derivative;
     const float x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
-    const float weight = weight_of(x, weights.exponent_scale, own, derivative);
+    weight = weight_of(x, weights.exponent_scale, own, derivative);
     if (weight == 0) {  // a pair that does not exist may have no tangent
       p = u = 0;
       return 0;

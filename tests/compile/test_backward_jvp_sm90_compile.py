@@ -36,12 +36,13 @@ MORE: tuple[dict[str, Any], ...] = (
 MORE_BYTES = 400
 
 
-def resources_of(tile, moved=("q", "k", "v"), *, deterministic=False, **options):
+def resources_of(tile, moved=("q", "k", "v"), *, deterministic=False, tdout=False, **options):
     options = {"dtype": "bfloat16"} | options
     case = Case(**{"seqlen_q": 512, "seqlen_k": 512, "head_dim": tile.max_dim, "num_heads": 2, **options})
     device = DeviceSpec.for_arch("9.0")
     problem = replace(case.problem, moved=moved, deterministic=deterministic)
-    plan = choose_plan(problem, device, BACKWARD_JVP, tiles=(tile,))
+    operands = {"tdout": problem.q} if tdout else None
+    plan = choose_plan(problem, device, BACKWARD_JVP, tiles=(tile,), operands=operands)
     (kernel,) = (kernel for kernel in plan.kernels if kernel.source == "sm90/backward_jvp.cu")
     return compile_spec(kernel).resources
 
@@ -64,6 +65,14 @@ def test_every_row_in_order(tile, options):
     if tile.schedule == "kHalfStages" and "cu_seqlens_q" in options:
         return
     resources = resources_of(tile, deterministic=True, **options)
+    assert SERIALIZED not in resources.log
+    assert resources.spill_stores_bytes <= SPILLS[tile.max_dim] + 32
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tile", sample(BACKWARD_JVP_SM90_TILES, 2), ids=str)
+def test_products_of_tdout(tile, deterministic):
+    resources = resources_of(tile, deterministic=deterministic, tdout=True, causal=True)
     assert SERIALIZED not in resources.log
     assert resources.spill_stores_bytes <= SPILLS[tile.max_dim] + 32
 

@@ -31,15 +31,11 @@ def in_half(case: Case, dims: tuple[int, int]) -> Case:
     return replace(case, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], strides=strides)
 
 
-def without_tdout(moved: Moved) -> Moved:
-    return replace(moved, cotangents=tuple(name for name in moved.cotangents if name != "tdout"))
-
-
-def everything(case: Case, *, numbers: bool = True) -> Moved:
+def everything(case: Case, *, numbers: bool = True, tdout: bool = False) -> Moved:
     """Tangents of all that a case has; without those of numbers and arrays that act on scores, whole tiles of weights
     are made at once."""
     names = [name for name in movable(case) if numbers or name in ("q", "k", "v", "sinks")]
-    return Moved(names=tuple(names), cotangents=("tdlse",) if case.dlse else ())
+    return Moved(names=tuple(names), cotangents=(*["tdout"] * tdout, *["tdlse"] * case.dlse))
 
 
 def is_sm90(plan: LaunchPlan) -> bool:
@@ -92,6 +88,18 @@ def test_every_option(case, dims, numbers, plans):
 
 
 @pytest.mark.parametrize(
+    ("case", "dims", "numbers"),
+    sample([(in_half(case, dims), dims, numbers) for case in CASES for dims in DIMS for numbers in (True, False)], 40),
+    ids=str,
+)
+def test_tdout(case, dims, numbers, plans):
+    """Where its stages do not fit, stages hold half a tile, of which packed sequences know nothing."""
+    check(case, everything(case, numbers=numbers, tdout=True))
+    is_served = dims[0] <= 64 or case.cu_seqlens_q is None
+    assert all(is_sm90(plan) == (is_served and case.strides != "padded") for plan in plans)
+
+
+@pytest.mark.parametrize(
     ("case", "dims"), sample([(in_half(case, dims), dims) for case in CASES for dims in DIMS], 24), ids=str
 )
 def test_blocks_add_to_tdq_in_order(case, dims, plans):
@@ -124,7 +132,7 @@ def test_blocks_add_to_tdq_in_order(case, dims, plans):
 )
 def test_options_together(case, deterministic, data):
     case = replace(case, head_dim=-(-case.head_dim // 8) * 8, head_dim_v=-(-case.head_dim_v // 8) * 8)
-    moved, schedule = without_tdout(data.draw(moved_by(case))), data.draw(st.sampled_from(SCHEDULES))
+    moved, schedule = data.draw(moved_by(case)), data.draw(st.sampled_from(SCHEDULES))
     check(case, moved, deterministic=deterministic, schedule=schedule)
 
 
@@ -143,7 +151,7 @@ def test_options_together(case, deterministic, data):
     ids=str,
 )
 def test_tangents_that_are_not_given(case, moved):
-    check(case, without_tdout(moved))
+    check(case, moved)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,18 @@ def test_half_precision_without_tdout(own, head_dim, common):
 
 
 @pytest.mark.one_in(1)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("own", OF_SM90, ids=str)
+def test_half_precision_with_tdout(own, head_dim, deterministic):
+    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
+    case = Case(**{**sizes, "head_dim": head_dim, **own})
+    moved = Moved(names=("q", "k", "v"), cotangents=("tdout", *["tdlse"] * case.dlse))
+    attention = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+    assert_tangents(case, moved, tangents_by(attention, case, moved, convert=cupy.asarray))
+
+
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("own", OF_SM90, ids=str)
 def test_blocks_add_to_tdq_in_order(own, head_dim):

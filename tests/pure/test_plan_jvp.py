@@ -11,7 +11,7 @@ import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, JVP_FAMILIES
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
-from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES
+from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES, BackwardJvpSm90Tile
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
 from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, JvpFloat32Sm90Tile
 from cuflash.spec.passes import BACKWARD_JVP, JVP
@@ -178,10 +178,22 @@ def test_why_not_the_kernel_of_sm90(case, why_not):
     assert "sm90/backward_jvp.cu" not in {kernel.source for kernel in plan.kernels}
 
 
-def test_the_kernel_of_sm90_makes_no_products_of_tdout():
-    problem = problem_of()
+@pytest.mark.parametrize(
+    ("head_dim", "schedule", "stages"), [(64, "kOwnKeys", 2), (128, "kOneStageOfQ", 2), (256, "kHalfStages", 1)]
+)
+def test_stages_that_hold_tdout(head_dim, schedule, stages):
+    """Where they do not fit, they are fewer or smaller."""
+    problem = problem_of(head_dim=head_dim)
     plan = plan_of(problem, BACKWARD_JVP, operands={"tdout": problem.q})
-    assert "not sm90/backward_jvp: it makes no products of tdout" in plan.reason
+    (tile,) = plan.tiles
+    assert isinstance(tile, BackwardJvpSm90Tile)
+    assert (tile.has_tdout, tile.schedule, tile.num_stages) == (True, schedule, stages)
+
+
+def test_stages_of_fewer_queries_serve_no_packed_sequences():
+    problem = problem_of(head_dim=128, cu_seqlens_q=(0, 512), cu_seqlens_k=(0, 512))
+    plan = plan_of(problem, BACKWARD_JVP, operands={"tdout": problem.q})
+    assert "not sm90/backward_jvp: of packed sequences with tdout it serves head dimensions up to 64" in plan.reason
 
 
 def test_tiles_that_do_not_serve_packed_sequences():

@@ -15,7 +15,7 @@ from cuflash.plan.sm90.backward import (
     reversed_one_in_order,
 )
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker
+from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.spec.problem import Problem
@@ -30,12 +30,13 @@ class BackwardJvpSm90Tile(Tile):
     block_n: int
     num_stages: int  # stages of queries
     dx_stages: int  # stages of dX and tdX, on their way to the warpgroup of tdq
-    schedule: Literal["kOwnKeys", "kSplitRoles", "kHalfStages"]  # of kernels/sm90/backward_jvp_layout.cuh
+    schedule: Literal["kOwnKeys", "kSplitRoles", "kHalfStages", "kOneStageOfQ"]  # of sm90/backward_jvp_layout.cuh
     ping_pong: bool  # consumers take turns to issue products
     dq_in_order: bool = False  # blocks add to tdq one after another, in a fixed order
+    has_tdout: bool = False  # stages of queries hold tdout, too
     origin: str = field(compare=False)
 
-    defined = ("dx_stages", "schedule", "ping_pong")
+    defined = ("dx_stages", "schedule", "ping_pong", "has_tdout")
     variations: ClassVar = {"num_stages": (2, 3), "dx_stages": (1, 2), "ping_pong": (False, True)}
 
     element_bytes = 2
@@ -56,6 +57,11 @@ class BackwardJvpSm90Tile(Tile):
         return self.schedule != "kOwnKeys"
 
     @property
+    def sums_first(self) -> bool:
+        """Whether sums are issued before the next products, with one stage of q and a producer of its own."""
+        return self.schedule in ("kHalfStages", "kOneStageOfQ")
+
+    @property
     def stage_rows(self) -> int:
         """Queries of a stage."""
         return self.block_m // 2 if self.schedule == "kHalfStages" else self.block_m
@@ -66,12 +72,13 @@ class BackwardJvpSm90Tile(Tile):
 
         It is not where warps beside it keep the order of tdq.
         """
-        return 16 if self.schedule == "kHalfStages" or self.dq_in_order else 12
+        return 16 if self.sums_first or self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
-        rows, q_stages = self.stage_rows, 1 if self.schedule == "kHalfStages" else self.num_stages
-        queries = q_stages * 2 * chunked_bytes(rows, dim) + self.num_stages * (chunked_bytes(rows, dim_v) + rows * 16)
+        rows, q_stages = self.stage_rows, 1 if self.sums_first else self.num_stages
+        of_v = (1 + self.has_tdout) * chunked_bytes(rows, dim_v)
+        queries = q_stages * 2 * chunked_bytes(rows, dim) + self.num_stages * (of_v + rows * 16)
         dx = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * rows * 8 if self.splits_roles else 0
         rings = q_stages + self.num_stages + self.dx_stages + self.splits_roles
@@ -98,8 +105,6 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
             return ""
         if (unknown := self.why_unknown(problem)) is not None:
             return unknown
-        if "tdout" in draft.arrays:
-            return "it makes no products of tdout"
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
         if _has_separate_tdq(draft) and not {"tdk", "tdv"} & set(draft.need):
@@ -107,13 +112,16 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
         if why_not is None and problem.is_packed:
             tile, _ = choose_row(BACKWARD_JVP_SM90_TILES, problem, draft.device)
-            if tile.schedule == "kHalfStages":
-                return f"of packed sequences it serves head dimensions up to {BACKWARD_JVP_SM90_TILES[1].max_dim}"
+            narrow, middle, _ = (row.max_dim for row in BACKWARD_JVP_SM90_TILES)
+            if tile.sums_first:
+                return f"of packed sequences it serves head dimensions up to {middle}"
+            if _with_tdout(tile, draft).sums_first:
+                return f"of packed sequences with tdout it serves head dimensions up to {narrow}"
         return why_not
 
     def configured(self, main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
         has_order = draft.problem.deterministic and "tdq" in draft.need and not _has_separate_tdq(draft)
-        return replace(main, dq_in_order=has_order)
+        return _with_tdout(replace(main, dq_in_order=has_order), draft)
 
     def dq_in_order(self, main: BackwardJvpSm90Tile) -> bool:
         return main.dq_in_order
@@ -131,12 +139,12 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
 
     def draft(self, draft: Draft, tile: BackwardJvpSm90Tile) -> None:
         rows = {
-            **dict.fromkeys(("q", "tq", "dout"), tile.stage_rows),
+            **dict.fromkeys(("q", "tq", "dout", "tdout"), tile.stage_rows),
             **dict.fromkeys(("k", "v", "tk", "tv"), tile.block_n),
             **dict.fromkeys(("tdk", "tdv"), 64),
         }
         problem = draft.problem
-        if problem.is_packed and tile.schedule == "kHalfStages":
+        if problem.is_packed and tile.sums_first:
             raise NotImplementedError(
                 f"tiles: got a BackwardJvpSm90Tile for head dimensions up to {tile.max_dim} with packed sequences, "
                 "expected a BackwardJvpTile and a DqJvpTile"
@@ -147,6 +155,18 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
+def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
+    """The tile with tdout in its stages, if the problem has it; where these do not fit, with fewer or smaller ones."""
+    if "tdout" not in draft.arrays:
+        return main
+    tile = replace(main, has_tdout=True)
+    for schedule, stages in (("kOneStageOfQ", main.num_stages), ("kHalfStages", 1)):
+        if why_too_large(tile, draft.problem, draft.device) is None:
+            break
+        tile = replace(tile, schedule=schedule, num_stages=stages, dx_stages=1, ping_pong=False)
+    return tile
+
+
 def _has_separate_tdq(draft: Draft) -> bool:
     """Whether tdq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
     return draft.problem.deterministic and "tdq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
@@ -155,7 +175,8 @@ def _has_separate_tdq(draft: Draft) -> bool:
 def _mapped(draft: Draft) -> tuple[str, ...]:
     """The arrays that TMA reads or writes, in the order of their maps."""
     tangents = (f"t{name}" for name in INPUTS if name in (draft.problem.moved or ()))
-    return (*INPUTS, "dout", *tangents, *(name for name in ("tdk", "tdv") if name in draft.need))
+    tdout = ["tdout"] if "tdout" in draft.arrays else []
+    return (*INPUTS, "dout", *tangents, *tdout, *(name for name in ("tdk", "tdv") if name in draft.need))
 
 
 _backward_jvp_sm90 = maker(BackwardJvpSm90Tile, "max_dim block_n num_stages dx_stages schedule ping_pong origin")

@@ -52,7 +52,7 @@ class FunctionTangentTrial:
         check_functions(case, movable_of(case), kernels=kernels)
 
 
-# Of sm90/backward_jvp.cu, which makes no products of tdout.
+# Of sm90/backward_jvp.cu.
 OF_SM90 = {
     "tangents sm90": Case(**SIZES, causal=True, dropout=0.3, dlse=True),
     "tangents sm90 roles": Case(**{**SIZES, "head_dim": 128}, window=(120, 30)),
@@ -65,12 +65,14 @@ OF_SM90 = {
 }
 
 IN_ORDER = ("tangents sm90", "tangents sm90 wide")
+OF_TDOUT = ("tangents sm90", "tangents sm90 roles", "tangents sm90 wide", "tangents sm90 of pairs")
 
 
-def sm90(case: Case) -> TangentTrial:
+def sm90(case: Case, *cotangents: str) -> TangentTrial:
     """With tangents of q, k and v; of all that there is only with a soft cap: then weights are made pair by pair."""
     names = ("q", "k", "v") if case.softcap is None else tuple(movable(case))
-    return TangentTrial(case=case, moved=Moved(names=names, cotangents=("tdlse",) if case.dlse else ()), arch="9.0")
+    moved = Moved(names=names, cotangents=(*cotangents, *["tdlse"] * case.dlse))
+    return TangentTrial(case=case, moved=moved, arch="9.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +212,7 @@ TRIALS: dict[str, AnyTrial] = {
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     **{name: sm90(own) for name, own in OF_SM90.items()},
+    **{f"{name} and tdout": sm90(OF_SM90[name], "tdout") for name in OF_TDOUT},
     **{f"{name} in order": replace(sm90(OF_SM90[name]), deterministic=True) for name in IN_ORDER},
     "tangents beside a sink": SinkTrial(),
     "partial tangents": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16), is_partial=True),
