@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec
-from tests.reductions import gap_is_clear
+from tests.row_reductions import gap_is_clear
 from tests.sampling import examples, sample
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
