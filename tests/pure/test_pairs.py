@@ -57,7 +57,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "out",
         "lse",
         "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
-        "want",  # reductions of rows: tests/pure/test_row_reductions.py and tests/emulate/test_row_reductions_emulated.py
+        "want",  # reductions of rows: tests/pure/test_row_reductions.py
         "max",
         "entropy",
         "dmax",

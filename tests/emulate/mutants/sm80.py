@@ -73,8 +73,8 @@ MUTANTS = (
            "backward float64"),
     mutant("dropped weights count in dV", BACKWARD, "                x = keeps ? x : 0;\n", "",
            "dropout backward"),
-    mutant("dropped weights have a gradient", BACKWARD, "ds[m][n][i], keeps, kept_scale,",
-           "ds[m][n][i], true, kept_scale,", "dropout backward"),
+    mutant("dropped weights have a gradient", BACKWARD, "gradient_of(x, of_score, keeps, kept_scale,",
+           "gradient_of(x, of_score, true, kept_scale,", "dropout backward"),
     mutant("dV is not scaled", BACKWARD, "[&](int, int) { return kept_scale; });", "[](int, int) { return 1.0f; });",
            "dropout backward"),
     # ---- sm80/backward_dq.cu
