@@ -138,6 +138,7 @@ def _forward(
             if row.is_of_rows
             else call.result(row.name, problem.out_shape, call.given["q"].dtype)
             for row in pass_.rows
+            if row.is_default
         }
         call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
     return tuple(results.values())

@@ -290,8 +290,7 @@ class Case(Numbers):
         return make_problem(options, *qkv(arrays), **optional(arrays))
 
     def arrays(self, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
-        """Inputs of the case by name: q, k, v, dout (where there are gradients), and those of `NAMES`, dlse and
-        gradients of reductions that it has.
+        """Inputs of the case by name: q, k, v, those of `NAMES` that it has, and gradients of results.
 
         Parameters
         ----------

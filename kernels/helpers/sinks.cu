@@ -36,7 +36,8 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
     const Real* tangents = row_tangents(params, batch, head, row);
     sum -= weight * ((tsink - tangents[0]) * own.delta + tangents[kDelta]);
 #else
-    sum -= weight * ReductionGradients(params, batch, head).delta_of(own.delta, weight, row);
+    const Real delta = ReductionGradients(params, batch, head).delta_of(own.delta, weight, row);
+    sum -= weight * delta;
 #endif
   }
   sum = block_sum(sum);

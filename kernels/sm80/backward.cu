@@ -167,9 +167,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
                   x = weights.of_hidden(x, row, key, masked, row_sums[row], derivative);
                 else
                   x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
-                const Real delta = reductions.delta_of(stats[i % 2 * 2 + 1], x, row);
-                const Real of_score = gradient_of(x, ds[m][n][i], keeps, kept_scale, delta);
-                ds[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
+                Real& of_score = ds[m][n][i];
+                of_score =
+                    gradient_of(x, of_score, keeps, kept_scale, reductions.delta_of(stats[i % 2 * 2 + 1], x, row));
+                of_score = reductions.with_max(of_score, row, key) * derivative;
                 x = keeps ? x : 0;
               }
             }

@@ -180,8 +180,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const RowStats& own = stats[m][i / 2];
           const Real p = weight_of(x, exponent_scale, own, derivative);
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
-          const Real delta = reductions.delta_of(own.delta, p, row);
-          const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key);
+          const Real delta = reductions.delta_of(own.delta, p, row, own.exists());
+          const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key, own.exists());
 #if CUFLASH_NEEDS_SCORE_ARGS
           if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif

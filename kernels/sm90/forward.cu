@@ -191,7 +191,7 @@ struct Consumer {
   const Dropout dropout;
   const float scale_log2;
 
-  OnlineSoftmax<1> softmax;
+  OnlineSoftmax<1, kNaturalRowMax, true> softmax;
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kHasValues ? kDimV / 8 : 1][4];
   Fragment p[kBlockN / 16];
@@ -370,14 +370,12 @@ struct Consumer {
       const auto is_hidden = hidden_in(n_block, mask(masked));
       const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
       bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
-        const float x = score_of(s[0][n][i]), exponent = ptx::fused(x, scale_log2, -row_max[i / 2]);
+        const float exponent = ptx::fused(score_of(s[0][n][i]), scale_log2, -row_max[i / 2]);
         s[0][n][i] = exponential(exponent);
-        if (kLazyWhereMasked && masked && is_hidden(n, i))
-          s[0][n][i] = 0.0f;
-        else
-          reductions.add_score(0, i / 2, x);
-        reductions.add_weight(0, i / 2, s[0][n][i], exponent, kMayBeHidden);
+        if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
+        reductions.add_weight(0, i / 2, s[0][n][i], exponent, kMayBeHidden);
+        if (i % 2 == 1) reductions.add_largest(0, i / 2, s[0][n][i - 1], s[0][n][i]);
       });
     } else {
       complete_scores(n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
@@ -388,11 +386,11 @@ struct Consumer {
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const float x = s[0][n][i], exponent = ptx::fused(x, scale_log2, -row_max[half]);
+            const float exponent = ptx::fused(s[0][n][i], scale_log2, -row_max[half]);
             s[0][n][i] = exponential(exponent);
-            reductions.add_score(0, half, x);
-            reductions.add_weight(0, half, s[0][n][i], exponent, kMayBeHidden);
             sum[0][half] += s[0][n][i];
+            reductions.add_weight(0, half, s[0][n][i], exponent, kMayBeHidden);
+            if (i % 2 == 1) reductions.add_largest(0, half, s[0][n][i - 1], s[0][n][i]);
           }
     }
   }
@@ -452,7 +450,7 @@ struct Consumer {
         multiply_s_again();
         sum[0][0] = sum[0][1] = 0.0f;
       } else {
-        softmax.add(reductions, scale_log2);
+        softmax.add(reductions);
       }
     }
     if (maximum_first) {
@@ -640,7 +638,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
 #pragma unroll 4
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 
-    OnlineSoftmax<1>& softmax = consumer.softmax;
+    auto& softmax = consumer.softmax;
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return to_row_max(sink_of(common, tile.work.head)); });

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES
+from cuflash.emulator import SCHEDULES, passes
 from cuflash.plan import DeviceSpec
 from cuflash.plan.tiles import round_up
 from tests.emulate import attention
@@ -171,3 +171,21 @@ def assert_only_noise(frames, count):
 
 # Every option and every kernel.
 SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input", dropout=0.2)
+
+
+def judge_reductions(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
+    """Both passes of a case with reductions of rows, and the gradients of these."""
+    arrays, problem, want = case.arrays(), replace(case.problem, deterministic=deterministic), case.reductions
+    options |= {"arch": arch, **case.random}
+    of_rows = ("dout", "dlse", *(f"d{name}" for name in want))
+    found = passes.forward(
+        problem, {name: x for name, x in arrays.items() if name not in of_rows}, want=want, **options
+    )
+    results = dict(zip(("out", "lse", *want), found, strict=True))
+    ct.assert_forward(case, **results)
+    if "dout" not in arrays:
+        return
+    need = ct.gradients_of(problem)
+    every = arrays | {name: results[name] for name in want if name == "entropy"}
+    gradients = passes.backward(problem, every, results["out"], results["lse"], need=need, **options)
+    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))

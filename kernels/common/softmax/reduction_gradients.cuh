@@ -38,16 +38,18 @@ struct ReductionGradients {
 #else
   CUFLASH_DEVICE ReductionGradients(const Params&, Entry, int) {}
 #endif
-  // What delta of a row is for a weight.
-  CUFLASH_DEVICE Real delta_of(Real delta, Real weight, int row) const {
+  // What delta of a row is for a weight. A row that does not `exist` need not have statistics.
+  CUFLASH_DEVICE Real delta_of(Real delta, Real weight, int row, bool exists = true) const {
 #if CUFLASH_REDUCTIONS
+    if (!exists) return delta;
     if constexpr (kTakesDentropy) return ptx::fused(dentropy[row], log_of_weight(weight), delta);
 #endif
     return delta;
   }
   // The gradient of the score of a pair, which is `ds` without that of the maximum.
-  CUFLASH_DEVICE Real with_max(Real ds, int row, int key) const {
+  CUFLASH_DEVICE Real with_max(Real ds, int row, int key, bool exists = true) const {
 #if CUFLASH_REDUCTIONS
+    if (!exists) return ds;
     if constexpr (kTakesDmax) return key == first_max[row] ? ds + dmax[row] : ds;
 #endif
     return ds;

@@ -12,21 +12,17 @@
 // Weights of exponents below this one are 0, as those of hidden pairs are, and so are their terms of r.
 constexpr Real kLeastExponent = -1024;
 
-// The exponents and weights of some scores: of a tile, until it is known that it is not done again.
+// The reductions of some scores: of a tile, until it is known that it is not done again.
 template <int m_tiles, bool made = kReducesMax || kReducesEntropy>
 struct TileReductions {
-  Real largest[m_tiles][2];  // over this lane's columns only, as is the moment
-  Real moment[m_tiles][2];   // r
+  i32 weight_bits[m_tiles][2];  // of the largest weight, over this lane's columns only, as is the moment
+  Real moment[m_tiles][2];      // r
 
   CUFLASH_DEVICE TileReductions() {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) largest[m][half] = -ptx::infinity(), moment[m][half] = 0;
-  }
-  // Takes in a score, which need not have its factor yet.
-  CUFLASH_DEVICE void add_score(int m, int half, Real score) {
-    if constexpr (kReducesMax) largest[m][half] = max_of(largest[m][half], score);
+      for (int half = 0; half < 2; ++half) weight_bits[m][half] = 0, moment[m][half] = 0;
   }
   // Takes in a weight with its exponent, which is -inf only if the pair `may_be_hidden`.
   CUFLASH_DEVICE void add_weight(int m, int half, Real weight, Real exponent, bool may_be_hidden) {
@@ -34,45 +30,69 @@ struct TileReductions {
       moment[m][half] =
           ptx::fused(weight, may_be_hidden ? max_of(exponent, kLeastExponent) : exponent, moment[m][half]);
   }
+  // Takes two weights into the largest one. Their bits are in the order of integers, of which one instruction finds the
+  // largest of three on compute capability 9.0; that of floats has two operands.
+  CUFLASH_DEVICE void add_largest(int m, int half, float first, float second) {
+    if constexpr (kReducesMax)
+      weight_bits[m][half] = max_of(max_of(weight_bits[m][half], (i32)ptx::bits_of(first)), (i32)ptx::bits_of(second));
+  }
 };
 
 // Without reductions, nothing is left of them.
 template <int m_tiles>
 struct TileReductions<m_tiles, false> {
-  CUFLASH_DEVICE void add_score(int, int, Real) {}
   CUFLASH_DEVICE void add_weight(int, int, Real, Real, bool) {}
+  CUFLASH_DEVICE void add_largest(int, int, Real, Real) {}
 };
 
-template <int m_tiles, bool natural, bool made = kReducesMax || kReducesEntropy>
+// Those of rows. `by_weights` says that the largest score is that of the largest weight, which costs less where the
+// maxima of tiles are not known.
+template <int m_tiles, bool natural, bool by_weights, bool made = kReducesMax || kReducesEntropy>
 struct RowReductions : TileReductions<m_tiles> {
-  using TileReductions<m_tiles>::largest;
   using TileReductions<m_tiles>::moment;
+  using TileReductions<m_tiles>::weight_bits;
 
-  // Takes in a tile whose scores are natural, or exponents over `exponent_scale`.
-  CUFLASH_DEVICE void add(const TileReductions<m_tiles>& tile, Real exponent_scale) {
+  Real largest[m_tiles][2];  // the largest score, in the unit of row maxima
+
+  CUFLASH_DEVICE RowReductions() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[m][half] = -ptx::infinity();
+  }
+  CUFLASH_DEVICE void add(const TileReductions<m_tiles>& tile) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (kReducesMax) {
-          const Real own = tile.largest[m][half];
-          largest[m][half] = max_of(largest[m][half], natural ? own : ptx::multiply(own, exponent_scale));
-        }
-        if constexpr (kReducesEntropy) moment[m][half] += tile.moment[m][half];
+        weight_bits[m][half] = max_of(weight_bits[m][half], tile.weight_bits[m][half]);
+        moment[m][half] += tile.moment[m][half];
       }
+  }
+  CUFLASH_DEVICE void add_tile_max(int m, int half, Real tile_max) {
+    if constexpr (kReducesMax && !by_weights) largest[m][half] = max_of(largest[m][half], tile_max);
+  }
+  CUFLASH_DEVICE void add_largest(int m, int half, Real first, Real second) {
+    if constexpr (by_weights) TileReductions<m_tiles>::add_largest(m, half, first, second);
   }
   // The row max rises: `exponent` is that of the old one relative to the new one, `factor` its exponential, and
   // `row_sum` what was summed before.
   CUFLASH_DEVICE void rescale_moment(int m, int half, Real factor, Real exponent, Real row_sum) {
     if constexpr (kReducesEntropy)
       moment[m][half] = factor == 0 ? 0 : factor * ptx::fused(exponent, row_sum, moment[m][half]);
+    if constexpr (kReducesMax && by_weights)
+      weight_bits[m][half] = (i32)ptx::bits_of(ptx::float_of((u32)weight_bits[m][half]) * factor);
   }
-  // Adds up the lanes of each row.
-  CUFLASH_DEVICE void finish() {
+  // Adds up the lanes of each row, before a sink does.
+  CUFLASH_DEVICE void finish(const Real (&row_max)[m_tiles][2]) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if constexpr (kReducesMax && by_weights) {
+          const float exponent = log_sum_exp<true>(0, ptx::float_of((u32)weight_bits[m][half]));
+          largest[m][half] = row_max[m][half] + (natural ? exponent : exponent * kLog2e);
+        }
 #pragma unroll
         for (int mask = 1; mask < 4; mask *= 2) {
           if constexpr (kReducesMax)
@@ -92,11 +112,12 @@ struct RowReductions : TileReductions<m_tiles> {
   }
 };
 
-template <int m_tiles, bool natural>
-struct RowReductions<m_tiles, natural, false> : TileReductions<m_tiles, false> {
-  CUFLASH_DEVICE void add(const TileReductions<m_tiles>&, Real) {}
+template <int m_tiles, bool natural, bool by_weights>
+struct RowReductions<m_tiles, natural, by_weights, false> : TileReductions<m_tiles, false> {
+  CUFLASH_DEVICE void add(const TileReductions<m_tiles>&) {}
+  CUFLASH_DEVICE void add_tile_max(int, int, Real) {}
   CUFLASH_DEVICE void rescale_moment(int, int, Real, Real, Real) {}
-  CUFLASH_DEVICE void finish() {}
+  CUFLASH_DEVICE void finish(const Real (&)[m_tiles][2]) {}
 };
 
 // Stores those of a row that are wanted.

@@ -12,9 +12,9 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
                                                 : 8.0f;
 
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
-template <int m_tiles, bool natural = kNaturalRowMax>
-struct OnlineSoftmax : RowReductions<m_tiles, natural> {
-  using Reductions = RowReductions<m_tiles, natural>;
+template <int m_tiles, bool natural = kNaturalRowMax, bool max_by_weights = false>
+struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
+  using Reductions = RowReductions<m_tiles, natural, max_by_weights>;
 
   Real row_max[m_tiles][2];  // exponents are relative to it; -inf until a key is visible
   Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
@@ -78,6 +78,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural> {
             score[m][n][i] = warp_exponential(exponent);
             Reductions::add_weight(m, half, score[m][n][i], exponent, true);
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
+            if (i % 2 == 1) Reductions::add_largest(m, half, score[m][n][i - 1], score[m][n][i]);
           }
         if constexpr (kWide) sum[m][half] += tile_sum;
       }
@@ -92,7 +93,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural> {
         row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 1);
         row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);
       }
-    Reductions::finish();
+    Reductions::finish(row_max);
   }
 
   // Adds one more key to each row, after `finish`: its value is zero, and its score, in the unit of row maxima, is
@@ -135,7 +136,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural> {
         max = max_of(max, ptx::shuffle_xor(max, 1));
         max = max_of(max, ptx::shuffle_xor(max, 2));
         tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
-        Reductions::add_score(m, half, tile_max[m][half]);
+        Reductions::add_tile_max(m, half, tile_max[m][half]);
         grows = grows || tile_max[m][half] > row_max[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
       }
     if (!ptx::any_lane(grows)) return false;

@@ -21,7 +21,8 @@ CUFLASH_DEVICE void store_lse(Real* to, Real row_max, Real sum) {
   to[0] = lse;
   if constexpr (CUFLASH_LSE_WIDE) to[1] = rest_of_lse<natural>(lse, row_max, sum);
 }
-template <int m_tiles, bool natural>
-CUFLASH_DEVICE void store_lse(Real* to, const OnlineSoftmax<m_tiles, natural>& softmax, int m, int half) {
+template <int m_tiles, bool natural, bool max_by_weights>
+CUFLASH_DEVICE void store_lse(Real* to, const OnlineSoftmax<m_tiles, natural, max_by_weights>& softmax, int m,
+                              int half) {
   store_lse<natural>(to, softmax.row_max[m][half], softmax.row_sum[m][half]);
 }

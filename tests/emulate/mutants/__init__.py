@@ -13,6 +13,7 @@ from tests.emulate.mutants import (
     fp32,
     functions,
     helpers,
+    reductions,
     sm80,
     sm90_backward,
     sm90_backward_jvp,
@@ -37,6 +38,7 @@ MUTANTS = (
     *fp32.MUTANTS,
     *helpers.MUTANTS,
     *functions.MUTANTS,
+    *reductions.MUTANTS,
     *float8.MUTANTS,
     *tangents.MUTANTS,
 )

@@ -150,7 +150,7 @@ MUTANTS = (
     mutant("dscale and dsoftcap change places", SCORES_REDUCE, "of_scale ? kSumOfScale : kSumOfSoftcap",
            "of_scale ? kSumOfSoftcap : kSumOfScale", "sums"),
     # ---- helpers/sinks.cu
-    mutant("the gradient of a sink has the other sign", SINKS, "sum -= weight * own.delta", "sum += weight * own.delta",
+    mutant("the gradient of a sink has the other sign", SINKS, "sum -= weight * delta;", "sum += weight * delta;",
            "backward sinks"),
     mutant("rows of the first batch entry alone", SINKS, "(i64)(kIsPacked ? 1 : params.batch) * rows", "rows",
            "backward sinks"),

@@ -23,7 +23,7 @@ from cuflash.spec.options import Origin
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention, merges
-from tests.emulate.checks import judge_functions
+from tests.emulate.checks import judge_functions, judge_reductions
 from tests.scored import few_tiles
 
 
@@ -117,6 +117,19 @@ class Trial:
         conflicts = sum(launch.matrix_load_conflicts for launch in launches)
         if conflicts:
             raise AssertionError(f"{conflicts} bank conflicts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionTrial:
+    """Both passes of a case with reductions of rows."""
+
+    case: ct.Case
+    arch: str = "9.0"
+    deterministic: bool = False
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        judge_reductions(self.case, self.arch, self.deterministic, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

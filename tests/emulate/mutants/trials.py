@@ -25,7 +25,7 @@ from cuflash.plan.sm90.tiles import (
 from cuflash.spec.options import Origin
 from tests.emulate import attention
 from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_tangents, trials_wide
-from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, Trial
+from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, ReductionTrial, Trial
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -202,8 +202,19 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
 
 
 AnyTrial = (
-    Trial | FunctionTrial | MergeTrial | trials_large.LargeTrial | trials_large.PairTrial | trials_tangents.AnyTrial
+    Trial
+    | FunctionTrial
+    | MergeTrial
+    | ReductionTrial
+    | trials_large.LargeTrial
+    | trials_large.PairTrial
+    | trials_tangents.AnyTrial
 )
+_REDUCED = ct.Case(
+    seqlen_q=70, seqlen_k=150, batch=1, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16", causal=True,
+    sinks=True, score_spread=6.0, reductions=("max", "entropy"), seed=2,
+)  # fmt: skip
+
 TRIALS: dict[str, AnyTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
@@ -606,6 +617,15 @@ TRIALS: dict[str, AnyTrial] = {
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     **trials_tangents.TRIALS,
+    "reductions": ReductionTrial(case=_REDUCED, arch="8.0"),
+    "reductions deterministic": ReductionTrial(
+        case=replace(_REDUCED, bias=(4, 70, 150)), arch="8.0", deterministic=True
+    ),
+    "reductions float32": ReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
+    "reductions sm90": ReductionTrial(case=replace(_REDUCED, reductions=("entropy",), score_spread=1.0)),
+    "reductions sm90 spread": ReductionTrial(
+        case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
+    ),
     "merge": MergeTrial(columns=68),
     "merge odd columns": MergeTrial(columns=5),
     "functions": FunctionTrial(score="distance", mask="near"),

@@ -8,9 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import passes
-from cuflash.plan import DeviceSpec
-from tests.reductions import gap_is_clear
+from tests.emulate.checks import judge_reductions
+from tests.row_reductions import gap_is_clear
 from tests.sampling import examples, sample
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
@@ -31,25 +30,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False) -> None:
-    arrays, problem, want = case.arrays(), replace(case.problem, deterministic=deterministic), case.reductions
-    given = {
-        name: x for name, x in arrays.items() if name not in ct.optional_backward(arrays) or name in ct.optional(arrays)
-    }
-    given.pop("dout", None)
-    found = passes.forward(problem, given, arch=arch, want=want, **case.random)
-    results = dict(zip(("out", "lse", *want), found, strict=True))
-    ct.assert_forward(case, **results)
-    if "dout" not in arrays:
-        return
-    need = ct.gradients_of(problem)
-    of_rows = {name: results[name] for name in want if name == "entropy"}
-    gradients = passes.backward(
-        problem, {**arrays, **of_rows}, results["out"], results["lse"], need=need, arch=arch, **case.random
-    )
-    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
-
-
 @pytest.mark.parametrize(
     ("case", "arch"),
     sample(
@@ -65,7 +45,7 @@ def check(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False) ->
     ids=str,
 )
 def test_every_option(case, arch):
-    check(case, arch)
+    judge_reductions(case, arch)
 
 
 @settings(max_examples=examples(8))
@@ -78,4 +58,4 @@ def test_every_option(case, arch):
 def test_options_together(case, want, arch, deterministic):
     case = replace(case, reductions=want)
     assume("max" not in want or gap_is_clear(case))
-    check(case, arch, deterministic)
+    judge_reductions(case, arch, deterministic)

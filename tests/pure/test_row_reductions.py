@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.testing import reference
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
-from tests.reductions import gap_is_clear, results_of
+from tests.row_reductions import gap_is_clear, results_of
 from tests.sampling import examples, sample
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
