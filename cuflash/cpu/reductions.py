@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.arrays.array_info import FLOAT8
 from cuflash.cpu import backend, core, fallback, jobs
 from cuflash.cpu.packed import sequences
 from cuflash.spec.options import Options
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
-from cuflash.spec.quantization import dequantize
-from cuflash.spec.reductions import as_rows_of_values, of_values
+from cuflash.spec.reductions import as_rows_of_values, of_values, widened
 
 Array = NDArray[Any]
-HALVES = ("float16", "bfloat16")
 
 
 def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
@@ -31,7 +28,7 @@ def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
     problem, arrays = _bound(COLUMN_SUMS, options, arrays)
     if problem.block_table is not None or core.why_not(problem) is not None or not problem.num_heads:
         return _of_columns(problem, arrays, ReductionJob.sums, np.add)
-    given = _widened(options, arrays)
+    given = widened(options, arrays)
     dtype = given["q"].dtype
     factors = given.pop("dlse", None)
     factors = np.ones(given["lse"].shape, dtype) if factors is None else factors
@@ -68,21 +65,9 @@ def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Pr
     given = dict(arrays)
     problem = backend.bound(pass_, options, given, ()).problem
     if problem.has_float8:
-        given = _widened(options, given)
+        given = widened(options, given)
         problem = backend.bound(pass_, options, given, ()).problem
     return problem, given
-
-
-def _widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, of which those of 16 bits are float32, and those of fp8 have the dtype of the softmax."""
-    found, dtype = dict(arrays), "float64" if arrays["q"].dtype == np.float64 else "float32"
-    layout: Any = options.layout
-    for name, x in arrays.items():
-        if x.dtype.name in FLOAT8:
-            found[name] = dequantize(x, arrays.get(f"{name}_scale"), dtype=dtype, layout=layout)
-        elif x.dtype.name in HALVES:
-            found[name] = x.astype(np.float32)
-    return {name: x for name, x in found.items() if name not in ("q_scale", "k_scale", "v_scale")}
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

@@ -48,9 +48,13 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
     raise ValueError(f"SCORE_ARG: got {SCORE_ARG.itemsize} bytes, expected {SCORE_ARG_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
-POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
-# Tangents of gradients are where gradients are in other passes.
-_FIELD_OF = {f"t{name}": name for name in GRADIENTS}
+_FIELD_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
+# Reductions of the weights are where gradients of keys are in other passes.
+_REDUCTIONS = {"column_sums": "dv", "column_max": "dv"}
+POINTER_WORD = _FIELD_WORD | {name: _FIELD_WORD[field] for name, field in _REDUCTIONS.items()}
+# And so are tangents of gradients.
+_TANGENTS = {f"t{name}": name for name in GRADIENTS}
+_FIELD_OF = _TANGENTS | _REDUCTIONS
 # Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
@@ -140,7 +144,7 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
     words, end = POINTER_WORD, PARAMS_BYTES
     if problem.moved is not None:
-        words = words | {name: words[field] for name, field in _FIELD_OF.items()}
+        words = words | {name: words[field] for name, field in _TANGENTS.items()}
         words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
         end += TANGENT_BYTES
     if not problem.has_functions:

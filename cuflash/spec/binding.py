@@ -37,6 +37,7 @@ from cuflash.spec.outputs import (
     MOVABLE_OVER_ROWS,
     NUMBER_GRADIENTS,
     OVER_HEAD_DIM,
+    REDUCTION_ROWS,
     UPSTREAM,
     Output,
 )
@@ -44,6 +45,7 @@ from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
 _INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.gradient_via}
+_REDUCED = tuple(row.name for row in REDUCTION_ROWS)
 
 
 class _Named(NamedTuple):
@@ -381,4 +383,6 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
         return gradient_operand(_INPUT_OF_GRADIENT[moved], problem, array)
     if moved in NAMES:
         return gradient_operand(_INPUT_OF_GRADIENT[f"d{moved}"], problem, array)
+    if name in _REDUCED:  # which lie as lse does, in every layout
+        return rows_of(array)
     return rows_of(array) if name in MOVABLE_OVER_ROWS else layout_of(array, problem.layout)

@@ -16,17 +16,21 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cuflash.arrays.array_info import check_array
+import numpy as np
+
+from cuflash.arrays.array_info import FLOAT8, check_array
 from cuflash.arrays.checks import as_integer, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.call import Backend, prepare
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
+from cuflash.spec.quantization import dequantize
 from cuflash.spec.rewrites import equivalent
 from cuflash.spec.streamed import Streamed, StreamedPair
 
 Array = Any  # of NumPy or CuPy
+HALVES = ("float16", "bfloat16")
 MOST_KEYS = 64  # of a row, that `top_keys` returns
 
 
@@ -84,6 +88,18 @@ def checked_count(count: Any) -> int:
     if not 1 <= wanted <= MOST_KEYS:
         raise value_error("count", wanted, f"1 to {MOST_KEYS}")
     return wanted
+
+
+def widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, of which those of 16 bits are float32, and those of fp8 have the dtype of the softmax."""
+    found, dtype = dict(arrays), "float64" if arrays["q"].dtype == np.float64 else "float32"
+    layout: Any = options.layout
+    for name, x in arrays.items():
+        if x.dtype.name in FLOAT8:
+            found[name] = dequantize(x, arrays.get(f"{name}_scale"), dtype=dtype, layout=layout)
+        elif x.dtype.name in HALVES:
+            found[name] = x.astype(np.float32)
+    return {name: x for name, x in found.items() if name not in ("q_scale", "k_scale", "v_scale")}
 
 
 # ---- column sums as gradients of values ------------------------------------------------------------------------------

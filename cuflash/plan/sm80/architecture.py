@@ -7,6 +7,7 @@ from cuflash.plan.sm80.backward import Backward, Dq, Scores
 from cuflash.plan.sm80.decode import Decode
 from cuflash.plan.sm80.forward import Forward
 from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp, ScoresJvp
+from cuflash.plan.sm80.reductions import Columns
 
 SM80 = Architecture(
     decode=(Decode(),),
@@ -18,4 +19,5 @@ SM80 = Architecture(
     backward=(Backward(),),
     dq=(Dq(),),
     scores=(Scores(),),
+    columns=(Columns(),),
 )

@@ -1,0 +1,35 @@
+"""Reductions of the attention weights: which family of kernels computes them."""
+
+from __future__ import annotations
+
+from cuflash.plan.architectures import COLUMN_FAMILIES
+from cuflash.plan.backward import add_preprocess
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import BACK_SECTION, choose_family, family_of
+from cuflash.plan.scores import needs
+from cuflash.plan.tiles import Tile
+
+# What kernels that recompute weights do in the backward pass, and these do not.
+NO_GRADIENTS = {
+    **dict.fromkeys(("CUFLASH_PAIRS_STATS", "CUFLASH_DQ_BY_REDUCTION", "CUFLASH_DQ_IN_ORDER"), 0),
+    **dict.fromkeys(("CUFLASH_REVERSED_ONE_IN", "CUFLASH_NEEDS_DK", "CUFLASH_NEEDS_DV", "CUFLASH_CLEARS_AHEAD"), 0),
+    **dict.fromkeys(("CUFLASH_SPLITS_GROUP", "CUFLASH_SPLITS_TAIL"), 0),
+    **needs(()),
+    "CUFLASH_BACK_SECTION": BACK_SECTION,
+}
+
+
+def draft_columns(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of a reduction over queries, with the tile that is given, or one of the tables."""
+    if tiles:
+        tile, reason = tiles[0], draft.origin
+        family = family_of(COLUMN_FAMILIES, tile)
+    else:
+        family, tile, reason = choose_family(COLUMN_FAMILIES, draft)
+    draft.tiles = (tile,)
+    draft.defines |= NO_GRADIENTS
+    draft.add_tables(tile)
+    draft.reasons.append(reason)
+    add_preprocess(draft, tile, tile, ())
+    family.draft(draft, tile)
+    draft.models.append(family.model)

@@ -1,0 +1,73 @@
+"""Reductions of the attention weights by the kernels in the emulator, by the oracle rule."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash.emulator import passes
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS
+from cuflash.spec.problem import make_problem
+from tests.reductions import attention_of, inputs_of, judge, lse_of
+from tests.sampling import examples, sample
+
+FEATURES = (*ct.FEATURES, "sinks", "block_mask", "packed", "lengths")
+SIZES: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "sinks": True},
+    {"softcap": 5.0, "alibi_slopes": (4,), "window": (40, 9)},
+    {"bias": (1, 4, 113, 203), "mask": (113, 203), "head_dim": 3},
+    {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
+    {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 1},
+    {"score_mean": 3e3, "causal": True},
+    {"kv_lengths": (77,), "layout": "bshd", "strides": "padded"},
+)
+
+
+def reduced(case, arch):
+    """The weights of rows, the column sums and the column maximum of a case."""
+    attn, arrays = attention_of(case), inputs_of(case)
+    lse = lse_of(attn, arrays)
+    arrays["v"] = arrays["k"][..., :0]
+    optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
+    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **optional)
+    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
+    shape = (*lse.shape[:-1], case.seqlen_k)
+    inputs = {**arrays, "lse": lse}
+    call: Any = passes._call
+    (sums,) = call(COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)}, arch=arch)
+    (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)}, arch=arch)
+    return weights, sums, largest
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    sample(
+        [
+            (ct.Case(**SIZES | {"dtype": dtype} | options), arch)
+            for options in OPTIONS
+            for dtype in ("bfloat16", "float32", "float64")
+            for arch in ("8.0", "7.5", "9.0")
+            if (dtype, arch) != ("float64", "7.5")
+        ],
+        24,
+    ),
+    ids=str,
+)
+def test_every_option(case, arch):
+    weights, sums, largest = reduced(case, arch)
+    judge(case, weights, sums, largest)
+
+
+@settings(max_examples=examples(16))
+@given(
+    ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13), st.sampled_from(("8.0", "9.0"))
+)
+def test_options_together(case, arch):
+    weights, sums, largest = reduced(replace(case, dropout=0.0), arch)
+    judge(case, weights, sums, largest)
