@@ -50,7 +50,7 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
 # Which 64-bit word of the struct holds the pointer of an array.
 _FIELD_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
 # Reductions of the weights are where gradients of keys are in other passes.
-_REDUCTIONS = {"column_sums": "dv", "column_max": "dv"}
+_REDUCTIONS = {"column_sums": "dv", "column_max": "dv", "key_indices": "dk", "key_weights": "dv"}
 POINTER_WORD = _FIELD_WORD | {name: _FIELD_WORD[field] for name, field in _REDUCTIONS.items()}
 # And so are tangents of gradients.
 _TANGENTS = {f"t{name}": name for name in GRADIENTS}

@@ -10,7 +10,7 @@ import cupy
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.gpu import backend
 from cuflash.spec.options import Options
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, Pass
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.reductions import widened
 
 
@@ -24,6 +24,15 @@ def column_sums(options: Options, arrays: Mapping[str, Any]) -> Any:
 def column_max(options: Options, arrays: Mapping[str, Any]) -> Any:
     """The largest weight of each column, 0 of a key that no query attends to; per query head."""
     return _run(COLUMN_MAX, options, arrays)[0]
+
+
+def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Any, Any]:
+    """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
+    lse = arrays["lse"]
+    shape = (*lse.shape, count)
+    results = {"key_indices": cupy.empty(shape, "int32"), "key_weights": cupy.empty(shape, lse.dtype)}
+    indices, weights = _run(TOP_KEYS, options, {**arrays, **results})
+    return indices, weights
 
 
 def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x 
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
 BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.bias)
 COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.columns)
+TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.top)
 # By the type of their rows.
 FAMILIES: dict[type[Tile], Family[Any]] = {
     family.tile: family

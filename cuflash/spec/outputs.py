@@ -109,8 +109,8 @@ GRADIENT_ROWS = (
 COLUMN_SUMS_ROWS = (Output(name="column_sums", axes=_COLUMNS, dtype="softmax", is_default=True),)
 COLUMN_MAX_ROWS = (Output(name="column_max", axes=_COLUMNS, dtype="softmax", is_default=True),)
 TOP_KEYS_ROWS = (
-    Output(name="top_indices", axes=(*_QUERIES, "count"), dtype="index", strides=4, is_default=True),
-    Output(name="top_weights", axes=(*_QUERIES, "count"), dtype="softmax", strides=4, is_default=True),
+    Output(name="key_indices", axes=(*_QUERIES, "count"), dtype="index", strides=4, is_default=True),
+    Output(name="key_weights", axes=(*_QUERIES, "count"), dtype="softmax", strides=4, is_default=True),
 )
 REDUCTION_ROWS = (*COLUMN_SUMS_ROWS, *COLUMN_MAX_ROWS, *TOP_KEYS_ROWS)
 # Tangents of both: what the passes jvp and backward_jvp give.

@@ -1,6 +1,5 @@
 """Reductions of the attention weights by the kernels in the emulator, by the oracle rule."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import passes
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.spec.problem import make_problem
 from tests.reductions import attention_of, inputs_of, judge, lse_of
 from tests.sampling import examples, sample
@@ -29,8 +28,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def reduced(case, arch):
-    """The weights of rows, the column sums and the column maximum of a case."""
+def reduced(case, arch, count):
+    """The weights of rows, and the column sums, the column maximum and the strongest keys of a case."""
     attn, arrays = attention_of(case), inputs_of(case)
     lse = lse_of(attn, arrays)
     arrays["v"] = arrays["k"][..., :0]
@@ -42,7 +41,8 @@ def reduced(case, arch):
     call: Any = passes._call
     (sums,) = call(COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)}, arch=arch)
     (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)}, arch=arch)
-    return weights, sums, largest
+    of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
+    return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top, arch=arch)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def reduced(case, arch):
     ids=str,
 )
 def test_every_option(case, arch):
-    weights, sums, largest = reduced(case, arch)
-    judge(case, weights, sums, largest)
+    judge(case, *reduced(case, arch, 16 if case.dtype == "bfloat16" else 60))
 
 
 @settings(max_examples=examples(16))
 @given(
-    ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13), st.sampled_from(("8.0", "9.0"))
+    ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13),
+    st.sampled_from(("8.0", "9.0")),
+    st.sampled_from((1, 8, 33, 64)),
 )
-def test_options_together(case, arch):
-    weights, sums, largest = reduced(replace(case, dropout=0.0), arch)
-    judge(case, weights, sums, largest)
+def test_options_together(case, arch, count):
+    judge(case, *reduced(case, arch, count))

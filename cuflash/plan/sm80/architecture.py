@@ -7,7 +7,7 @@ from cuflash.plan.sm80.backward import Backward, Dq, Scores
 from cuflash.plan.sm80.decode import Decode
 from cuflash.plan.sm80.forward import Forward
 from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp, ScoresJvp
-from cuflash.plan.sm80.reductions import Columns
+from cuflash.plan.sm80.reductions import Columns, Top
 
 SM80 = Architecture(
     decode=(Decode(),),
@@ -20,4 +20,5 @@ SM80 = Architecture(
     dq=(Dq(),),
     scores=(Scores(),),
     columns=(Columns(),),
+    top=(Top(),),
 )

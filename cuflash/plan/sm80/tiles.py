@@ -222,6 +222,26 @@ class ColumnTile(Sm80Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopTile(Sm80Tile):
+    """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
+
+    capacity: int = 64  # candidates in the buffer of a row
+
+    defined = ("capacity",)
+    variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2)}
+
+    dim_multiple = 16
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        tiles = tile_bytes(self.block_m, dim, size) + self.num_stages * tile_bytes(self.block_n, dim, size)
+        return tiles + self.block_m * (self.capacity + 1) * (max(size, 4) + 4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoresTile(Sm80Tile):
     """One way to cut `outputs.SCORE_GRADIENTS`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
 
@@ -264,6 +284,7 @@ _backward_jvp = maker(
 )
 _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
 _columns = maker(ColumnTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_top = maker(TopTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 _scores_jvp = maker(ScoresJvpTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 
@@ -533,6 +554,30 @@ COLUMN_TILES = (
     _columns(256,  16, 32,  2, 1, 1, 0, ARITHMETIC, element_bytes=8),
     _columns(256,  16, 16,  1, 1, 1, 0, SMALL, element_bytes=8),
     _columns(512,  16, 16,  1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+)
+
+TOP_TILES = (
+    #    max_dim  m   n  warps stages blocks ahead
+    _top(64,   64, 64, 4, 2, 2, 2, ARITHMETIC),
+    _top(128,  64, 64, 4, 2, 2, 2, ARITHMETIC),
+    _top(128,  32, 32, 2, 1, 1, 2, SMALL),
+    _top(256,  64, 64, 4, 1, 1, 0, ARITHMETIC),
+    _top(256,  32, 32, 2, 1, 1, 0, SMALL),
+    _top(512,  32, 32, 2, 1, 1, 0, ARITHMETIC),
+    _top(512,  16, 16, 1, 1, 1, 0, SMALL),
+    _top(1024, 16, 16, 1, 1, 1, 0, ARITHMETIC),
+
+    _top(128,  64, 32, 4, 2, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(128,  32, 16, 2, 1, 1, 1, SMALL, element_bytes=4),
+    _top(256,  32, 32, 2, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(256,  16, 16, 1, 1, 1, 1, SMALL, element_bytes=4),
+    _top(512,  16, 16, 1, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(1024, 16, 16, 1, 1, 1, 1, ARITHMETIC, element_bytes=4),
+
+    _top(64,   32, 32, 2, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(128,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(256,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(384,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
 )
 
 SCORES_JVP_TILES = (
