@@ -80,29 +80,42 @@ struct Sorted {
       own[i] = {-ptx::infinity(), 0xffffffff};
       if (at < size) own[i] = buffer.load(at);
     }
-    // Batcher's bitonic network.
+    // Batcher's bitonic network. Its loops are not unrolled: it is long, and rarely runs.
+#pragma unroll 1
+    for (int length = 2; length <= kCapacity; length *= 2) {
+      if constexpr (kOfLane > 2)
+        if (length > 64) exchange_in_lane<64>(length);
+      if (length > 32) exchange_in_lane<32>(length);
+#pragma unroll 1
+      for (int distance = min_of(length / 2, 16); distance > 0; distance /= 2)
 #pragma unroll
-    for (int length = 2; length <= kCapacity; length *= 2)
-#pragma unroll
-      for (int distance = length / 2; distance > 0; distance /= 2) exchange(length, distance);
+        for (int i = 0; i < kOfLane; ++i) {
+          const Candidate other = {ptx::shuffle_xor(own[i].score, distance),
+                                   ptx::shuffle(own[i].key, lane_index() ^ distance)};
+          keep(own[i], other, keeps_first(i, length, distance));
+        }
+    }
   }
 
  private:
-  CUFLASH_DEVICE static void keep(Candidate& mine, const Candidate& other, bool keeps_first) {
-    if (other.is_before(mine) == keeps_first && (other.score != mine.score || other.key != mine.key)) mine = other;
+  // Whether the candidate of a pair that this lane has at i is to come first.
+  CUFLASH_DEVICE static bool keeps_first(int i, int length, int distance) {
+    const int at = lane_index() + 32 * i;
+    return ((at & distance) == 0) == ((at & length) == 0);
   }
-  CUFLASH_DEVICE void exchange(int length, int distance) {
-    const Sorted before = *this;
+  CUFLASH_DEVICE static void keep(Candidate& mine, const Candidate& other, bool keeps_first) {
+    if (keeps_first ? other.is_before(mine) : mine.is_before(other)) mine = other;
+  }
+  template <int distance>
+  CUFLASH_DEVICE void exchange_in_lane(int length) {
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-      const int at = lane_index() + 32 * i;
-      const bool keeps_first = ((at & distance) == 0) == ((at & length) == 0);
-      if (distance >= 32) {
-        keep(own[i], before.own[i ^ (distance / 32)], keeps_first);
-      } else {
-        const Candidate& mine = before.own[i];
-        keep(own[i], {ptx::shuffle_xor(mine.score, distance), ptx::shuffle(mine.key, lane_index() ^ distance)},
-             keeps_first);
+      constexpr int kApart = distance / 32;
+      if (i & kApart) continue;
+      Candidate &first = own[i], &second = own[i + kApart];
+      if (keeps_first(i, length, distance) ? second.is_before(first) : first.is_before(second)) {
+        const Candidate kept = first;
+        first = second, second = kept;
       }
     }
   }
