@@ -32,6 +32,6 @@ def draft_reduction(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines |= NO_GRADIENTS
     draft.add_tables(tile)
     draft.reasons.append(reason)
-    add_preprocess(draft, tile, tile, ())
+    add_preprocess(draft, tile, family.accumulator_layout(tile), ())
     family.draft(draft, tile)
     draft.models.append(family.model)

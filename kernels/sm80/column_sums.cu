@@ -10,11 +10,10 @@
 #include "common/io/params.cuh"
 #include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
-#include "common/score/scores.cuh"
+#include "common/softmax/columns.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-constexpr bool kIsMax = CUFLASH_COLUMN_MAX;          // else a sum
 constexpr int kKeyTiles = kBlockN / (16 * kNumWarps);  // m-tiles of 16 keys of a warp
 constexpr int kQueryTiles = kBlockM / 8;               // n-tiles of 8 queries
 constexpr int kRow = row_bytes(kDim);
@@ -29,87 +28,6 @@ constexpr u32 kBytesStats = kBlockM * 2 * sizeof(Real);
 constexpr u32 kBytesStage = kBytesQ + kBytesStats;
 constexpr int kRealsOf16Bytes = 16 / sizeof(Real);
 static_assert(kBytesK + kNumStages * kBytesStage == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
-
-// (lse, -w) of two neighbouring queries.
-CUFLASH_DEVICE void load_stats(u32 address, float (&stats)[4]) { ptx::load_shared_f32x4(address, stats); }
-CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
-  load_pair(address, stats[0], stats[1]);
-  load_pair(address + 16, stats[2], stats[3]);
-}
-
-// What a lane has of its keys: two of each m-tile.
-struct Columns {
-  Real value[kKeyTiles][2];
-
-  CUFLASH_DEVICE Columns() {
-#pragma unroll
-    for (auto& pair : value) pair[0] = pair[1] = 0;
-  }
-  // Element i of an m-tile: its weight, and -w of its query.
-  CUFLASH_DEVICE void add(int m, int i, Real weight, Real negative) {
-    Real& x = value[m][i / 2];
-    x = kIsMax ? max_of(x, weight) : x - weight * negative;
-  }
-  // Warp. The value of a key, from those of its four lanes.
-  CUFLASH_DEVICE Real of(int m, int half) const {
-    Real x = value[m][half];
-#pragma unroll
-    for (int mask = 1; mask <= 2; mask *= 2) {
-      const Real other = ptx::shuffle_xor(x, mask);
-      x = kIsMax ? max_of(x, other) : x + other;
-    }
-    return x;
-  }
-};
-
-// Adds the weights of a tile of products. `row` and `key` are those of this lane's first element, `s_stats` the
-// statistics of the tile.
-CUFLASH_DEVICE void add_tile(const Weights& weights, Real (&p)[kKeyTiles][kQueryTiles][4], u32 s_stats,
-                             const RowSum* row_sums, bool masked, int row, int key, Columns& columns) {
-  const auto row_of = [&](int n, int i) { return row + 8 * n + i % 2; };
-  const auto key_of = [&](int m, int i) { return key + 16 * m + i / 2 * 8; };
-  const auto load_own = [&](int n, Real(&stats)[4]) {
-    load_stats(s_stats + (8 * n + fragment_column()) * 2 * sizeof(Real), stats);
-  };
-  Real first[4];
-  load_own(0, first);
-  const bool large = is_of_large(first[0]);
-  weights.hide_products(p, masked, row_of, key_of);
-  const auto add_weights = [&](auto by_row_sum) __attribute__((always_inline)) {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      Real stats[4];
-      load_own(n, stats);
-#pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int of_row = row_of(n, i);
-          Real derivative, weight;
-          if (by_row_sum)
-            weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked, row_sums[of_row], derivative);
-          else
-            weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked, PlainRow{stats[i % 2 * 2]}, derivative);
-          columns.add(m, i, weight, stats[i % 2 * 2 + 1]);
-        }
-    }
-  };
-  // One body of code serves both where products are scores but for their factor.
-  if (large) {
-    if constexpr (!kScaleInExponent) {
-      add_weights(Constant<true>{});
-    } else {
-      const RelativeScores relative(weights.exponent_scale);
-#pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
-    }
-  }
-  if (kScaleInExponent || !large) add_weights(Constant<false>{});
-}
 
 CUFLASH_DEVICE void column_sums(const Params& params) {
   if (!is_chosen(params)) return;
@@ -144,7 +62,7 @@ CUFLASH_DEVICE void column_sums(const Params& params) {
     ptx::copy_async_commit();
   }
 
-  Columns columns;
+  Columns<kKeyTiles> columns;
   const Weights weights(params, batch, head, key_stop);
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
