@@ -24,7 +24,7 @@ class Columns(ReductionFamily[ColumnTile]):
         """Add the kernel, after the one that finds row statistics."""
         draft.add_block_index(tile, "query_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
-        is_max = {"CUFLASH_COLUMN_MAX": int(draft.pass_ is COLUMN_MAX)}
+        is_max = {"CUFLASH_COLUMN_MAX": int(draft.pass_ is COLUMN_MAX), "CUFLASH_SERIES_ONE_IN": 0}
         makes = ("max",) if draft.pass_ is COLUMN_MAX else ()
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **is_max)
 

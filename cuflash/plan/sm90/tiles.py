@@ -273,9 +273,11 @@ class ColumnSm90Tile(Tile):
     block_n: int
     num_stages: int
     min_blocks: int
+    series_one_in: int  # one of so many exponentials is a polynomial; 0: none
     origin: str = field(compare=False)
 
-    variations: ClassVar = {"block_m": (64, 128), "num_stages": (2, 3)}
+    defined = ("series_one_in",)
+    variations: ClassVar = {"block_m": (64, 128), "num_stages": (2, 3), "series_one_in": (0, 3, 4)}
 
     element_bytes = 2
     dim_multiple = 16
@@ -396,7 +398,7 @@ _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
-_columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
+_columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks series_one_in origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 
@@ -541,7 +543,7 @@ BACKWARD_TF32_SM90_TILES = (
 # fmt: on
 
 COLUMN_SM90_TILES = (
-    _columns_sm90(64, 128, 128, 3, 2, ARITHMETIC),
-    _columns_sm90(128, 128, 128, 2, 2, ARITHMETIC),
-    _columns_sm90(256, 64, 128, 2, 1, ARITHMETIC),
+    _columns_sm90(64, 128, 128, 3, 2, 4, ARITHMETIC),
+    _columns_sm90(128, 128, 128, 2, 2, 4, ARITHMETIC),
+    _columns_sm90(256, 64, 128, 2, 1, 0, ARITHMETIC),
 )
