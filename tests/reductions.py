@@ -115,6 +115,8 @@ def judge(case, weights, sums=None, largest=None, top=None):
         assert (largest >= (matrix - tolerance).max(axis=-2, initial=0)).all()
     if top is not None:
         _judge_top(top[0], top[1], matrix, tolerance)
+        if case.distinct_keys and not (case.causal or case.window or case.bias or case.mask or case.alibi_slopes):
+            _judge_ties(top[0], case.distinct_keys)
 
 
 def _assert_within(x, expected, tolerance):
@@ -139,3 +141,13 @@ def _judge_top(indices, weights, matrix, tolerance):
     rest = np.where(is_taken, 0, matrix - tolerance)
     allowed = np.where(is_key, allowed, 0).max(axis=-1, initial=0)
     assert (rest.max(axis=-1, initial=0) <= weights[..., -1] + allowed).all(), "a key is left out"
+
+
+def _judge_ties(indices, distinct):
+    """Of keys that are alike, which follow one another again and again, the first ones come in order."""
+    for row in indices.reshape(-1, indices.shape[-1]):
+        for which in range(distinct):
+            own = row[row % distinct == which]
+            assert (own[own >= 0] == which + distinct * np.arange((own >= 0).sum())).all(), (
+                "of equal scores a later key"
+            )

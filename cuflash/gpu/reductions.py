@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import cupy
-
 from cuflash.arrays.array_info import FLOAT8
+from cuflash.arrays.dlpack import module_of
 from cuflash.gpu import backend
 from cuflash.spec.options import Options
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
@@ -16,8 +15,8 @@ from cuflash.spec.reductions import widened
 
 def column_sums(options: Options, arrays: Mapping[str, Any]) -> Any:
     """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
-    lse = arrays["lse"]
-    factors = arrays["dlse"] if "dlse" in arrays else cupy.broadcast_to(cupy.ones((1,), lse.dtype), lse.shape)
+    lse, xp = arrays["lse"], module_of(arrays["lse"])
+    factors = arrays["dlse"] if "dlse" in arrays else xp.broadcast_to(xp.ones((1,), lse.dtype), lse.shape)
     return _run(COLUMN_SUMS, options, {**arrays, "dlse": factors})[0]
 
 
@@ -28,9 +27,9 @@ def column_max(options: Options, arrays: Mapping[str, Any]) -> Any:
 
 def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Any, Any]:
     """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
-    lse = arrays["lse"]
+    lse, xp = arrays["lse"], module_of(arrays["lse"])
     shape = (*lse.shape, count)
-    results = {"key_indices": cupy.empty(shape, "int32"), "key_weights": cupy.empty(shape, lse.dtype)}
+    results = {"key_indices": xp.empty(shape, "int32"), "key_weights": xp.empty(shape, lse.dtype)}
     indices, weights = _run(TOP_KEYS, options, {**arrays, **results})
     return indices, weights
 

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import passes
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
-from cuflash.spec.problem import make_problem
-from tests.reductions import attention_of, inputs_of, judge, lse_of
+from tests.emulate.reduced import reduced
+from tests.reductions import judge
 from tests.sampling import examples, sample
 
 FEATURES = (*ct.FEATURES, "sinks", "block_mask", "packed", "lengths")
@@ -26,23 +23,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"score_mean": 3e3, "causal": True},
     {"kv_lengths": (77,), "layout": "bshd", "strides": "padded"},
 )
-
-
-def reduced(case, arch, count):
-    """The weights of rows, and the column sums, the column maximum and the strongest keys of a case."""
-    attn, arrays = attention_of(case), inputs_of(case)
-    lse = lse_of(attn, arrays)
-    arrays["v"] = arrays["k"][..., :0]
-    optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
-    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **optional)
-    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
-    shape = (*lse.shape[:-1], case.seqlen_k)
-    inputs = {**arrays, "lse": lse}
-    call: Any = passes._call
-    (sums,) = call(COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)}, arch=arch)
-    (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)}, arch=arch)
-    of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
-    return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top, arch=arch)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.emulate.mutants import (
     fp32,
     functions,
     helpers,
+    reductions,
     sm80,
     sm90_backward,
     sm90_backward_jvp,
@@ -39,6 +40,7 @@ MUTANTS = (
     *functions.MUTANTS,
     *float8.MUTANTS,
     *tangents.MUTANTS,
+    *reductions.MUTANTS,
 )
 MIN_CAUGHT = 0.9
 

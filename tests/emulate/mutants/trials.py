@@ -15,7 +15,15 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.spec.options import Origin
 from tests.emulate import attention
-from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_tangents, trials_wide
+from tests.emulate.mutants import (
+    trials_bias,
+    trials_decode,
+    trials_float8,
+    trials_large,
+    trials_reductions,
+    trials_tangents,
+    trials_wide,
+)
 from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, Trial
 
 
@@ -587,6 +595,7 @@ TRIALS: dict[str, AnyTrial] = {
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     **trials_tangents.TRIALS,
+    **trials_reductions.TRIALS,
     "merge": MergeTrial(columns=68),
     "merge odd columns": MergeTrial(columns=5),
     "functions": FunctionTrial(score="distance", mask="near"),
