@@ -218,10 +218,6 @@ class BiasFamily(Family[Row]):
 class ReductionFamily(Family[Row]):
     """A family of reductions of the attention weights."""
 
-    def table_of(self, draft: Draft) -> tuple[Row, ...]:
-        """The rows to choose from, which may depend on the shapes of results."""
-        return self.table(draft.problem)
-
     @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:
         """Add the kernel of the reduction, after those of what it reads."""
@@ -273,8 +269,7 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
         if why_not:
             reasons_against.append(f"not {family.kernel}: {why_not}")
     # The last family serves all that no other one does.
-    table = family.table_of(draft) if isinstance(family, ReductionFamily) else family.table(draft.problem)
-    tile, reason = choose_row(table, draft.problem, draft.device)
+    tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
         reasons_against.append("fp8 q, k and v become numbers of 16 bits, exactly, which are multiplied")
     return family, tile, "\n".join([reason, *reasons_against])

@@ -22,9 +22,7 @@ def reduced(case, arch, count, **options):
     shape = (*lse.shape[:-1], case.seqlen_k)
     inputs = {**arrays, "lse": lse}
     call: Any = functools.partial(passes._call, arch=arch, **options)
-    (sums,) = call(
-        COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)}, arch=arch, **options
-    )
+    (sums,) = call(COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)})
     (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)})
     of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
     return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top)

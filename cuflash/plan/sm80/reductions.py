@@ -29,15 +29,6 @@ class Columns(ReductionFamily[ColumnTile]):
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **is_max)
 
 
-# Candidates of a row that a buffer has space for, and the most keys of a row that are wanted then: at least 32 scores
-# come between two sorts of a buffer.
-CAPACITIES = {64: 32, 128: 64}
-TOP_TILES_OF = {
-    most: tuple(row.changed(capacity=capacity, min_blocks=1 if capacity > 64 else row.min_blocks) for row in TOP_TILES)
-    for capacity, most in CAPACITIES.items()
-}
-
-
 class Top(ReductionFamily[TopTile]):
     """Each tile of queries has a block, whose warps sort the buffers of their rows."""
 
@@ -49,13 +40,8 @@ class Top(ReductionFamily[TopTile]):
     def table(self, problem: Problem) -> tuple[TopTile, ...]:
         return TOP_TILES
 
-    def table_of(self, draft: Draft) -> tuple[TopTile, ...]:
-        count = draft.arrays["key_weights"].shape[-1]
-        return next(table for most, table in TOP_TILES_OF.items() if count <= most)
-
     def draft(self, draft: Draft, tile: TopTile) -> None:
         """Add the kernel, after the one that finds row statistics."""
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        makes = (f"of{tile.capacity}",)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

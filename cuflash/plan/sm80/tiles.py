@@ -221,24 +221,27 @@ class ColumnTile(Sm80Tile):
         return tile_bytes(self.block_n, dim, size) + self.num_stages * stage
 
 
+TOP_CAPACITY = 128  # candidates of a row; kernels/sm80/top_keys.cu has the same
+
+
 @dataclass(frozen=True, kw_only=True)
 class TopTile(Sm80Tile):
     """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
 
-    capacity: int = 64  # candidates in the buffer of a row
-
-    defined = ("capacity",)
-    variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2)}
+    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
 
     dim_multiple = 16
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),)
+        return (
+            (self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),
+            (self.block_n <= 64, "space for a tile in each buffer"),
+        )
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         tiles = tile_bytes(self.block_m, dim, size) + self.num_stages * tile_bytes(self.block_n, dim, size)
-        return tiles + self.block_m * (self.capacity + 1) * (max(size, 4) + 4)
+        return tiles + self.block_m * (TOP_CAPACITY + 1) * (max(size, 4) + 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -562,13 +565,13 @@ TOP_TILES = (
     _top(128,  64, 64, 4, 2, 2, 2, ARITHMETIC),
     _top(128,  32, 32, 2, 1, 1, 2, SMALL),
     _top(256,  64, 64, 4, 1, 1, 0, ARITHMETIC),
-    _top(256,  32, 32, 2, 1, 1, 0, SMALL),
+    _top(256,  16, 32, 1, 1, 1, 0, SMALL),
     _top(512,  32, 32, 2, 1, 1, 0, ARITHMETIC),
     _top(512,  16, 16, 1, 1, 1, 0, SMALL),
     _top(1024, 16, 16, 1, 1, 1, 0, ARITHMETIC),
 
     _top(128,  64, 32, 4, 2, 1, 1, ARITHMETIC, element_bytes=4),
-    _top(128,  32, 16, 2, 1, 1, 1, SMALL, element_bytes=4),
+    _top(128,  16, 32, 1, 1, 1, 1, SMALL, element_bytes=4),
     _top(256,  32, 32, 2, 1, 1, 1, ARITHMETIC, element_bytes=4),
     _top(256,  16, 16, 1, 1, 1, 1, SMALL, element_bytes=4),
     _top(512,  16, 16, 1, 1, 1, 1, ARITHMETIC, element_bytes=4),
