@@ -563,6 +563,7 @@ TOP_TILES = (
     #    max_dim  m   n  warps stages blocks ahead
     _top(64,   64, 64, 4, 2, 2, 2, ARITHMETIC),
     _top(128,  64, 64, 4, 2, 2, 2, ARITHMETIC),
+    _top(128,  64, 64, 4, 2, 1, 2, ARITHMETIC),
     _top(128,  32, 32, 2, 1, 1, 2, SMALL),
     _top(256,  64, 64, 4, 1, 1, 0, ARITHMETIC),
     _top(256,  16, 32, 1, 1, 1, 0, SMALL),
