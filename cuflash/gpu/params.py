@@ -48,10 +48,9 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
     raise ValueError(f"SCORE_ARG: got {SCORE_ARG.itemsize} bytes, expected {SCORE_ARG_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
-_FIELD_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
+POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
 # Reductions of the weights are where gradients of keys are in other passes.
 _REDUCTIONS = {"column_sums": "dv", "column_max": "dv", "key_indices": "dk", "key_weights": "dv"}
-POINTER_WORD = _FIELD_WORD | {name: _FIELD_WORD[field] for name, field in _REDUCTIONS.items()}
 # And so are tangents of gradients.
 _TANGENTS = {f"t{name}": name for name in GRADIENTS}
 _FIELD_OF = _TANGENTS | _REDUCTIONS
@@ -142,7 +141,7 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
 
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
-    words, end = POINTER_WORD, PARAMS_BYTES
+    words, end = POINTER_WORD | {name: POINTER_WORD[field] for name, field in _REDUCTIONS.items()}, PARAMS_BYTES
     if problem.moved is not None:
         words = words | {name: words[field] for name, field in _TANGENTS.items()}
         words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
