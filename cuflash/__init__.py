@@ -26,6 +26,7 @@ from cuflash.spec.results import (
     MergeGradients,
     MergeGradientTangents,
     MergeResult,
+    TopKeys,
 )
 from cuflash.spec.streamed import streamed
 
@@ -44,6 +45,7 @@ __all__ = [
     "MergeResult",
     "Quantized",
     "Score",
+    "TopKeys",
     "abs",
     "attention",
     "block_masks",

@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash.preparation import Preparation, backend_of
+from cuflash.preparation import backend_of
+from cuflash.reductions import Reductions
 from cuflash.score_mod import Score
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, BackwardJvpArrays, JvpArrays, NamedGradients, NamedGradientTangents
@@ -60,7 +61,7 @@ _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
 
-class FlashAttention(Preparation[FunctionT]):
+class FlashAttention(Reductions[FunctionT]):
     """Exact attention with fixed options, ``softmax(scale * q @ k.T) @ v`` of every head, and its gradients.
 
     Parameters

@@ -75,11 +75,11 @@ def run(
 
 def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, kind: type[AnyJob]) -> Iterator[AnyJob]:
     """The jobs of a call, in order."""
-    for call in _calls(problem, arrays, random):
+    for call in calls(problem, arrays, random):
         yield from call.jobs(kind)
 
 
-def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[Call]:
+def calls(problem: Problem, arrays: Mapping[str, Array], random: Random = (None, None)) -> Iterator[Call]:
     """The call itself, or its packed sequences, or its batch entries with the keys that each has."""
     if problem.is_packed:
         score_args = _score_args(problem, arrays)

@@ -57,8 +57,11 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
-# Tangents of gradients are where gradients are in other passes.
-_FIELD_OF = {f"t{name}": name for name in GRADIENTS}
+# Reductions of the weights are where gradients of keys are in other passes.
+_OF_WEIGHTS = {"column_sums": "dv", "column_max": "dv", "key_indices": "dk", "key_weights": "dv"}
+# And so are tangents of gradients.
+_TANGENTS = {f"t{name}": name for name in GRADIENTS}
+_FIELD_OF = _TANGENTS | _OF_WEIGHTS
 # Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
@@ -150,12 +153,12 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
 
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
-    words, end = POINTER_WORD, PARAMS_BYTES
+    words, end = POINTER_WORD | {name: POINTER_WORD[field] for name, field in _OF_WEIGHTS.items()}, PARAMS_BYTES
     if problem.reductions:
         words = words | {name: end // 8 + REDUCTIONS.fields[name][1] // 8 for name, _ in REDUCTION_ARRAYS}  # type: ignore[index]
         end += REDUCTION_BYTES
     if problem.moved is not None:
-        words = words | {name: words[field] for name, field in _FIELD_OF.items()}
+        words = words | {name: words[field] for name, field in _TANGENTS.items()}
         words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
         end += TANGENT_BYTES
     if not problem.has_functions:

@@ -14,6 +14,7 @@ from cuflash.plan.families import (
     DqFamily,
     Family,
     ForwardFamily,
+    ReductionFamily,
     ScoresFamily,
 )
 from cuflash.plan.sm80.architecture import SM80
@@ -35,6 +36,8 @@ BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITEC
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
 BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.bias)
+COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.columns)
+TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.top)
 # By the type of their rows.
 FAMILIES: dict[type[Tile], Family[Any]] = {
     family.tile: family

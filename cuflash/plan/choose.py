@@ -14,12 +14,13 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_n
 from cuflash.plan.forward import draft_forward
 from cuflash.plan.jvp import draft_jvp
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
+from cuflash.plan.reductions import draft_reduction
 from cuflash.plan.sm80.tiles import MOST_CHUNKED
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import REDUCTIONS, gradient_of
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, FORWARD, JVP, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
 
 MAX_HEAD_DIM = 1024
@@ -152,6 +153,9 @@ _PLANNED = {
     BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
     JVP: _Planned(_as_it_is, draft_jvp),
     BACKWARD_JVP: _Planned(_without_softmax_inputs, draft_backward_jvp),
+    COLUMN_SUMS: _Planned(_without_softmax_inputs, draft_reduction),
+    COLUMN_MAX: _Planned(_without_softmax_inputs, draft_reduction),
+    TOP_KEYS: _Planned(_without_softmax_inputs, draft_reduction),
 }
 
 

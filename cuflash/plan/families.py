@@ -229,6 +229,14 @@ class BiasFamily(Family[Row]):
         """Add the kernel, after the main one."""
 
 
+class ReductionFamily(Family[Row]):
+    """A family of reductions of the attention weights."""
+
+    @abstractmethod
+    def draft(self, draft: Draft, tile: Row) -> None:
+        """Add the kernel of the reduction, after those of what it reads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The families of one architecture, by what they compute, each list with the one to prefer first.
@@ -247,11 +255,13 @@ class Architecture:
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
+    columns: tuple[ReductionFamily[Any], ...] = ()
+    top: tuple[ReductionFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
         with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp, *self.scores_jvp)
         others = (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias)
-        for family in (*others, *with_tangents):
+        for family in (*others, *with_tangents, *self.columns, *self.top):
             family.known = self.known
 
 

@@ -37,6 +37,8 @@ from cuflash.spec.outputs import (
     MOVABLE_OVER_ROWS,
     NUMBER_GRADIENTS,
     OVER_HEAD_DIM,
+    REDUCTION_ROWS,
+    TOP_KEYS_ROWS,
     UPSTREAM,
     Output,
 )
@@ -44,6 +46,7 @@ from cuflash.spec.passes import BACKWARD, Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
 _INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.gradient_via}
+_REDUCED = {row.name: len(row.axes or ()) for row in REDUCTION_ROWS}  # with their axes
 
 
 class _Named(NamedTuple):
@@ -338,6 +341,9 @@ def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
     row = _row_of(name)
+    if row in TOP_KEYS_ROWS:  # of which only the array says how many there are of each row
+        dtype = "int32" if row.dtype == "index" else problem.softmax_dtype
+        return (*problem.lse_shape, given[name].shape[-1] if name in given else 1), dtype
     dtype = problem.dtype_of(name) if row.dtype == "input" else problem.softmax_dtype
     return problem.shape_of(row), dtype
 
@@ -385,4 +391,6 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
         return gradient_operand(_INPUT_OF_GRADIENT[moved], problem, array)
     if moved in NAMES:
         return gradient_operand(_INPUT_OF_GRADIENT[f"d{moved}"], problem, array)
+    if name in _REDUCED:  # which lie as lse does, in every layout
+        return rows_of(array) if _REDUCED[name] == 3 else layout_of(array, "bhsd")
     return rows_of(array) if name in MOVABLE_OVER_ROWS else layout_of(array, problem.layout)

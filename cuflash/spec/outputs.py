@@ -13,6 +13,7 @@ from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, OPTIONAL_INPUTS, Optional
 
 _QUERIES = ("batch", "num_heads", "seqlen_q")
 _KEYS = ("batch", "num_heads_kv", "seqlen_k")
+_COLUMNS = ("batch", "num_heads", "seqlen_k")
 _HEAD_DIMS = ("head_dim", "head_dim_v")
 
 
@@ -25,8 +26,8 @@ class Output:
     axes : tuple of str, optional
         Sizes of a problem: the axes as kernels read them. None where the result has the shape of what it is the
         gradient of.
-    dtype : {"input", "softmax", "like"}
-        That of q, that of the softmax, or that of what it is the gradient of.
+    dtype : {"input", "softmax", "index", "like"}
+        That of q, that of the softmax, int32, or that of what it is the gradient of.
     gradient_of : str
         The array or number whose gradient it is; empty for results of the forward pass.
     gradient_via : {"", "scores", "softmax"}
@@ -44,7 +45,7 @@ class Output:
 
     name: str
     axes: tuple[str, ...] | None = None
-    dtype: Literal["input", "softmax", "like"] = "like"
+    dtype: Literal["input", "softmax", "index", "like"] = "like"
     gradient_of: str = ""
     gradient_via: Literal["", "scores", "softmax"] = ""
     needs: str = ""
@@ -107,10 +108,20 @@ GRADIENT_ROWS = (
     *(_gradient_of_number(name) for name in NUMBERS),
     *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"),
 )
+# Reductions of the attention weights: over the queries, and of each row the largest.
+COLUMN_SUMS_ROWS = (Output(name="column_sums", axes=_COLUMNS, dtype="softmax", is_default=True),)
+COLUMN_MAX_ROWS = (Output(name="column_max", axes=_COLUMNS, dtype="softmax", is_default=True),)
+TOP_KEYS_ROWS = (
+    Output(name="key_indices", axes=(*_QUERIES, "count"), dtype="index", strides=4, is_default=True),
+    Output(name="key_weights", axes=(*_QUERIES, "count"), dtype="softmax", strides=4, is_default=True),
+)
+REDUCTION_ROWS = (*COLUMN_SUMS_ROWS, *COLUMN_MAX_ROWS, *TOP_KEYS_ROWS)
 # Tangents of both: what the passes jvp and backward_jvp give.
 TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}", upstream="") for row in FORWARD_ROWS if row.is_default)
 GRADIENT_TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}") for row in GRADIENT_ROWS)
-BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS)}
+BY_NAME = {
+    row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS, *REDUCTION_ROWS)
+}
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
 
 # ---- names of results, in order --------------------------------------------------------------------------------------

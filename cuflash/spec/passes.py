@@ -9,6 +9,8 @@ from operator import attrgetter
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import (
+    COLUMN_MAX_ROWS,
+    COLUMN_SUMS_ROWS,
     FORWARD_ROWS,
     GRADIENT_ROWS,
     GRADIENT_TANGENT_ROWS,
@@ -19,6 +21,7 @@ from cuflash.spec.outputs import (
     TAKEN_BY_BACKWARD,
     TAKEN_BY_BACKWARD_JVP,
     TANGENT_ROWS,
+    TOP_KEYS_ROWS,
     Output,
 )
 from cuflash.spec.problem import Problem, check_differentiable, check_movable
@@ -168,6 +171,31 @@ BACKWARD_JVP = Pass(
     adds_to_memory=True,
     has_tangents=True,
 )
+
+
+def _reduction(name: str, rows: tuple[Output, ...], *takes: str) -> Pass:
+    """A pass that reduces the attention weights, which it recomputes from lse."""
+    return Pass(
+        name=name,
+        rows=rows,
+        required=("lse",),
+        takes=("lse", *takes),
+        results_of=lambda options: _names(rows),
+        results_in=lambda problem: _names(rows),
+        check=lambda problem: None,
+        flops=attrgetter("forward_flops"),
+        least_bytes=attrgetter("forward_bytes"),
+        any_length=False,
+        reads_keys_once=False,
+        adds_to_memory=False,
+    )
+
+
+# Reductions of the weights, which users call by methods of their own, and which `plan` does not plan. The weights of
+# rows in a column sum are in the place of dlse.
+COLUMN_SUMS = _reduction("column_sums", COLUMN_SUMS_ROWS, "dlse")
+COLUMN_MAX = _reduction("column_max", COLUMN_MAX_ROWS)
+TOP_KEYS = _reduction("top_keys", TOP_KEYS_ROWS)
 PASSES = (FORWARD, BACKWARD, JVP, BACKWARD_JVP)
 PASS_NAMES = tuple(pass_.name for pass_ in PASSES)
 PASSES_WITH_TANGENTS = tuple(pass_ for pass_ in PASSES if pass_.has_tangents)

@@ -159,6 +159,25 @@ class JvpGradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):
     of_tangents: ScoreGradients[ArrayT, KeyT, ValueT]
 
 
+class TopKeys(NamedTuple):
+    """What `FlashAttention.top_keys` returns.
+
+    Attributes
+    ----------
+    indices : array
+        (..., num_heads, seqlen_q, count) in every layout, int32; -1 where a query attends to fewer keys.
+    weights : array
+        The same shape, dtype of lse: the attention weights of these keys, the largest first; 0 where there is none.
+
+    See Also
+    --------
+    FlashAttention.top_keys
+    """
+
+    indices: Any
+    weights: Any
+
+
 class MergeResult(NamedTuple, Generic[ArrayT, LseT]):
     """The result of `merge`.
 

@@ -7,6 +7,7 @@ from cuflash.plan.sm80.backward import Backward, BackwardChunked, Dq, DqChunked,
 from cuflash.plan.sm80.decode import Decode
 from cuflash.plan.sm80.forward import Forward, ForwardChunked
 from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp, ScoresJvp
+from cuflash.plan.sm80.reductions import Columns, Top
 
 SM80 = Architecture(
     decode=(Decode(),),
@@ -18,4 +19,6 @@ SM80 = Architecture(
     backward=(BackwardChunked(), Backward()),
     dq=(DqChunked(), Dq()),
     scores=(ScoresChunked(), Scores()),
+    columns=(Columns(),),
+    top=(Top(),),
 )

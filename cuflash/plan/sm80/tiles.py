@@ -279,6 +279,49 @@ class DqTile(Sm80Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnTile(Sm80Tile):
+    """One way to cut a reduction over queries. A block owns block_n keys, of which each warp has its own."""
+
+    variations: ClassVar = {"block_m": (16, 32, 64), "block_n": (32, 64, 128), "num_stages": (1, 2)}
+
+    dim_multiple = 16
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_n % (16 * self.num_warps) == 0, "whole fragments of keys for every warp"),
+            (self.block_m <= 64, "rows of one group of row sums"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        stage = tile_bytes(self.block_m, dim, size) + self.block_m * 2 * max(size, 4)
+        return tile_bytes(self.block_n, dim, size) + self.num_stages * stage
+
+
+TOP_CAPACITY = 128  # candidates of a row; kernels/sm80/top_keys.cu has the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTile(Sm80Tile):
+    """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
+
+    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
+
+    dim_multiple = 16
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),
+            (self.block_n <= 64, "space for a tile in each buffer"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        tiles = tile_bytes(self.block_m, dim, size) + self.num_stages * tile_bytes(self.block_n, dim, size)
+        return tiles + self.block_m * (TOP_CAPACITY + 1) * (max(size, 4) + 4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoresTile(Sm80Tile):
     """One way to cut `outputs.SCORE_GRADIENTS`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
 
@@ -345,6 +388,8 @@ _backward_jvp = maker(
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
 )
 _dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
+_columns = maker(ColumnTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_top = maker(TopTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 _scores_chunked = maker(
     ScoresChunkedTile, "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns origin"
@@ -619,6 +664,60 @@ SCORES_CHUNKED_TILES = (
     _scores_chunked(MOST_CHUNKED, 64, 64, 4, 2, 1, 64, ARITHMETIC),
     _scores_chunked(MOST_CHUNKED, 64, 32, 4, 2, 1, 32, ARITHMETIC, element_bytes=4),
     _scores_chunked(MOST_CHUNKED, 64, 16, 4, 2, 1, 16, ARITHMETIC, element_bytes=8),
+)
+
+COLUMN_TILES = (
+    #        max_dim  m   n  warps stages blocks ahead
+    _columns(64,   64, 128, 4, 2, 3, 2, ARITHMETIC),
+    _columns(128,  64, 128, 4, 2, 2, 2, ARITHMETIC),
+    _columns(128,  32, 64,  4, 2, 1, 2, SMALL),
+    _columns(256,  32, 128, 4, 2, 1, 0, ARITHMETIC),
+    _columns(256,  32, 64,  4, 1, 1, 0, SMALL),
+    _columns(512,  32, 64,  4, 1, 1, 0, ARITHMETIC),
+    _columns(512,  16, 32,  2, 1, 1, 0, SMALL),
+    _columns(1024, 16, 32,  2, 1, 1, 0, ARITHMETIC),
+
+    _columns(64,   32, 64,  4, 2, 2, 1, ARITHMETIC, element_bytes=4),
+    _columns(128,  32, 64,  4, 2, 1, 1, ARITHMETIC, element_bytes=4),
+    _columns(128,  16, 32,  2, 1, 1, 1, SMALL, element_bytes=4),
+    _columns(256,  32, 64,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _columns(256,  16, 32,  2, 1, 1, 1, SMALL, element_bytes=4),
+    _columns(512,  16, 32,  2, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _columns(512,  16, 16,  1, 1, 1, 1, SMALL, element_bytes=4),
+    _columns(1024, 16, 16,  1, 1, 1, 1, ARITHMETIC, element_bytes=4),
+
+    _columns(64,   16, 64,  4, 2, 1, 0, ARITHMETIC, element_bytes=8),
+    _columns(64,   16, 32,  2, 1, 1, 0, SMALL, element_bytes=8),
+    _columns(128,  16, 64,  4, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _columns(128,  16, 16,  1, 1, 1, 0, SMALL, element_bytes=8),
+    _columns(256,  16, 32,  2, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _columns(256,  16, 16,  1, 1, 1, 0, SMALL, element_bytes=8),
+    _columns(512,  16, 16,  1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+)
+
+TOP_TILES = (
+    #    max_dim  m   n  warps stages blocks ahead
+    _top(64,   64, 64, 4, 2, 2, 2, ARITHMETIC),
+    _top(128,  64, 64, 4, 2, 2, 2, ARITHMETIC),
+    _top(128,  64, 64, 4, 2, 1, 2, ARITHMETIC),
+    _top(128,  32, 32, 2, 1, 1, 2, SMALL),
+    _top(256,  64, 64, 4, 1, 1, 0, ARITHMETIC),
+    _top(256,  16, 32, 1, 1, 1, 0, SMALL),
+    _top(512,  32, 32, 2, 1, 1, 0, ARITHMETIC),
+    _top(512,  16, 16, 1, 1, 1, 0, SMALL),
+    _top(1024, 16, 16, 1, 1, 1, 0, ARITHMETIC),
+
+    _top(128,  64, 32, 4, 2, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(128,  16, 32, 1, 1, 1, 1, SMALL, element_bytes=4),
+    _top(256,  32, 32, 2, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(256,  16, 16, 1, 1, 1, 1, SMALL, element_bytes=4),
+    _top(512,  16, 16, 1, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _top(1024, 16, 16, 1, 1, 1, 1, ARITHMETIC, element_bytes=4),
+
+    _top(64,   32, 32, 2, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(128,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(256,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _top(384,  16, 16, 1, 1, 1, 0, ARITHMETIC, element_bytes=8),
 )
 
 SCORES_JVP_TILES = (

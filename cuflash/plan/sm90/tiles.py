@@ -312,6 +312,41 @@ class BackwardSm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnSm90Tile(Tile):
+    """One way to cut a reduction over queries for compute capability 9.0. A consumer owns 64 of the block_n keys."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    min_blocks: int
+    series_one_in: int  # one of so many exponentials is a polynomial; 0: none
+    origin: str = field(compare=False)
+
+    defined = ("series_one_in",)
+    variations: ClassVar = {"block_m": (64, 128), "num_stages": (2, 3), "series_one_in": (0, 3, 4)}
+
+    element_bytes = 2
+    dim_multiple = 16
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_n in (64, 128, 192), "64 keys for each consumer"),
+            (self.block_m in (64, 128), "whole groups of rows with row sums"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and the producer."""
+        return 4 * self.block_n // 64 + 1
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        stage = chunked_bytes(self.block_m, dim) + self.block_m * 8
+        return chunked_bytes(self.block_n, dim) + self.num_stages * (stage + 16) + 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class BiasSm90Tile(ScoredTile):
     """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
@@ -411,6 +446,7 @@ _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
+_columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks series_one_in origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 
@@ -572,3 +608,9 @@ BACKWARD_TF32_SM90_TILES = (
     _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_terms=2),
 )
 # fmt: on
+
+COLUMN_SM90_TILES = (
+    _columns_sm90(64, 128, 128, 3, 2, 4, ARITHMETIC),
+    _columns_sm90(128, 128, 128, 2, 2, 4, ARITHMETIC),
+    _columns_sm90(256, 64, 128, 2, 1, 0, ARITHMETIC),
+)

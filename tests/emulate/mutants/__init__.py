@@ -14,6 +14,7 @@ from tests.emulate.mutants import (
     functions,
     helpers,
     reductions,
+    row_reductions,
     sm80,
     sm90_backward,
     sm90_backward_jvp,
@@ -39,8 +40,10 @@ MUTANTS = (
     *helpers.MUTANTS,
     *functions.MUTANTS,
     *reductions.MUTANTS,
+    *row_reductions.MUTANTS,
     *float8.MUTANTS,
     *tangents.MUTANTS,
+    *reductions.MUTANTS,
 )
 MIN_CAUGHT = 0.9
 

@@ -1,64 +1,68 @@
-"""Mutants of the reductions of rows and of their gradients."""
+"""Mutants of the kernels that reduce the attention weights."""
 
 from tests.emulate.mutants.mutant import mutant
 
-ROWS = "common/softmax/row_reductions.cuh"
-GRADIENTS = "common/softmax/reduction_gradients.cuh"
-PREPROCESS = "helpers/backward_preprocess.cu"
-ROW_SUMS = "helpers/row_sums.cuh"
+COLUMNS = "common/softmax/columns.cuh"
+SM80 = "sm80/column_sums.cu"
+SM90 = "sm90/column_sums.cu"
+TOP = "sm80/top_keys.cu"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/softmax/row_reductions.cuh
-    mutant("terms of hidden pairs count", ROWS, "may_be_hidden ? max_of(exponent, kLeastExponent) : exponent",
-           "exponent",
-           "reductions"),
-    mutant("the moment is not rescaled", ROWS, "factor == 0 ? 0 : factor * ptx::fused(exponent, row_sum, "
-           "moment[m][half])",
-           "moment[m][half]", "reductions"),
-    mutant("the moment keeps its row max", ROWS, "factor * ptx::fused(exponent, row_sum, moment[m][half])",
-           "factor * moment[m][half]", "reductions"),
-    mutant("the largest weight is not rescaled", ROWS, "ptx::float_of((u32)weight_bits[m][half]) * factor",
-           "ptx::float_of((u32)weight_bits[m][half])", "reductions sm90 spread"),
-    mutant("the second of two weights is left out", ROWS, ", (i32)ptx::bits_of(second)", ", (i32)ptx::bits_of(first)",
-           "reductions sm90 spread"),
-    mutant("the maxima of tiles are left out", ROWS, "max_of(largest[m][half], tile_max)", "tile_max", "reductions"),
-    mutant("the moment of a tile is left out", ROWS, "moment[m][half] += tile.moment[m][half];", "",
-           "reductions sm90 spread"),
-    mutant("half of the lanes of a row have its maximum", ROWS, "for (int mask = 1; mask < 4;",
-           "for (int mask = 1; mask < 2;",
-           "reductions"),
-    mutant("the entropy is of base 2", ROWS, "(kWide ? (Real)1 : (Real)kLn2);", "(Real)1;", "reductions"),
-    mutant("the maximum is of base 2", ROWS, "natural || kWide ? largest", "true ? largest", "reductions"),
-    mutant("every row has the first entropy", ROWS, "[row * params.entropy.row_stride]",
-           "[0]", "reductions"),
-    # ---- common/softmax/reduction_gradients.cuh
-    mutant("the logarithm of no weight", GRADIENTS, "max_of(weight, (float)kLeastWeight)", "weight", "reductions"),
-    mutant("the gradient of entropy without its logarithm", GRADIENTS,
-           "return ptx::fused(dentropy[row], log_of_weight(weight), "
-           "delta);",
-           "return delta;", "reductions", "reductions sm90"),
-    mutant("the logarithm of float32 has no steps", GRADIENTS, "fmaf((float)steps, kLn2, log_m)", "log_m",
-           "reductions float32"),
-    mutant("all keys have the gradient of the maximum", GRADIENTS, "key == first_max[row] ?", "first_max[row] >= 0 ?",
-           "reductions", "reductions deterministic"),
-    mutant("statistics of the first head", GRADIENTS, "first_stats_row(params, batch, head);",
-           "first_stats_row(params, batch, 0);",
-           "reductions"),
-    # ---- helpers/backward_preprocess.cu
-    mutant("the entropy is no part of delta", PREPROCESS,
-           "      delta += row_dentropy * entropy[row * params.entropy.row_stride];\n", "", "reductions"),
-    mutant("dentropy of base e", PREPROCESS, "row_dentropy * (kWide ? (Real)1 : (Real)kLn2)", "row_dentropy",
-           "reductions"),
-    mutant("rows that do not exist keep what memory had", PREPROCESS, "      reductions.dentropy[row] = 0;\n",
-           "      ;\n",
-           "reductions"),
-    # ---- helpers/row_sums.cuh
-    mutant("the last of the largest scores", ROW_SUMS, "if (s[0][n][i] > largest[i / 2])",
-           "if (s[0][n][i] < largest[i / 2])",
-           "reductions"),
-    mutant("lanes do not compare their largest scores", ROW_SUMS,
-           "for (int mask = 1; mask < 4; mask *= 2) {\n      const Real other =",
-           "for (int mask = 4; mask < 4; mask *= 2) {\n      const Real other =", "reductions"),
+    # ---- common/softmax/columns.cuh
+    mutant("a sum has the sign of the statistic", COLUMNS, "x - weight * negative", "x + weight * negative", "columns"),
+    mutant("the maximum is the last weight", COLUMNS, "max_of(x, weight)", "weight", "columns"),
+    mutant("two of four lanes meet", COLUMNS, "mask <= 2; mask *= 2", "mask <= 1; mask *= 2", "columns"),
+    mutant("rows of a key take turns", COLUMNS, "Real& x = value[m][i / 2];", "Real& x = value[m][i % 2];", "columns"),
+    mutant("weights of hidden pairs", COLUMNS, "  weights.hide_products(p, masked, row_of, key_of);\n", "", "columns"),
+    mutant("factors of the other query", COLUMNS, "stats[i % 2 * 2 + 1]);", "stats[i / 2 * 2 + 1]);", "columns"),
+    mutant("large rows are taken for others", COLUMNS, "const bool large = is_of_large(first[0]);",
+           "const bool large = false;", "columns large"),
+    mutant("a polynomial without its last term", COLUMNS, "  series = series * f + 0.009676032f;\n", "",
+           "columns sm90"),
+    mutant("hidden pairs have small weights", COLUMNS, "x < -126.0f ? 0.0f : series * power", "series * power",
+           "columns sm90"),
+    # ---- sm80/column_sums.cu
+    mutant("no wait before a product", SM80, "    ptx::copy_async_wait<kNumStages - 1>();\n", "", "columns"),
+    mutant("no barrier before a product", SM80, "wait<kNumStages - 1>();\n    ptx::sync_block();\n",
+           "wait<kNumStages - 1>();\n", "columns"),
+    mutant("no barrier before the next load", SM80, "first_key + warp_key + fragment_row(), columns);\n"
+           "    ptx::sync_block();\n", "first_key + warp_key + fragment_row(), columns);\n", "columns"),
+    mutant("the loop does not advance", SM80, "    current.advance(tiles);\n", "", "columns"),
+    mutant("keys past the last are stored", SM80, "fragment_column() == 0 && key < stop", "fragment_column() == 0",
+           "columns"),
+    mutant("statistics of the first tile", SM80, "batch, head) + first_row * 2 +", "batch, head) +", "columns"),
+    # ---- sm90/column_sums.cu
+    mutant("keys of the first consumer", SM90, "rows_k = shared.k + index * 64 * kLineBytes", "rows_k = shared.k",
+           "columns sm90"),
+    mutant("no wait for K", SM90, "  if (work.num_steps > 0) shared.k_full.wait(0);\n", "", "columns sm90"),
+    mutant("no wait for Q", SM90, "    shared.ring.full(at).wait(at.parity);\n", "", "columns sm90"),
+    mutant("stages are not given back", SM90, "    arrive_as_warp(shared.ring.empty(at));\n", "", "columns sm90"),
+    mutant("a stage is filled too early", SM90, "shared.ring.empty(at).wait(at.parity ^ 1);\n",
+           "shared.ring.empty(at).wait(at.parity);\n", "columns sm90"),
+    mutant("rows of the first group", SM90, "tile.m_block * kBlockM + kFirst + fragment_column()",
+           "tile.m_block * kBlockM + fragment_column()", "columns sm90"),
+    mutant("statistics of the first group", SM90, "at.stage * kBytesStats + kFirst * 8", "at.stage * kBytesStats",
+           "columns sm90"),
+    # ---- sm80/top_keys.cu
+    mutant("no wait for keys", TOP, "    ptx::copy_async_wait<kNumStages - 1>();\n", "", "top"),
+    mutant("keys are replaced too early", TOP, "stage * kBytesK));\n    ptx::sync_block();\n", "stage * kBytesK));\n",
+           "top"),
+    mutant("of equal scores a later key", TOP, "key < other.key)", "key > other.key)", "top ties"),
+    mutant("no space is made", TOP, "    rows.make_space(s_buffers, warp_row, count);\n", "", "top"),
+    mutant("what is sorted is not cut", TOP, "      sort(half, s_buffers, warp_row, count, kMost);\n", "", "top equal"),
+    mutant("lanes append at one place", TOP, "int at = size[half] + sum_before(found);", "int at = size[half];", "top"),
+    mutant("buffers do not grow", TOP, "      size[half] += row_sum(found);\n", "", "top"),
+    mutant("lanes keep at one place", TOP, "int at = sum_before(kept);", "int at = 0;", "top"),
+    mutant("fewer than are wanted reach a threshold", TOP, "if (found >= count)", "if (found > 0)", "top"),
+    mutant("the threshold is no candidate", TOP, "kept += x.score >= least", "kept += x.score > least", "top equal"),
+    mutant("sequences are ascending", TOP, "((at & distance) == 0) == ((at & length) == 0)", "(at & distance) == 0",
+           "top"),
+    mutant("a lane exchanges nothing", TOP, "        if (length > 32) exchange_in_lane<32>(length);\n", "", "top many"),
+    mutant("a lane exchanges half", TOP, "        if (length > 64) exchange_in_lane<64>(length);\n", "", "top equal"),
+    mutant("keys of a sequence", TOP, "(i32)sorted.own[j].key + first_key", "(i32)sorted.own[j].key", "top packed"),
+    mutant("places without a key keep their index", TOP, "at < size ? (i32)sorted", "true ? (i32)sorted", "top packed"),
+    mutant("a row in the warp's place", TOP, "write_row<decltype(capacity)::value>(buffer, size,",
+           "write_row<decltype(capacity)::value>(Buffer(s_buffers, warp_row), size,", "top"),
 )
 # fmt: on

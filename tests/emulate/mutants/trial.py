@@ -24,6 +24,8 @@ from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention, merges
 from tests.emulate.checks import judge_functions, judge_reductions
+from tests.emulate.reduced import reduced
+from tests.reductions import judge
 from tests.scored import few_tiles
 
 
@@ -120,7 +122,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReductionTrial:
+class RowReductionTrial:
     """Both passes of a case with reductions of rows."""
 
     case: ct.Case
@@ -160,6 +162,19 @@ class MergeTrial:
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         merges.check(self.columns, kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionTrial:
+    """Reductions of the attention weights: column sums, the column maximum and the strongest keys."""
+
+    case: ct.Case
+    arch: str = "8.0"
+    count: int = 16
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        judge(self.case, *reduced(self.case, self.arch, self.count, kernels=kernels))
 
 
 def _make_holes(bias: np.ndarray) -> None:

@@ -24,8 +24,16 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.spec.options import Origin
 from tests.emulate import attention
-from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_tangents, trials_wide
-from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, ReductionTrial, Trial
+from tests.emulate.mutants import (
+    trials_bias,
+    trials_decode,
+    trials_float8,
+    trials_large,
+    trials_reductions,
+    trials_tangents,
+    trials_wide,
+)
+from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, ReductionTrial, RowReductionTrial, Trial
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -206,6 +214,7 @@ AnyTrial = (
     | FunctionTrial
     | MergeTrial
     | ReductionTrial
+    | RowReductionTrial
     | trials_large.LargeTrial
     | trials_large.PairTrial
     | trials_tangents.AnyTrial
@@ -617,15 +626,16 @@ TRIALS: dict[str, AnyTrial] = {
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     **trials_tangents.TRIALS,
-    "reductions": ReductionTrial(case=_REDUCED, arch="8.0"),
-    "reductions deterministic": ReductionTrial(
+    "row reductions": RowReductionTrial(case=_REDUCED, arch="8.0"),
+    "row reductions deterministic": RowReductionTrial(
         case=replace(_REDUCED, bias=(4, 70, 150)), arch="8.0", deterministic=True
     ),
-    "reductions float32": ReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
-    "reductions sm90": ReductionTrial(case=replace(_REDUCED, reductions=("entropy",), score_spread=1.0)),
-    "reductions sm90 spread": ReductionTrial(
+    "row reductions float32": RowReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
+    "row reductions sm90": RowReductionTrial(case=replace(_REDUCED, reductions=("entropy",), score_spread=1.0)),
+    "row reductions sm90 spread": RowReductionTrial(
         case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
     ),
+    **trials_reductions.TRIALS,
     "merge": MergeTrial(columns=68),
     "merge odd columns": MergeTrial(columns=5),
     "functions": FunctionTrial(score="distance", mask="near"),

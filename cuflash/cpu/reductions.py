@@ -1,0 +1,168 @@
+"""Reductions of the attention weights of NumPy arrays: column sums, the column maximum, and the strongest keys.
+
+The backward pass of the compiled core computes column sums (`cuflash.spec.reductions` says how), in float32 where q and
+k are of 16 bits or less. All else goes through the tiles of `cuflash.cpu.fallback`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu import backend, core, fallback, jobs
+from cuflash.cpu.packed import sequences
+from cuflash.spec.options import Options
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
+from cuflash.spec.problem import Problem
+from cuflash.spec.reductions import as_rows_of_values, of_values, widened
+
+Array = NDArray[Any]
+
+
+def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
+    """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
+    problem, arrays = _bound(COLUMN_SUMS, options, arrays)
+    if problem.block_table is not None or core.why_not(problem) is not None or not problem.num_heads:
+        return _of_columns(problem, arrays, ReductionJob.sums, np.add)
+    given = widened(options, arrays)
+    dtype = given["q"].dtype
+    factors = given.pop("dlse", None)
+    factors = np.ones(given["lse"].shape, dtype) if factors is None else factors
+    group, layout = problem.group_size, options.layout
+    dout = as_rows_of_values(factors, group, group, layout, dtype)
+    v = np.zeros((*given["k"].shape[:-1], group), dtype)
+    (dv,) = backend.backward(options, {**given, "v": v, "dout": dout, "out": np.zeros_like(dout)}, ("dv",))
+    return of_values(dv, group, layout)
+
+
+def column_max(options: Options, arrays: Mapping[str, Any]) -> Array:
+    """The largest weight of each column, 0 of a key that no query attends to; per query head."""
+    return _of_columns(*_bound(COLUMN_MAX, options, arrays), ReductionJob.largest, np.maximum)
+
+
+def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Array, Array]:
+    """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
+    problem, arrays = _bound(TOP_KEYS, options, arrays)
+    split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, count)
+    indices, weights = np.full(split, -1, np.int32), np.zeros(split, problem.softmax_dtype)
+    for call, (batches, rows, keys) in zip(fallback.calls(problem, arrays), _places(problem, arrays), strict=True):
+        into = (indices[batches, :, :, rows], weights[batches, :, :, rows])
+        pick = functools.partial(ReductionJob.pick, first_key=keys.start or 0, into=into)
+        _run(problem, pick, call.jobs(ReductionJob))
+    shape = (*problem.lse_shape, count)
+    return indices.reshape(shape), weights.reshape(shape)
+
+
+# ---- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Problem, dict[str, Any]]:
+    """The problem of a reduction, checked, without fp8; and its arrays."""
+    given = dict(arrays)
+    problem = backend.bound(pass_, options, given, ()).problem
+    if problem.has_float8:
+        given = widened(options, given)
+        problem = backend.bound(pass_, options, given, ()).problem
+    return problem, given
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where the results of a call are: its batch entries, rows and keys."""
+
+    batches: slice
+    rows: slice
+    keys: slice
+
+
+def _places(problem: Problem, arrays: Mapping[str, Any]) -> Iterator[_Place]:
+    """The place of each call of `fallback.calls`."""
+    every = slice(None)
+    if problem.is_packed:
+        for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
+            yield _Place(every, one.rows, one.keys)
+    elif problem.kv_lengths is None:
+        yield _Place(every, every, every)
+    else:
+        yield from (_Place(slice(entry, entry + 1), every, every) for entry in range(problem.batch))
+
+
+def _run(problem: Problem, work: Callable[..., Any], own: Iterator[ReductionJob], take: Any = lambda x: None) -> None:
+    threads = 1 if problem.forward_flops < fallback.SERIAL_FLOPS else jobs.count_cores()
+    jobs.run(work, own, threads, take)
+
+
+def _of_columns(problem: Problem, arrays: Mapping[str, Any], work: Callable[..., Any], ufunc: np.ufunc) -> Array:
+    """A reduction over rows, which no order of threads changes."""
+    split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
+    found = np.zeros(split, problem.softmax_dtype)
+    for call, (batches, _, keys) in zip(fallback.calls(problem, arrays), _places(problem, arrays), strict=True):
+        own = found[batches, :, :, keys]
+
+        def take(result: Any, own: Array = own) -> None:
+            heads, tiles = result
+            for columns, x in tiles:
+                into = own[heads][..., columns]
+                ufunc(into, x, out=into)
+
+        _run(problem, work, call.jobs(ReductionJob), take)
+    return found.reshape((problem.array_batch, problem.num_heads, problem.seqlen_k)[4 - problem.ndim :])
+
+
+class ReductionJob(fallback.Job):
+    """Some rows of some heads, whose weights are reduced."""
+
+    def sums(self) -> tuple[tuple[slice, slice], list[tuple[slice, Array]]]:
+        """The sums over rows of the weights of each tile, times dlse."""
+        factors = self.of_rows("dlse") if "dlse" in self.call.arrays else None
+        return self._over_rows(lambda p: self._by_heads(p if factors is None else p * factors).sum(axis=3))
+
+    def largest(self) -> tuple[tuple[slice, slice], list[tuple[slice, Array]]]:
+        """The largest weight of each column of each tile."""
+        return self._over_rows(lambda p: self._by_heads(p).max(axis=3))
+
+    def _by_heads(self, p: Array) -> Array:
+        return p.reshape(*self.shape, p.shape[-1])
+
+    def _over_rows(self, reduce: Callable[[Array], Array]) -> tuple[tuple[slice, slice], list[tuple[slice, Array]]]:
+        weights = self.weights_of(self.of_rows("lse"))
+        return self.at_heads, [
+            (tile.columns, reduce(weights(self.folded(self.scores(tile)[1])))) for tile in self.tiles()
+        ]
+
+    def pick(self, first_key: int, into: tuple[Array, Array]) -> None:
+        """Write indices and weights of the keys with the largest scores."""
+        weights, count = self.weights_of(self.of_rows("lse")), into[0].shape[-1]
+        shape = (*self.shape[:2], self.shape[2] * self.shape[3], count)
+        best, indices = np.full(shape, -np.inf, self.dtype), np.full(shape, -1, np.int32)
+        for tile in self.tiles():
+            scores = self.folded(self.scores(tile)[1])
+            keys = np.arange(tile.keys.start + first_key, tile.keys.stop + first_key, dtype=np.int32)
+            both = np.concatenate([best, scores], axis=-1)
+            every = np.concatenate([indices, np.broadcast_to(keys, scores.shape)], axis=-1)
+            best, indices = largest_of(both, every, count)
+        indices[best == -np.inf] = -1
+        for result, x in zip(into, (indices, weights(best)), strict=True):
+            own = result[self.at_rows]
+            own[...] = x.reshape(own.shape)
+
+
+def largest_of(scores: Array, indices: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest of each row with their indices, which ascend where scores are equal; largest first.
+
+    NaN counts as infinity.
+    """
+    ranked = np.where(np.isnan(scores), np.inf, scores)
+    least = np.partition(ranked, -count, axis=-1)[..., -count, None]
+    above, equal = ranked > least, ranked == least
+    is_one = above | (equal & (np.cumsum(equal, axis=-1) <= count - above.sum(axis=-1, keepdims=True)))
+    shape = (*scores.shape[:-1], count)
+    ranked, scores, indices = (x[is_one].reshape(shape) for x in (ranked, scores, indices))
+    order = np.argsort(-ranked, axis=-1, kind="stable")
+    return np.take_along_axis(scores, order, axis=-1), np.take_along_axis(indices, order, axis=-1)

@@ -1,0 +1,43 @@
+"""Reductions of the attention weights on compute capability 9.0, of 16-bit operands."""
+
+from __future__ import annotations
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import ReductionFamily
+from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
+from cuflash.plan.sm90.forward import why_not_16_bit
+from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
+from cuflash.plan.tiles import Tile
+from cuflash.spec.passes import COLUMN_MAX
+from cuflash.spec.problem import Problem
+
+_OPERANDS = ("q", "k")
+
+
+class Columns(ReductionFamily[ColumnSm90Tile]):
+    """Each tile of keys of a query head has a block."""
+
+    kernel = "sm90/column_sums"
+    serves_no_values = True
+    tile = ColumnSm90Tile
+    unknown = ("softcap", "alibi_slopes", "bias", "mask")  # which take registers that two blocks an SM do not have
+
+    def table(self, problem: Problem) -> tuple[ColumnSm90Tile, ...]:
+        return COLUMN_SM90_TILES
+
+    def accumulator_layout(self, main: ColumnSm90Tile) -> Tile:
+        return fragments_of_a_warpgroup(main)
+
+    def why_not(self, draft: Draft) -> str | None:
+        if draft.problem.is_packed:
+            return "it clears no rows of other sequences"
+        return self.why_unknown(draft.problem) or why_not_16_bit(draft, _OPERANDS, COLUMN_SM90_TILES)
+
+    def draft(self, draft: Draft, tile: ColumnSm90Tile) -> None:
+        """Add the kernel, after the one that finds row statistics."""
+        draft.map_tensors({"q": tile.block_m, "k": tile.block_n})
+        draft.add_block_index(tile, "query_index")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
+        is_max = {"CUFLASH_COLUMN_MAX": int(draft.pass_ is COLUMN_MAX)}
+        makes = ("max",) if draft.pass_ is COLUMN_MAX else ()
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **is_max)

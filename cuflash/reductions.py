@@ -1,0 +1,309 @@
+"""Methods that reduce the attention weights: column sums with their gradients, the column maximum, the strongest keys.
+
+Each recomputes ``P = exp(S - lse)`` tile by tile, and stores no matrix of all pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Collection
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cuflash.arrays.array_info import FLOAT8, check_array
+from cuflash.arrays.checks import type_error, typed, value_error
+from cuflash.arrays.dlpack import module_of
+from cuflash.cpu import reductions as on_numpy
+from cuflash.preparation import Preparation, backend_of
+from cuflash.spec.call import Backend, Call, prepare
+from cuflash.spec.inputs import INPUTS, OptionalArrays
+from cuflash.spec.outputs import GRADIENTS, OUTPUTS
+from cuflash.spec.reductions import (
+    as_rows_of_values,
+    as_values,
+    check_not_streamed,
+    checked_count,
+    group_of,
+    of_rows,
+    prepare_reduction,
+)
+from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.score_args import checked_with_score_args
+from cuflash.spec.type_variables import FunctionT
+
+if TYPE_CHECKING:
+    from cuflash.spec.inputs import NamedGradients
+
+OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
+WIDE_COLUMNS = 8  # columns of values on a GPU, so that rows of 16-bit numbers have 16 bytes
+
+
+class Reductions(Preparation[FunctionT]):
+    """The methods of `cuflash.FlashAttention` that reduce the attention weights."""
+
+    __slots__ = ()
+
+    def column_sums(
+        self, q: Array, k: Array, lse: Array, weights: Array | None = None, **optional_inputs: Array
+    ) -> Any:
+        """The attention that each key receives: ``sum_i weights[i] * P[i, j]``, where ``P = exp(S - lse)``.
+
+        P are the attention weights before dropout, as lse is. The sums are always made in the same order.
+
+        Parameters
+        ----------
+        q, k : array
+            As `forward` takes them; there are no values.
+        lse : array
+            As `forward` returned it: (..., num_heads, seqlen_q). If k are some of the keys only, that of all keys.
+        weights : array, optional
+            Shape and dtype of lse: the factor of each query; 1 by default. Zeros leave queries out, such as padding.
+        **optional_inputs : array
+            bias, mask and so on, and what `score` and `mask` read, as `forward` took them.
+
+        Returns
+        -------
+        array
+            (..., num_heads, seqlen_k) in every layout, float32 (float64 for float64); 0 of keys that no query attends
+            to. For the sums over a group of query heads, add up the heads that share a key/value head.
+
+        Raises
+        ------
+        TypeError, ValueError, ImportError
+            As `forward` does.
+        NotImplementedError
+            As `forward` does, and with streamed keys; on the GPU also with a `block_table`, or if k is fp8.
+
+        See Also
+        --------
+        column_sums_backward : Their gradients.
+        column_max : The largest weight that a key receives.
+        top_keys : The strongest keys of each query.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q, k = np.random.default_rng(0).standard_normal((2, 100, 8))
+        >>> attn = cuflash.FlashAttention()
+        >>> sums = attn.column_sums(q, k, attn.forward(q, k, None).lse)
+        >>> sums.shape, float(sums.sum().round(9))
+        ((100,), 100.0)
+        """
+        given = self._given("column_sums", optional_inputs)
+        call = prepare_reduction("column_sums", self.options, {"q": q, "k": k, "lse": lse, "weights": weights} | given)
+        return call.exported(_reductions_of(call.backend).column_sums(call.options, call.arrays))
+
+    def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
+        """The largest attention weight that each key receives: ``max_i P[i, j]``, where ``P = exp(S - lse)``.
+
+        P are the attention weights before dropout, as lse is. There is no gradient.
+
+        Parameters
+        ----------
+        q, k, lse : array
+            As `column_sums` takes them.
+        **optional_inputs : array
+            bias, mask and so on, and what `score` and `mask` read, as `forward` took them.
+
+        Returns
+        -------
+        array
+            (..., num_heads, seqlen_k) in every layout, float32 (float64 for float64); 0 of keys that no query attends
+            to.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError
+            As `column_sums` does.
+
+        See Also
+        --------
+        column_sums : The sum of these weights.
+        """
+        given = self._given("column_max", optional_inputs)
+        call = prepare_reduction("column_max", self.options, {"q": q, "k": k, "lse": lse} | given)
+        return call.exported(_reductions_of(call.backend).column_max(call.options, call.arrays))
+
+    def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
+        """The strongest keys of each query: indices and attention weights of the `count` largest, the largest first.
+
+        Parameters
+        ----------
+        q, k, lse : array
+            As `column_sums` takes them.
+        count : int
+            1 to 64.
+        **optional_inputs : array
+            bias, mask and so on, and what `score` and `mask` read, as `forward` took them.
+
+        Returns
+        -------
+        TopKeys
+            ``indices`` into the axis of keys of k (of packed sequences, of all keys; with a `block_table`, of those of
+            the batch entry), and ``weights``. Of equal scores the lower index comes first. A query that attends to
+            fewer keys has -1 and 0 after them.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError
+            As `column_sums` does.
+
+        See Also
+        --------
+        column_sums : The attention that each key receives.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q, k = np.random.default_rng(0).standard_normal((2, 100, 8))
+        >>> attn = cuflash.FlashAttention(causal=True)
+        >>> indices, weights = attn.top_keys(q, k, attn.forward(q, k, None).lse, 2)
+        >>> indices[:2].tolist(), weights[0].tolist()
+        ([[0, -1], [0, 1]], [1.0, 0.0])
+        """
+        wanted = checked_count(count)
+        given = self._given("top_keys", optional_inputs)
+        call = prepare_reduction("top_keys", self.options, {"q": q, "k": k, "lse": lse} | given)
+        found = _reductions_of(call.backend).top_keys(call.options, call.arrays, wanted)
+        return TopKeys(*map(call.exported, found))
+
+    def column_sums_backward(
+        self,
+        dsums: Array,
+        q: Array,
+        k: Array,
+        lse: Array,
+        weights: Array | None = None,
+        *,
+        need: Collection[str] = ("dq", "dk"),
+        **optional_inputs: Array,
+    ) -> NamedGradients:
+        """Gradients of ``sum(dsums * column_sums)``, where lse is an input like q and k.
+
+        lse depends on q and k itself. The gradients of that come from the backward pass of lse, from the dlse that this
+        method returns: ``attn.backward(None, q, k, None, None, lse, dlse=dlse)``. The sum of both is the gradient of
+        column sums as functions of q and k alone.
+
+        Parameters
+        ----------
+        dsums : array
+            Gradient with respect to the column sums: (..., num_heads, seqlen_k), dtype of lse.
+        q, k, lse, weights : array
+            As `column_sums` took them.
+        need : collection of str, default ("dq", "dk")
+            The gradients that are wanted: "dlse", "dweights", and those that `backward` gives, but for "dv" and
+            "dsinks": sinks act on the sums through lse alone.
+        **optional_inputs : array
+            As `column_sums` took them.
+
+        Returns
+        -------
+        Gradients
+            A named tuple: first those of `backward` in its order, of shapes and dtypes of what they are gradients of,
+            then dlse and dweights, of the shape and dtype of lse. With 16-bit q, dsums and weights are rounded to the
+            dtype of q, as dout of `backward` is.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError
+            As `backward` does.
+
+        See Also
+        --------
+        column_sums : The sums.
+        backward : Gradients of lse, from dlse.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> q, k, dsums = *np.random.default_rng(0).standard_normal((2, 100, 8)), np.linspace(0, 1, 100)
+        >>> attn = cuflash.FlashAttention()
+        >>> lse = attn.forward(q, k, None).lse
+        >>> dq, dk, dlse = attn.column_sums_backward(dsums, q, k, lse, need=("dq", "dk", "dlse"))
+        >>> through_lse = attn.backward(None, q, k, None, None, lse, dlse=dlse)
+        >>> (dq + through_lse.dq).shape
+        (100, 8)
+        """
+        given = self._given("column_sums_backward", optional_inputs)
+        own, gradients = _own_and_others(need)
+        results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
+        names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
+        check_not_streamed("column_sums_backward", k)
+        for name in ("dv", "dsinks"):
+            if name in names:
+                raise value_error("need", name, "gradients of the column sums; sinks act through lse alone: dlse")
+        if given["block_table"] is not None:
+            raise NotImplementedError(
+                "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
+                "gather the pages of each batch entry into contiguous k"
+            )
+        arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
+        call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
+        found = _ColumnSums(call).gradients(own)
+        exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
+        of_sums = [x if call.imported is None else call.imported.export(x, None) for x in found[len(names) :]]
+        return named_tuple_of((*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
+
+    def _given(self, method: str, optional_inputs: dict[str, Array]) -> dict[str, Array | None]:
+        return checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
+
+
+def _own_and_others(need: Collection[str]) -> tuple[tuple[str, ...], Collection[str]]:
+    """The gradients that only column sums have, and the others."""
+    if isinstance(need, str) or not isinstance(need, Collection):
+        raise type_error("need", typed(need), "a collection of names of gradients")
+    return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
+
+
+class _ColumnSums:
+    """The gradients of column sums as passes over values (`cuflash.spec.reductions`)."""
+
+    def __init__(self, call: Call) -> None:
+        own = dict(call.arrays)
+        lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
+        k, xp = own["k"], module_of(own["q"])
+        if k.dtype.name in FLOAT8:
+            raise NotImplementedError(
+                f"k: got dtype {k.dtype} for column_sums_backward, expected numbers of at least 16 bits: give "
+                "cuflash.dequantize(k, k_scale)"
+            )
+        self.layout, self.lse = call.options.layout, lse
+        self.group = group_of(k, lse, self.layout)
+        self.columns = self.group if call.backend == "numpy" else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
+        keys = k.shape[-3 if self.layout == "bshd" and k.ndim > 2 else -2]
+        check_array("dsums", dsums, (*lse.shape[:-1], keys), lse.dtype.name)
+        if weights is not None:
+            check_array("weights", weights, tuple(lse.shape), lse.dtype.name)
+        self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
+        self.inputs = {**own, "v": as_values(dsums, self.group, self.columns, self.layout, k.dtype)}
+        self.call, self.backend = call, backend_of(call.backend)
+
+    def gradients(self, own: tuple[str, ...]) -> list[Any]:
+        """Those of the passes that the call wants, and those of `own`."""
+        found: list[Any] = []
+        if self.call.need:
+            q = self.inputs["q"]
+            dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, q.dtype)
+            arrays = {**self.inputs, "lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
+            arrays |= {} if self.call.backend == "numpy" else {"dlse": None}
+            found += self.backend.backward(self.call.options, arrays, self.call.need)
+        if own:
+            means = self._means()
+            found += [-self.factors * means if name == "dlse" else means for name in own]
+        return found
+
+    def _means(self) -> Array:
+        """``sum_j P[i, j] * dsums[j]`` of each row."""
+        arrays = self.inputs if self.call.backend == "numpy" else {**self.inputs, "out": None, "lse": None}
+        out, lse = self.backend.forward(self.call.options, arrays, need=OUTPUTS)
+        xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
+        is_empty = self.lse == -xp.inf
+        return xp.where(is_empty, 0, means * xp.exp(xp.where(is_empty, -xp.inf, lse) - xp.where(is_empty, 0, self.lse)))
+
+
+@functools.cache
+def _reductions_of(backend: Backend) -> ModuleType:
+    """The module that reduces weights of arrays of one backend."""
+    return on_numpy if backend == "numpy" else importlib.import_module("cuflash.gpu.reductions")

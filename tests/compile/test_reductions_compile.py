@@ -1,0 +1,53 @@
+"""Every row of the tables of reductions of the attention weights compiles, and spills no registers."""
+
+from typing import Any
+
+import pytest
+
+from cuflash.gpu.compiler import compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, TopTile
+from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES
+from cuflash.plan.tiles import why_too_large
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
+from cuflash.testing import Case
+from tests.compile.test_plans import SERIALIZED
+from tests.sampling import sample
+
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+# Bytes that a thread spills, by bytes of an element, max_dim, block_m and block_n.
+SPILLS: dict[tuple[int, ...], int] = {}
+
+
+def main_kernel(tile, arch, pass_, **options):
+    dtype = DTYPES[tile.element_bytes]
+    problem = Case(seqlen_q=512, seqlen_k=512, head_dim=tile.max_dim, dtype=dtype, has_values=False, **options).problem
+    device = DeviceSpec.for_arch(arch)
+    if why_too_large(tile, problem, device):
+        return None
+    plan = choose_plan(problem, device, pass_, tiles=(tile,))
+    (kernel,) = (kernel for kernel in plan.kernels if "helpers" not in kernel.source)
+    return kernel
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "alibi_slopes": (1,)}], ids=str)
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("tile", sample((*COLUMN_TILES, *TOP_TILES, *COLUMN_SM90_TILES), 4), ids=str)
+def test_every_row_compiles(tile, arch, options):
+    is_sm90 = tile in COLUMN_SM90_TILES
+    own: dict[str, Any] = {} if is_sm90 else options
+    for pass_ in (TOP_KEYS,) if isinstance(tile, TopTile) else (COLUMN_SUMS, COLUMN_MAX):
+        kernel = main_kernel(tile, "9.0" if is_sm90 else arch, pass_, **own)
+        if kernel is None:
+            continue
+        compiled = compile_spec(kernel)
+        known = SPILLS.get((tile.element_bytes, tile.max_dim, tile.block_m, tile.block_n), 0)
+        assert SERIALIZED not in compiled.resources.log
+        assert compiled.resources.spill_stores_bytes <= known, (pass_, compiled.resources.spill_stores_bytes)
+
+
+def test_every_head_dimension_of_the_forward_pass_is_served():
+    for dtype, most in (("bfloat16", 1024), ("float32", 1024), ("float64", 384)):
+        problem = Case(seqlen_q=64, seqlen_k=64, head_dim=most, dtype=dtype, has_values=False).problem
+        for pass_ in (COLUMN_SUMS, COLUMN_MAX, TOP_KEYS):
+            choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)

@@ -1,0 +1,28 @@
+"""Reductions of the attention weights of a case by the kernels in the emulator."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from cuflash.emulator import passes
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
+from cuflash.spec.problem import make_problem
+from tests.reductions import attention_of, inputs_of, lse_of
+
+
+def reduced(case, arch, count, **options):
+    """The weights of rows, and the column sums, the column maximum and the strongest keys of a case."""
+    attn, arrays = attention_of(case), inputs_of(case)
+    lse = lse_of(attn, arrays)
+    arrays["v"] = arrays["k"][..., :0]
+    optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
+    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **optional)
+    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
+    shape = (*lse.shape[:-1], case.seqlen_k)
+    inputs = {**arrays, "lse": lse}
+    call: Any = functools.partial(passes._call, arch=arch, **options)
+    (sums,) = call(COLUMN_SUMS, problem, {**inputs, "dlse": weights}, {"column_sums": (shape, lse.dtype)})
+    (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)})
+    of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
+    return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top)

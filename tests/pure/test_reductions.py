@@ -1,0 +1,203 @@
+"""Column sums, the column maximum and the strongest keys: the CPU path, and the interface."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
+from tests.reductions import attention_of, inputs_of, judge, lse_of
+from tests.sampling import examples, sample
+
+SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
+FEATURES = (*ct.FEATURES, "sinks", "dropout", "packed", "lengths", "float8")
+# Without a causal mask, the diagonal of a window follows the lengths with pages alone.
+PAGES = ct.cases(features=(*FEATURES, "pages"), **SMALL).map(
+    lambda case: case if case.causal else replace(case, window=None)
+)
+CASES = PAGES | ct.cases(features=(*FEATURES, "block_mask", "empty"), min_seqlen=0, **SMALL)
+
+
+@pytest.mark.parametrize(("name", "way"), sample((*INSTRUCTION_SETS, NUMPY), 1), ids=str)
+@settings(max_examples=examples(300), deadline=None)
+@given(data=st.data(), case=CASES, count=st.sampled_from((1, 2, 16, 64)))
+def test_reductions_keep_the_oracle_rule(name, way, data, case, count):
+    attn, arrays = attention_of(case), inputs_of(case)
+    others = {key: x for key, x in arrays.items() if key not in ("q", "k")}
+    with way_taken(way):
+        lse = lse_of(attn, arrays)
+        weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
+        if data.draw(st.booleans()):
+            weights[...] = 1
+            given_weights = None
+        else:
+            given_weights = weights
+        inputs = (arrays["q"], arrays["k"], lse)
+        sums = attn.column_sums(*inputs, given_weights, **others)
+        largest = attn.column_max(*inputs, **others)
+        top = attn.top_keys(*inputs, count, **others)
+    assert sums.dtype == largest.dtype == top.weights.dtype == lse.dtype
+    judge(case, weights, sums, largest, top)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+DIFFERENTIABLE = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes", "kv_lengths", "gqa", "sinks")
+
+
+@settings(max_examples=examples(160), deadline=None)
+@given(
+    case=ct.cases(
+        dtypes=("float64",), features=(*DIFFERENTIABLE, "packed"), score_spreads=(1.0,), max_seqlen=33, max_scores=2**10
+    )
+)
+def test_gradients_are_those_of_differences(case):
+    """In float64, with respect to all inputs at once, lse among them."""
+    case = replace(case, bias_dtype="input", bias_holes=False)
+    attn, arrays, rng = attention_of(case), inputs_of(case), np.random.default_rng(case.seed)
+    lse = lse_of(attn, arrays)
+    weights = rng.standard_normal(lse.shape)
+    inputs = {"q": arrays.pop("q"), "k": arrays.pop("k"), "lse": lse, "weights": weights}
+    options = {name: arrays[name] for name in ("bias", "alibi_slopes") if name in arrays}
+    moved = inputs | options
+    dsums = rng.standard_normal((*lse.shape[:-1], case.seqlen_k))
+    need = [f"d{name}" for name in moved] + ["dscale"] + (["dsoftcap"] if case.softcap else [])
+    found = attn.column_sums_backward(dsums, **inputs, need=need, **arrays)._asdict()
+    tangents = {name: np.where(np.isfinite(x), rng.standard_normal(x.shape), 0) for name, x in moved.items()}
+    numbers = {"scale": attn.options.scale or case.head_dim**-0.5, "softcap": case.softcap}
+    steps = {name: rng.standard_normal() * 0.1 for name in ("scale", "softcap") if f"d{name}" in need}
+
+    def value(step):
+        own = {name: numbers[name] + step * x for name, x in steps.items()}
+        here = {name: x + step * tangents[name] for name, x in moved.items()}
+        attn: Any = cuflash.FlashAttention(**case.keywords | own)
+        return np.nansum(dsums * attn.column_sums(**arrays | here))
+
+    step = 2.0**-16
+    difference = (value(step) - value(-step)) / (2 * step)
+    terms = [np.nansum(found[f"d{name}"] * tangents[name]) for name in moved]
+    terms += [found[f"d{name}"] * x for name, x in steps.items()]
+    sizes = [np.nansum(np.abs(found[f"d{name}"] * tangents[name])) for name in moved]
+    np.testing.assert_allclose(sum(terms), difference, rtol=0, atol=1e-6 * (1 + sum(sizes)))
+
+
+def test_gradients_through_lse_are_those_of_the_softmax():
+    """Of column sums as functions of q and k alone; and the gradient of their total, which is constant, is zero."""
+    q, k = np.random.default_rng(1).standard_normal((2, 4, 50, 8))
+    attn = cuflash.FlashAttention(causal=True)
+    lse = attn.forward(q, k, None).lse
+
+    def gradient(dsums):
+        dq, dk, dlse = attn.column_sums_backward(dsums, q, k, lse, need=("dq", "dk", "dlse"))
+        through = attn.backward(None, q, k, None, None, lse, dlse=dlse)
+        return dq + through.dq, dk + through.dk
+
+    for x in gradient(np.ones((4, 50))):
+        np.testing.assert_allclose(x, 0, atol=1e-13)
+    dsums, tq = np.random.default_rng(2).standard_normal((4, 50)), np.random.default_rng(3).standard_normal(q.shape)
+    sums = [attn.column_sums(x, k, attn.forward(x, k, None).lse) for x in (q + 1e-6 * tq, q - 1e-6 * tq)]
+    difference = (dsums * (sums[0] - sums[1])).sum() / 2e-6
+    np.testing.assert_allclose((gradient(dsums)[0] * tq).sum(), difference, rtol=1e-7)
+
+
+def test_gradients_of_what_a_score_reads():
+    q, k = np.random.default_rng(1).standard_normal((2, 2, 20, 8))
+    f, dsums = np.random.default_rng(2).standard_normal((2, 20)), np.random.default_rng(3).standard_normal((2, 20))
+    attn: Any = cuflash.FlashAttention(score=lambda s, i, j, *, f: cuflash.tanh(s) * f[i] + f[j])
+    lse = attn.forward(q, k, None, f=f[0]).lse
+    found = attn.column_sums_backward(dsums, q, k, lse, f[:1] * f, need=("dq", "df", "dweights"), f=f[0])
+    assert found._fields == ("dq", "df", "dweights")
+    a, b = ((dsums * attn.column_sums(q, k, lse, f[:1] * f, f=f[0] + step * f[1])).sum() for step in (1e-6, -1e-6))
+    np.testing.assert_allclose((found.df * f[1]).sum(), (a - b) / 2e-6, rtol=1e-6)
+
+
+# ---- the interface ---------------------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+Q, K = RNG.standard_normal((3, 1, 4, 70, 16), np.float32), RNG.standard_normal((2, 2, 90, 16), np.float32)
+ATTENTION: Any = cuflash.FlashAttention(causal=True)
+LSE = ATTENTION.forward(Q, K, None).lse
+WEIGHTS = RNG.standard_normal(LSE.shape, np.float32)
+
+
+def test_batch_axes_are_those_of_lse():
+    sums, largest = ATTENTION.column_sums(Q, K, LSE, WEIGHTS), ATTENTION.column_max(Q, K, LSE)
+    top = ATTENTION.top_keys(Q, K, LSE, 5)
+    assert sums.shape == largest.shape == (3, 2, 4, 90)
+    assert top.indices.shape == top.weights.shape == (3, 2, 4, 70, 5)
+    dsums = RNG.standard_normal(sums.shape, np.float32)
+    gradients = ATTENTION.column_sums_backward(dsums, Q, K, LSE, WEIGHTS, need=("dk", "dweights"))
+    dk = np.zeros_like(K)
+    for a in range(3):
+        for b in range(2):
+            own = (Q[a, 0], K[b], LSE[a, b], WEIGHTS[a, b])
+            np.testing.assert_array_equal(sums[a, b], ATTENTION.column_sums(*own))
+            np.testing.assert_array_equal(largest[a, b], ATTENTION.column_max(*own[:3]))
+            np.testing.assert_array_equal(top.indices[a, b], ATTENTION.top_keys(*own[:3], 5).indices)
+            of_one = ATTENTION.column_sums_backward(dsums[a, b], *own, need=("dk", "dweights"))
+            dk[b] += of_one.dk
+            np.testing.assert_allclose(gradients.dweights[a, b], of_one.dweights, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(gradients.dk, dk, rtol=0, atol=1e-4)
+
+
+def test_equal_scores_give_the_lower_index():
+    k = np.repeat(RNG.standard_normal((3, 8), np.float32), 50, axis=0)
+    q = RNG.standard_normal((5, 8), np.float32)
+    attn = cuflash.FlashAttention()
+    indices = attn.top_keys(q, k, attn.forward(q, k, None).lse, 60).indices
+    for row, scores in zip(indices, q @ k.T, strict=True):
+        first, second = np.argsort(-scores[[0, 50, 100]])[:2]
+        np.testing.assert_array_equal(row, [*range(50 * first, 50 * first + 50), *range(50 * second, 50 * second + 10)])
+
+
+def test_sums_of_some_keys_take_the_lse_of_all():
+    attn = cuflash.FlashAttention()
+    q, k = RNG.standard_normal((2, 4, 60, 8), np.float32)
+    lse = attn.forward(q, k, None).lse
+    parts = [attn.column_sums(q, x, lse) for x in np.split(k, 2, axis=1)]
+    np.testing.assert_allclose(np.concatenate(parts, axis=-1), attn.column_sums(q, k, lse), rtol=1e-6)
+
+
+def test_dropout_does_not_change_weights():
+    q, k = RNG.standard_normal((2, 4, 60, 8), np.float32)
+    plain, dropped = cuflash.FlashAttention(), cuflash.FlashAttention(dropout=0.5)
+    lse = plain.forward(q, k, None).lse
+    np.testing.assert_array_equal(plain.column_sums(q, k, lse), dropped.column_sums(q, k, lse))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ATTENTION.top_keys(Q, K, LSE, 65), ValueError, "count: got 65, expected 1 to 64"),
+        (lambda: ATTENTION.top_keys(Q, K, LSE, 1.5), TypeError, "count: got float 1.5, expected an integer"),
+        (lambda: ATTENTION.column_sums(Q, K, LSE[0]), ValueError, "lse: got shape"),
+        (lambda: ATTENTION.column_sums(Q, K, None), TypeError, "lse: got None, expected an array"),
+        (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS[0]), ValueError, "weights: got shape"),
+        (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS.astype(float)), TypeError, "weights: got dtype float64"),
+        (lambda: ATTENTION.column_sums(Q, K, LSE, bais=K), TypeError, r"column_sums\(\) got an unexpected keyword"),
+        (
+            lambda: ATTENTION.column_max(Q[0, 0], *cuflash.streamed(K[0], None)[:1], LSE[0, 0]),
+            NotImplementedError,
+            "k: got streamed keys for column_max, expected an array in the memory of q",
+        ),
+        (lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE), ValueError, "dsums: got shape"),
+        (
+            lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE, need=("dsinks",), sinks=LSE[0, 0, :, 0]),
+            ValueError,
+            "need: got dsinks, expected gradients of the column sums",
+        ),
+        (
+            lambda: ATTENTION.column_sums_backward(LSE, Q, cuflash.quantize(K).array, LSE, k_scale=np.float32(1)),
+            NotImplementedError,
+            "k: got dtype float8_e4m3fn for column_sums_backward",
+        ),
+    ],
+)
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()

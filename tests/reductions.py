@@ -1,0 +1,153 @@
+"""What reductions of attention weights should be, by the oracle rule: those of float32 for numbers of 16 bits, too.
+
+A column sum is dv of one column of dout, and weights are dv where dout is the unit matrix: the rule of reductions is
+that of dv.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import cuflash
+import cuflash.testing as ct
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.problem import make_problem
+
+SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+def axis_of(case, axis):
+    """An axis of q, counted from the end of layout "bhsd"."""
+    return {-3: -2, -2: -3}.get(axis, axis) if case.layout == "bshd" and case.ndim > 2 else axis
+
+
+def inputs_of(case):
+    """q, k and the optional inputs of a case, by name."""
+    arrays = case.arrays()
+    return {name: x for name, x in arrays.items() if name not in ("v", "v_scale", "dout", "dlse")}
+
+
+def attention_of(case):
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    return attn
+
+
+def lse_of(attn, arrays):
+    given = {name: x for name, x in arrays.items() if name not in ("q", "k")}
+    random = {"seed": 0, "offset": 0} if attn.options.dropout else {}
+    return attn.forward(arrays["q"], arrays["k"], None, **given, **random).lse
+
+
+class Expected:
+    """The yardsticks of a case, with the key/value heads repeated, and no fp8, pages or numbers of 16 bits."""
+
+    def __init__(self, case, weights):
+        arrays = inputs_of(case)
+        if case.page_size:
+            arrays = ct.gather_pages(arrays | {"v": arrays["k"]}, case.layout)
+            arrays = {name: x for name, x in arrays.items() if name not in ("v", "v_scale", "block_table")}
+        own = {name: _widened(case, name, x, arrays) for name, x in arrays.items() if name not in SCALES}
+        if case.ndim > 2 and case.num_heads_kv:
+            own["k"] = np.repeat(own["k"], case.num_heads // case.num_heads_kv, axis=axis_of(case, -3))
+        self.case, self.arrays, self.dtype = case, own, own["q"].dtype
+        self.options = replace(case.options, dropout=0.0)
+        if case.page_size and case.causal is True:  # the diagonal follows the lengths, as without pages it may not
+            self.options = replace(self.options, causal="lengths")
+        self.weights = weights.astype(self.dtype)
+
+    def _yardsticks(self, **more):
+        arrays = self.arrays | more
+        inputs = ("q", "k", "v", "dout")
+        problem = make_problem(
+            self.options, *(arrays[x] for x in inputs[:3]), **{k: x for k, x in arrays.items() if k not in inputs}
+        )
+        return ct.yardsticks(problem, arrays)
+
+    def sums(self):
+        """Expected column sums, their tolerance, and which are exactly zero: (..., heads, keys)."""
+        return tuple(x[..., 0] for x in self._gradients_of_values(self.weights[..., None]))
+
+    def weight_matrix(self):
+        """Expected weights and their tolerance, (..., heads, queries, keys)."""
+        queries = self.weights.shape[-1]
+        unit = np.broadcast_to(np.eye(queries, dtype=self.dtype), (*self.weights.shape, queries))
+        own, tolerance, _ = self._gradients_of_values(unit)
+        return own.swapaxes(-2, -1).astype(np.float64), tolerance.swapaxes(-2, -1)
+
+    def _gradients_of_values(self, dout):
+        """Expected dv for such a dout (..., heads, queries, columns), its tolerance, and where it is exactly zero."""
+        dout = dout if self.case.ndim > 2 else dout.reshape(dout.shape[-2:])
+        v = np.zeros((*self.arrays["k"].shape[:-1], dout.shape[-1]), self.dtype)
+        own = self._yardsticks(v=v, dout=np.ascontiguousarray(self._by_heads(dout)))["dv"]
+        return [self._by_heads(np.broadcast_to(x, own.expected.shape)) for x in (own.expected, own.tolerance, own.zero)]
+
+    @property
+    def _swaps(self):
+        return self.case.layout == "bshd" and self.case.ndim > 2
+
+    def _by_heads(self, x):
+        return x.swapaxes(-3, -2) if self._swaps else x
+
+
+def _widened(case, name, x, arrays):
+    if name in ("q", "k") and x.dtype.name.startswith("float8"):
+        dtype = case.problem.softmax_dtype
+        return cuflash.dequantize(x, arrays.get(f"{name}_scale"), dtype=dtype, layout=case.layout)
+    is_half = x.dtype in (np.float16, numpy_dtype("bfloat16"))
+    return x.astype(np.float32) if is_half else x
+
+
+def judge(case, weights, sums=None, largest=None, top=None):
+    """Hold column sums, the column maximum, and indices and weights of the strongest keys against the oracle."""
+    expected = Expected(case, weights)
+    if sums is not None:
+        own, tolerance, zero = expected.sums()
+        assert sums.shape == own.shape
+        assert not sums[zero].any()
+        _assert_within(sums, own, tolerance)
+    if largest is None and top is None:
+        return
+    matrix, tolerance = expected.weight_matrix()
+    if largest is not None:
+        assert largest.shape == (*matrix.shape[:-2], matrix.shape[-1])
+        assert (largest <= (matrix + tolerance).max(axis=-2, initial=0)).all()
+        assert (largest >= (matrix - tolerance).max(axis=-2, initial=0)).all()
+    if top is not None:
+        _judge_top(top[0], top[1], matrix, tolerance)
+        if case.distinct_keys and not (case.causal or case.window or case.bias or case.mask or case.alibi_slopes):
+            _judge_ties(top[0], case.distinct_keys)
+
+
+def _assert_within(x, expected, tolerance):
+    errors = np.abs(x - expected)
+    assert (errors <= tolerance).all(), f"{(errors / np.maximum(tolerance, 1e-300)).max()} of the tolerance"
+
+
+def _judge_top(indices, weights, matrix, tolerance):
+    count = indices.shape[-1]
+    assert indices.dtype == np.int32
+    assert indices.shape == weights.shape == (*matrix.shape[:-1], count)
+    is_key = indices >= 0
+    assert not weights[~is_key].any()
+    assert (is_key[..., 1:] <= is_key[..., :-1]).all()  # nothing follows where there are no more keys
+    assert (weights[..., 1:] <= weights[..., :-1]).all()
+    ordered = np.sort(np.where(is_key, indices, -1 - np.arange(count)), axis=-1)
+    assert (np.diff(ordered, axis=-1) > 0).all(), "a key twice"
+    at = np.maximum(indices, 0)
+    own, allowed = (np.take_along_axis(x, at, -1) if x.shape[-1] else np.zeros(at.shape) for x in (matrix, tolerance))
+    _assert_within(np.where(is_key, weights, 0), np.where(is_key, own, 0), np.where(is_key, allowed, 0))
+    is_taken = (indices[..., None] == np.arange(matrix.shape[-1])).any(axis=-2)
+    rest = np.where(is_taken, 0, matrix - tolerance)
+    allowed = np.where(is_key, allowed, 0).max(axis=-1, initial=0)
+    assert (rest.max(axis=-1, initial=0) <= weights[..., -1] + allowed).all(), "a key is left out"
+
+
+def _judge_ties(indices, distinct):
+    """Of keys that are alike, which follow one another again and again, the first ones come in order."""
+    for row in indices.reshape(-1, indices.shape[-1]):
+        for which in range(distinct):
+            own = row[row % distinct == which]
+            assert (own[own >= 0] == which + distinct * np.arange((own >= 0).sum())).all(), (
+                "of equal scores a later key"
+            )
