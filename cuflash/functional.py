@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cuflash.distributed import ContextParallel
     from cuflash.spec.inputs import OfHessian, OptionalArrays, ScoreGradientTangents, WithDlse, WithTangents
+    from cuflash.spec.options import ForwardKeywords
     from cuflash.spec.type_variables import Integer
 
     Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function
@@ -42,19 +43,11 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: Causal = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
-    precision: Literal["highest", "tf32"] = "highest",
-    dropout: float = 0.0,
-    block_size: int | tuple[int, int] = BLOCK_SIZE,
     score: None = None,
     seed: int | None = None,
     offset: int | None = None,
     out: Array | None = None,
-    **optional_inputs: Unpack[OptionalArrays],
+    **keywords: Unpack[ForwardKeywords],
 ) -> ArrayT: ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,22 +25,72 @@ class Products:
     ----------
     scaled : array
         The products times `scale`, a number for each pair, as far as `write` has been called.
+    moved : array or None
+        The tangents of these, if `tangents` has some: "tq", "tk" and "tscale", those of q, k and the scale.
     """
 
-    def __init__(self, q: Array, k: Array, scaled: Array, scale: float) -> None:
+    def __init__(
+        self,
+        q: Array,
+        k: Array,
+        scaled: Array,
+        scale: float,
+        tangents: Mapping[str, Array] | None = None,
+        moved: Array | None = None,
+    ) -> None:
         batch, heads, *_ = k.shape
-        self.scaled, self._scale = scaled, scaled.dtype.type(scale)
+        self.scaled, self.moved, self._scale = scaled, moved, scaled.dtype.type(scale)
         self._k = k[:, :, None]
-        self._q = q.astype(scaled.dtype).reshape(batch, heads, -1, *q.shape[2:])  # heads that share keys have an axis
+        self._q = self._of_rows(q, batch, heads)
+        tangents = tangents or {}
+        self._tscale = scaled.dtype.type(tangents.get("tscale", 0))
+        self._tq = self._of_rows(tangents["tq"], batch, heads) if "tq" in tangents else None
+        self._tk = tangents["tk"][:, :, None] if "tk" in tangents else None
+
+    def _of_rows(self, x: Array, batch: int, heads: int) -> Array:
+        """An array over queries, where heads that share keys have an axis."""
+        return x.astype(self.scaled.dtype).reshape(batch, heads, -1, *x.shape[2:])
 
     def write(self, tile: Tile) -> None:
         """Compute those of a tile."""
-        q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :].astype(self._q.dtype)
-        multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(*self._q.shape[:4], -1)[tile.index])
+        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._keys(self._k, tile)
+        multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(shape)[tile.index])
+        if self.moved is None:
+            return
+        moved = self.moved.reshape(shape)[tile.index]
+        tq = q * self._tscale
+        if self._tq is not None:
+            tq += self._tq[..., tile.own_rows, :] * self._scale
+        multiply(tq, k.swapaxes(-2, -1), moved)
+        if self._tk is not None:
+            moved += product(q * self._scale, self._keys(self._tk, tile).swapaxes(-2, -1))
+
+    def _keys(self, x: Array, tile: Tile) -> Array:
+        return x[..., tile.own_keys, :].astype(self._q.dtype)
+
+    def tangents_of_gradients(
+        self, tile: Tile, dscaled: Array, moved: Array, wanted: Collection[str]
+    ) -> dict[str, Array]:
+        """What a tile adds to those of tdq and tdk that are wanted, from the gradients of all scaled products, and the
+        tangents of these."""
+        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._keys(self._k, tile)
+        ds, tds = (x.reshape(shape)[tile.index] for x in (dscaled, moved))
+        own, by_moved, found = tds * self._scale + ds * self._tscale, ds * self._scale, {}
+        if "tdq" in wanted:
+            tdq = product(own, k)
+            if self._tk is not None:
+                tdq += product(by_moved, self._keys(self._tk, tile))
+            found["tdq"] = tdq.reshape(len(tdq), -1, *tdq.shape[3:])
+        if "tdk" in wanted:
+            tdk = product(own.swapaxes(-2, -1), q)
+            if self._tq is not None:
+                tdk += product(by_moved.swapaxes(-2, -1), self._tq[..., tile.own_rows, :])
+            found["tdk"] = tdk.sum(axis=2)
+        return found
 
     def gradients(self, tile: Tile, dscaled: Array, wanted: Collection[str]) -> dict[str, Array]:
         """What a tile adds to those of dq and dk that are wanted, from the gradients of all scaled products."""
-        q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :].astype(self._q.dtype)
+        q, k = self._q[..., tile.own_rows, :], self._keys(self._k, tile)
         own = dscaled.reshape(*self._q.shape[:4], -1)[tile.index] * self._scale
         found = {}
         if "dq" in wanted:

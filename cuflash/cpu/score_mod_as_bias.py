@@ -9,8 +9,9 @@ A slice of a call has as many queries, heads and batch entries as take `SLICE_BY
 results do not depend on the number of threads. All that follows from the shapes and strides of arrays is prepared once
 (`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What slices add to dk and dv is summed in the dtype
 of the softmax, in their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from
-that of the bias; those of arrays are summed in float64. Passes with tangents are computed so where the score is a sum:
-the tangent of the bias is that of what the score adds.
+that of the bias; those of arrays are summed in float64. In passes with tangents the tangent of the bias is that of what
+the score adds, or of the score: NumPy multiplies the tangents of q and k, too, and the tangents of gradients of q and k
+follow from the gradient of the bias, which the core computes before, and from the tangent of that.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
 from cuflash.spec.inputs import INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, Origin
-from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, MOVABLE_OVER_ROWS
-from cuflash.spec.passes import JVP, Pass
+from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, MOVABLE_OVER_ROWS, REQUIRED_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, JVP, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
@@ -53,6 +54,7 @@ LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
 _OF_ROWS = ("dq", "tdq")
+_OF_PRODUCTS = ("dq", "dk", "tdq", "tdk")
 OTHER_INPUTS = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"))
 
 
@@ -84,9 +86,6 @@ def why_not_tangents(problem: Problem, wanted: Collection[str]) -> str | None:
     """Why the results `wanted` of a pass with tangents are not computed so; None if they are."""
     if (reason := why_not(problem)) is not None:
         return reason
-    score = problem.program.on_numpy().score
-    if score is not None and not is_sum(score):
-        return "tangents of a score_mod that is no sum"
     others = [name for name in wanted if name not in (*JVP.default, *DEFAULT_NEED_TANGENTS)]
     return f"tangents of gradients of {', '.join(name[2:] for name in others)} with functions" if others else None
 
@@ -180,7 +179,9 @@ class Prepared:
     has_diagonals : bool
         Whether it is, what it adds follows from i - j alone, and that has no tangent.
     tangent : Node or None
-        The tangent of what the score adds, if there is one.
+        The tangent of what the score adds, or of the score, if there is one.
+    moves_products : bool
+        Whether the products have tangents on which that depends.
     different : set of {"batch", "head"}
         What functions, or products, distinguish.
     is_split : bool
@@ -204,10 +205,12 @@ class Prepared:
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
         self.is_sum = program.score is not None and is_sum(program.score)
-        self.tangent = problem.score_tangents(self.moved).score if self.moved else None
+        multiplies = program.score is not None and not self.is_sum
+        self.moves_products = multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names)
+        self.by_tangents = problem.score_tangents(self.moved) if self.moved or self.moves_products else None
+        self.tangent = None if self.by_tangents is None else self.by_tangents.score
         self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
         self.has_diagonals = self.has_diagonals and self.tangent is None
-        multiplies = program.score is not None and not self.is_sum
         roots = [root for root in (program.score, program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
         self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
@@ -300,8 +303,11 @@ class Prepared:
         products, results, of_products = None, dict(wanted), dict[str, Array]()
         if self.program.score is not None and not self.is_sum:
             scaled = call.take("scaled", pairs.shape, self.dtype)
-            products = Products(arrays["q"], arrays["k"], scaled, self.problem.scale)
-            of_products = {name: results.pop(name) for name in ("dq", "dk") if name in results}
+            moves: dict[str, Array] = {name: arrays.pop(name) for name in ("tq", "tk") if name in arrays}
+            moves |= {"tscale": tangents.pop("tscale")} if "tscale" in tangents else {}
+            moved = call.take("tscaled", pairs.shape, self.dtype) if self.moves_products else None
+            products = Products(arrays["q"], arrays["k"], scaled, self.problem.scale, moves, moved)
+            of_products = {name: results.pop(name) for name in _OF_PRODUCTS if name in results}
             arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
         of_functions, tiles = self._functions(call, prepared, products)
         if self.tangent is not None:
@@ -309,17 +315,24 @@ class Prepared:
         if "mask" in optional_inputs and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & optional_inputs["mask"]
         optional_inputs |= of_functions
+        gradient = "tdbias" if self.pass_.has_tangents else "dbias"
         if call.sums or of_products:
-            results["dbias"] = call.take("dbias", pairs.shape, self.dtype)
+            results[gradient] = call.take(gradient, pairs.shape, self.dtype)
         problem = prepared.problems.get(names := tuple(optional_inputs))
         if problem is None:
             own = (arrays[name] for name in INPUTS)
             problem = prepared.problems[names] = make_problem(self._options(call_slice), *own, **optional_inputs)
+        if of_products and self.pass_.has_tangents:
+            given = {
+                name: x for name, x in arrays.items() if name in (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums")
+            }
+            given |= {**optional_inputs, "dbias": call.take("dbias", pairs.shape, self.dtype)}
+            core.run(problem, given, BACKWARD, *call.random)
         core.run(problem, {**arrays, **optional_inputs, **tangents, **results}, self.pass_, *call.random)
         if call.sums:
             self._add_reads(call, pairs, tiles, results["dbias"], products)
         if products is not None and of_products:
-            self._write_of_products(call, tiles, results["dbias"], products, of_products)
+            self._write_of_products(call, pairs, tiles, products, of_products)
 
     def _options(self, call_slice: CallSlice) -> Options:
         """The options of a slice."""
@@ -367,7 +380,7 @@ class Prepared:
             own = of_tile
             if "mask" in own and not is_mixed[tile.blocks].any():
                 own = {name: root for name, root in own.items() if name != "mask"}
-            inputs = tile.inputs(None if products is None else products.scaled) | {"ts": pairs.zero}
+            inputs = tile.inputs(None if products is None else products.scaled) | _moved(tile, pairs, products)
             values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
                 optional_inputs[name][tile.index] = x
@@ -414,19 +427,31 @@ class Prepared:
         _for_each(sum_tile, tiles, add)
 
     def _write_of_products(
-        self, call: _Call, tiles: list[Tile], dbias: Array, products: Products, results: Mapping[str, Array]
+        self, call: _Call, pairs: Pairs, tiles: list[Tile], products: Products, results: Mapping[str, Array]
     ) -> None:
-        """Write gradients of q and k, which follow from that of the bias, tile after tile."""
+        """Write gradients of q and k, or their tangents, which follow from that of the bias, tile after tile."""
         sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
-        by_s = [cast("Node", self.program.by_s)]
+        by_s, dbias = [cast("Node", self.program.by_s)], call.take("dbias", pairs.shape, self.dtype)
+        has_tangents = self.pass_.has_tangents
+        tdbias = call.take("tdbias", pairs.shape, self.dtype) if has_tangents else dbias
+        if self.by_tangents is not None:
+            by_s.append(self.by_tangents.by_s)
 
         def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
-            own = dbias[tile.index]
-            (slope,) = evaluate(by_s, tile.inputs(products.scaled), call.score_args, self.dtype)
+            own, tangent = dbias[tile.index], tdbias[tile.index]
+            inputs = tile.inputs(products.scaled) | _moved(tile, pairs, products)
+            slope, *moved = evaluate(by_s, inputs, call.score_args, self.dtype)
+            if has_tangents:
+                tangent *= np.where(tangent == 0, 0, slope)
+            for of_slope in moved:
+                tangent += own * np.where(own == 0, 0, of_slope)
             own *= np.where(own == 0, 0, slope)
-            found = products.gradients(tile, dbias, results)
+            if has_tangents:
+                found = products.tangents_of_gradients(tile, dbias, tdbias, results)
+            else:
+                found = products.gradients(tile, dbias, results)
             return [
-                (sums[name][:, :, tile.own_rows if name == "dq" else tile.own_keys], x) for name, x in found.items()
+                (sums[name][:, :, tile.own_rows if name in _OF_ROWS else tile.own_keys], x) for name, x in found.items()
             ]
 
         def add(found: list[tuple[Array, Array]]) -> None:
@@ -444,6 +469,11 @@ class Prepared:
         shown = [[shown_blocks(mask, *of, b, h, tables) for h in heads] for b in batches]
         always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
         return always, sometimes
+
+
+def _moved(tile: Tile, pairs: Pairs, products: Products | None) -> dict[str, Array]:
+    """The tangents of the products of a tile, as functions read them; zeros where these do not move."""
+    return {"ts": pairs.zero if products is None or products.moved is None else products.moved[tile.index]}
 
 
 def _is_narrow(x: Array, dtype: np.dtype[Any]) -> bool:

@@ -22,19 +22,30 @@ BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because smal
 CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
 
 
-class OptionsWithoutCausal(OfNumbers, total=False):
-    """The options that `cuflash.FlashAttention` and `ContextParallel` take alike, as keyword arguments."""
+class OptionsOfForward(OfNumbers, total=False):
+    """The options that concern the forward pass, but for `causal`, as keyword arguments."""
 
     window: Window | None
     layout: Literal["bhsd", "bshd"]
-    deterministic: bool
     precision: Literal["highest", "tf32"]
     dropout: float
     block_size: int | tuple[int, int]
 
 
+class OptionsWithoutCausal(OptionsOfForward, total=False):
+    """The options that `cuflash.FlashAttention` and `ContextParallel` take alike, as keyword arguments."""
+
+    deterministic: bool
+
+
 class OptionArguments(OptionsWithoutCausal, total=False):
     """The options of `cuflash.FlashAttention` as keyword arguments, but for functions."""
+
+    causal: Causal
+
+
+class ForwardKeywords(OptionsOfForward, OptionalArrays, total=False):
+    """The options and optional inputs of `cuflash.attention`, as keyword arguments."""
 
     causal: Causal
 

@@ -81,13 +81,17 @@ def _cupy() -> Any:
 
 @functools.cache
 def _allocator() -> Any:
-    """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps."""
+    """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps.
+
+    As `torch.cuda.caching_allocator_alloc`, which makes the device current, as it is here, and looks for its stream.
+    """
 
     def allocate(size: int, device: int) -> int:
-        return int(torch.cuda.caching_allocator_alloc(size, device))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        return int(torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream))
 
     def free(pointer: int, device: int) -> None:
-        torch.cuda.caching_allocator_delete(pointer)
+        torch._C._cuda_cudaCachingAllocator_raw_delete(pointer)
 
     return _cupy().cuda.PythonFunctionAllocator(allocate, free).malloc
 

@@ -19,7 +19,7 @@ from cuflash.testing.tangents import Moved, everything
 from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
-from tests.scored import SCORES, Scored, of_functions, scored
+from tests.scored import SCORES, Scored, scored
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -163,14 +163,6 @@ def test_results_of_keys_past_the_lengths_are_zeros(shape):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def is_sum(name):
-    score = of_functions((name, None), "float32", 8).program.on_numpy().score
-    return score is not None and score_mod_as_bias.is_sum(score)
-
-
-SUMS = tuple(name for name in SCORES if is_sum(name))
-
-
 def of_function(case, need, tangents):
     """Results of both passes."""
     given = {**case.optional, **case.random}
@@ -184,9 +176,11 @@ def of_function(case, need, tangents):
 
 @settings(max_examples=examples(60))
 @given(
-    scored(dtypes=("float64", "bfloat16"), max_seqlen=130, scores=SUMS), st.sampled_from((1600, 6000, 2**23)), st.data()
+    scored(dtypes=("float64", "bfloat16"), max_seqlen=130, scores=tuple(SCORES)),
+    st.sampled_from((1600, 6000, 2**23)),
+    st.data(),
 )
-def test_sums_and_masks_however_a_call_is_cut(case, slice_bytes, data):
+def test_functions_however_a_call_is_cut(case, slice_bytes, data):
     """As NumPy computes them; the same bits on any number of threads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score_mod_as_bias, "FEW_PAIRS", -1)
@@ -248,9 +242,9 @@ def test_the_core_computes_what_it_serves(monkeypatch, recwarn):
     assert not recwarn.list
 
 
-def test_numpy_computes_functions_that_are_no_sums(monkeypatch, recwarn):
+def test_numpy_computes_gradients_of_the_scale_with_functions(monkeypatch, recwarn):
     function = cuflash.FlashAttention(score=lambda s, i, j: s * abs(i - j))
-    assert by_numpy(monkeypatch, function) == ["jvp", "backward_jvp"]
+    assert by_numpy(monkeypatch, function) == ["backward_jvp"]
     assert not recwarn.list
 
 

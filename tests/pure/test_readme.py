@@ -331,7 +331,7 @@ def test_every_option_is_in_the_table_and_in_the_interface():
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     rows = {name for row in table("option", OPTIONS) for name in row[0].split(", ")}
-    of_arrays = {"device", "dtype", "strides", "num_heads_kv", "head_dim_v", "axes"}
+    of_arrays = {"device", "dtype", "strides", "num_heads_kv", "head_dim_v", "v=None", "axes"}
     assert rows == of_arrays | parameters - {"out", "lse", "need", *GRADIENTS}
 
 
