@@ -61,9 +61,9 @@ CASES = {
         DENSITY,
     ),
     "cpu": (
-        Case(what="sinkhorn", rows=4096, columns=4096, dim=3, width=0.1),
-        replace(DENSITY, rows=2**10, columns=2**14),
-        replace(DENSITY, rows=2**10, columns=2**14, dtype="float64"),
+        Case(what="sinkhorn", rows=2048, columns=2048, dim=3, width=0.1),
+        replace(DENSITY, rows=2**9, columns=2**14),
+        replace(DENSITY, rows=2**9, columns=2**14, dtype="float64"),
     ),
 }
 

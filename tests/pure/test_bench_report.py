@@ -193,6 +193,7 @@ def test_the_pages_have_the_committed_results():
     page, learnt, everything = (ROOT / "docs" / name for name in ("performance.md", "training.md", "evidence.md"))
     parts = {
         (page, ""): report.section(results, page),
+        (page, "logsumexp"): evidence.sections("logsumexp", results, page),
         (learnt, ""): evidence.sections("training", results, learnt),
         (readme, ""): report.readme_part(results),
         **{(everything, name): text for name, text in evidence.parts(results, everything).items()},
