@@ -165,6 +165,32 @@ def cuflash_threads(case: Case, inputs: Inputs, *, count: int) -> Contender:
     return replace(made, calls={name: on_threads(call) for name, call in made.calls.items()})
 
 
+def cuflash_limited(case: Case, inputs: Inputs, *, instructions: str) -> Contender:
+    """cuflash on a processor that has better instructions, by the compiled core for these."""
+    from cuflash.cpu import core
+
+    refuse(case)
+    if inputs.xp.__name__ == "cupy":
+        raise Absent("needs NumPy arrays")
+    skipped = core.instruction_sets().get(instructions)
+    if skipped is None:
+        raise Absent(f"needs the compiled core with {instructions}")
+
+    def limited(call: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+        def run() -> tuple[Any, ...]:
+            usual = core.SKIPPED_KINDS
+            core.SKIPPED_KINDS = skipped
+            try:
+                return call()
+            finally:
+                core.SKIPPED_KINDS = usual
+
+        return run
+
+    made = cuflash(case, inputs)
+    return replace(made, calls={name: limited(call) for name, call in made.calls.items()})
+
+
 def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     """cuflash by the kernels for another compute capability, on a device that has its instructions and later ones."""
     refuse(case, *(OPTIONS.keys() - {"lengths", "function"}))
@@ -503,6 +529,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-packed": cuflash_packed,
     **{f"cuflash-sm{arch.replace('.', '')}": partial(cuflash_as, arch=arch) for arch in ("7.5", "8.0")},
     **{f"cuflash-threads{n}": partial(cuflash_threads, count=n) for n in THREADS},
+    "cuflash-avx2": partial(cuflash_limited, instructions="AVX2"),
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,

@@ -132,6 +132,13 @@ def torch_cpu_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, t
     return {"forward": lambda: forward()[:1], "backward": backward}
 
 
+def torch_cpu_avx2_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """The same by AVX2, which PyTorch is limited to before it is imported."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        raise Absent("needs ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in the environment")
+    return torch_cpu_calls(torch, case, q, k, v, dout, terms)
+
+
 def _autograd_calls(torch: Any, run: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any, *more: Any) -> Calls:
     """For libraries whose gradient kernels only autograd can reach: the graph is built once and kept.
 
@@ -373,4 +380,5 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuequivariance": on_torch(cuequivariance_calls, "bias", "mask", needs_bias=True),
     "flex": on_torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"),
     "torch-cpu": on_torch(torch_cpu_calls, device="cpu"),
+    "torch-cpu-avx2": on_torch(torch_cpu_avx2_calls, device="cpu"),
 }

@@ -377,6 +377,20 @@ SUITES = {
         peers=("naive", "torch-cpu"),
         about="NumPy arrays, batch 1, 8 heads of 64 or 4 of 128",
     ),
+    "cpu-avx2": Suite(
+        kind="cpu",
+        cases=(
+            *(_host(dtype, 64, n, causal) for dtype in HOST_DTYPES for causal in (False, True) for n in (256, 1024)),
+            *(_host("float32", 128, 1024, causal) for causal in (False, True)),
+            *(
+                Case(dtype="float32", head_dim=64, seqlen_q=4096, batch=1, num_heads=1, causal=causal)
+                for causal in (False, True)
+            ),
+            Case(dtype="float32", head_dim=64, seqlen_q=128, batch=16, num_heads=12),
+        ),
+        peers=("cuflash-avx2", "torch-cpu-avx2"),
+        about="NumPy arrays, cuflash and PyTorch limited to AVX2",
+    ),
     "cpu-options": Suite(
         kind="cpu",
         cases=tuple(x for dtype in HOST_DTYPES for x in _options(_host(dtype, 64, 2048, False))),

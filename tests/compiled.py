@@ -25,11 +25,7 @@ def functions():
 
 def instruction_sets():
     """The instruction sets that there is code for here, by how many better ones are left out."""
-    if core.why_not() is not None:
-        return []
-    name = functions().cuflash_processor
-    named = {name(limit).decode(): limit for limit in reversed(range(5))}
-    return sorted(named.items(), key=lambda item: item[1])
+    return [] if core.why_not() is not None else list(core.instruction_sets().items())
 
 
 INSTRUCTION_SETS = instruction_sets()

@@ -230,6 +230,15 @@ def processor() -> str:
     return "" if isinstance(library, str) else library.functions.cuflash_processor(SKIPPED_KINDS).decode()
 
 
+def instruction_sets() -> dict[str, int]:
+    """The instruction sets that there is code for here, best first, by how many better ones are left out."""
+    library = _load()
+    if isinstance(library, str):
+        return {}
+    named = {library.functions.cuflash_processor(skipped).decode(): skipped for skipped in reversed(range(5))}
+    return dict(sorted(named.items(), key=lambda item: item[1]))
+
+
 def unit_of(problem: Problem) -> float:
     """What a row max of the core times this is an exponent of e, as `Scaling` of `core/score_tiles.h` says."""
     acts = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0

@@ -16,6 +16,7 @@ from bench.contender import Absent, Contender, refuse
 from bench.functions import FUNCTIONS
 from bench.inputs import make_inputs
 from bench.suites import SUITES
+from cuflash.cpu import core
 from cuflash.cpu.jobs import count_cores
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.options import Options
@@ -47,7 +48,10 @@ def as_tensors(torch, inputs):
 @pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     "name",
-    ["cuflash", "cuflash-alloc", "cuflash-deterministic", "cuflash-threads1", "naive", "math", "torch-cpu"],
+    [
+        *("cuflash", "cuflash-alloc", "cuflash-deterministic", "cuflash-threads1", "cuflash-avx2"),
+        *("naive", "math", "torch-cpu"),
+    ],
 )
 def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
     monkeypatch.setattr(environment, "cores", lambda: 2)
@@ -57,6 +61,8 @@ def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
         with pytest.raises(Absent, match="grouped"):
             peers.ADAPTERS[name](case, make_inputs(np, case))
         return
+    if name == "cuflash-avx2" and "AVX2" not in core.instruction_sets():
+        pytest.skip("no compiled core with AVX2")
     inputs = make_inputs(np, case)
     check = Check(case, inputs)
     contender = peers.ADAPTERS[name](case, inputs)
@@ -115,6 +121,24 @@ def test_contenders_with_some_of_the_cores(monkeypatch):
     assert asked == [1, 2] and contender.plans
     with pytest.raises(Absent, match=r"^needs more than 4 cores$"):
         peers.ADAPTERS["cuflash-threads4"](PLAIN, inputs)
+
+
+def test_contenders_of_an_instruction_set(monkeypatch):
+    used: list[str] = []
+
+    def record_processor() -> tuple[Any, ...]:
+        used.append(core.processor())
+        return ()
+
+    inputs = make_inputs(np, PLAIN)
+    monkeypatch.setattr(core, "instruction_sets", lambda: {"AVX-512": 0, "AVX2": 3})
+    monkeypatch.setattr(core, "processor", lambda: f"{core.SKIPPED_KINDS} left out")
+    monkeypatch.setattr(peers, "cuflash", lambda *_: Contender({"forward": record_processor}))
+    peers.ADAPTERS["cuflash-avx2"](PLAIN, inputs).calls["forward"]()
+    assert used == ["3 left out"] and core.SKIPPED_KINDS == 0
+    monkeypatch.setattr(core, "instruction_sets", lambda: {"NEON": 0})
+    with pytest.raises(Absent, match=r"^needs the compiled core with AVX2$"):
+        peers.ADAPTERS["cuflash-avx2"](PLAIN, inputs)
 
 
 @pytest.mark.parametrize("name", ["cuflash-sm75", "cuflash-sm80"])

@@ -48,7 +48,8 @@ inline const T *find_values(const Call &call, const Entry &entry, long head_kv, 
 // Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
 // time, a transposition takes as long as a tenth of the products of a block.
 constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16;
-constexpr long PACKED_BYTES = 64 << 20;  // at most, of all tiles
+constexpr long PACKED_BYTES = 32 << 20;  // at most, of all tiles
+constexpr long NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 
 // Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two.
 template <class T> struct PackedTiles {
@@ -86,7 +87,9 @@ template <class T> void pack_job(Work &work, char *memory, long job) {
 // Packs the tiles before the blocks, if there are several for each KV head, and if all tiles are read.
 template <class T> inline bool share_packed_keys(Work &work, long num_blocks) {
     const Call &call = work.call;
-    if (call.arrays[BLOCK_MASK] || call.arrays[MASK] || num_blocks < 2 * work.num_entries * call.num_heads_kv)
+    const bool is_narrow = call.window_left + call.window_right < NARROW_WINDOW;
+    if (call.arrays[BLOCK_MASK] || call.arrays[MASK] || is_narrow ||
+        num_blocks < 2 * work.num_entries * call.num_heads_kv)
         return true;
     for (long e = 0; e < work.num_entries; ++e)
         work.packed_in_head = larger(work.packed_in_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
