@@ -7,7 +7,7 @@ from typing import Any
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, SCORES_JVP_FAMILIES
 from cuflash.plan.backward import add_convert, add_preprocess
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BACK_SECTION, ForwardFamily, choose_family, family_of
+from cuflash.plan.families import BACK_SECTION, BackwardJvpFamily, ForwardFamily, choose_family, family_of
 from cuflash.plan.jvp import tangent_defines
 from cuflash.plan.scores import add_score_args, add_stored, add_sums, needs, score_gradients, stored_and_sums
 from cuflash.plan.tiles import Tile
@@ -52,8 +52,7 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     off = ("PAIRS_STATS", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL", "CLEARS_AHEAD")
     draft.defines |= {f"CUFLASH_{name}": 0 for name in off} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
     if family is not None:
-        draft.defines["CUFLASH_DQ_IN_ORDER"] = int(family.dq_in_order(of_keys))
-        draft.defines["CUFLASH_REVERSED_ONE_IN"] = family.reversed_one_in(problem, of_keys)
+        _set_order(draft, family, of_keys, makes_tdq)
     draft.defines |= {f"CUFLASH_NEEDS_D{x}": int(f"td{x.lower()}" in need) for x in "KV"} | needs(())
     draft.defines |= {f"CUFLASH_{name.upper()}_WIDE": int(_is_wide(draft, f"t{name}")) for name in DEFAULT_NEED}
     draft.defines |= {"CUFLASH_DQ_BY_REDUCTION": int(makes_tdq)} | ({} if family is None else family.defines)
@@ -65,7 +64,6 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     add_preprocess(draft, first, delta, draft.gradients)
     draft.scratch["row_tangents"] = draft.scratch["row_stats"]
     if family is not None and of_keys is not None and (makes_tdq or set(need) & {"tdk", "tdv"}):
-        draft.set(head_section=family.head_section(draft, of_keys))
         _add(draft, family, of_keys)
         if makes_tdq:
             add_convert(draft, family, of_keys, helper, 0, reduces_dq=True)
@@ -73,6 +71,17 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         _add(draft, family_of(DQ_JVP_FAMILIES, of_queries), of_queries)
     if of_pairs is not None:
         _add_scores(draft, of_pairs)
+
+
+def _set_order(draft: Draft, family: BackwardJvpFamily[Any], of_keys: Any, makes_tdq: bool) -> None:
+    """In which order the blocks that own keys start, and add to tdq."""
+    draft.set(head_section=family.head_section(draft, of_keys))
+    draft.set(clear_ahead=family.clear_ahead(draft, of_keys) if makes_tdq else 0)
+    draft.defines |= {
+        "CUFLASH_DQ_IN_ORDER": int(family.dq_in_order(of_keys)),
+        "CUFLASH_REVERSED_ONE_IN": family.reversed_one_in(draft.problem, of_keys),
+        "CUFLASH_CLEARS_AHEAD": int(draft.run_time.clear_ahead > 0),
+    }
 
 
 def _add(draft: Draft, family: ForwardFamily[Any], tile: Tile) -> None:

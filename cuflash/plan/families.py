@@ -130,6 +130,10 @@ class BackwardJvpFamily(ForwardFamily[Row]):
         """`BackwardFamily.reversed_one_in`."""
         return 0
 
+    def clear_ahead(self, draft: Draft, main: Row) -> int:
+        """`BackwardFamily.clear_ahead`."""
+        return 0
+
     def head_section(self, draft: Draft, main: Row) -> int:
         """How many heads have their blocks side by side in the launch order."""
         return draft.run_time.head_section

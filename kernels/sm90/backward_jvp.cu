@@ -14,7 +14,7 @@
 //     everything for 64 keys of its own. Or, where registers hold only one of the two sums, both have the same 64 keys:
 //     the first makes P', u' and tdV, the second dX', tdX' and tdK, and P' and u' are handed over in shared memory.
 //   - The warpgroup of tdQ reads dX' and tdX' from shared memory, makes tdQ of the tile, and adds it to memory, at its
-//     own pace. One of its warps is the producer, or a warp of a warpgroup of its own, in which two others keep the order
+//     own pace. It first clears what later blocks add to (common/io/clear_dq.cuh). One of its warps is the producer, or a warp of a warpgroup of its own, in which two others keep the order
 //     of tdQ if blocks add to it in order.
 // A step takes a tile of queries, or half of one. Consumers issue tdV and tdK of a step right after the first products
 // of the next one, so that these run while P' or dX' of the next one is made. Or before them, where there is but one
@@ -525,7 +525,14 @@ CUFLASH_DEVICE void backward_jvp(const BackwardJvpParams& params) {
   Work found = {};
   if constexpr (kIsPacked) {
     found = BackwardWork::find(params.common);
-    if (!has_keys(params.common, found)) return;
+    if (!has_keys(params.common, found)) {
+      if constexpr (kClearsAhead) {
+        if (ptx::thread_index() < kClearThreads)
+          clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
+                      ptx::thread_index());
+      }
+      return;
+    }
   }
   if (ptx::thread_index() == 0) make_barriers(shared);
   ptx::sync_block();

@@ -1,5 +1,6 @@
 // The warpgroup of sm90/backward_jvp.cu that makes tdQ, and the producer, which is one of its warps.
 #pragma once
+#include "common/io/clear_dq.cuh"
 #include "common/io/operands.cuh"
 #include "sm90/backward_jvp_layout.cuh"
 #include "sm90/backward_work.cuh"
@@ -39,6 +40,11 @@ struct Producer {
     if constexpr (kMovesK) load(shared.tk, Integer<kDim>{}, kMapOfTk);
     load(shared.v, Integer<kDimV>{}, 2);
     if constexpr (kMovesV) load(shared.tv, Integer<kDimV>{}, kMapOfTv);
+  }
+  // As much as the stages hold.
+  CUFLASH_DEVICE void load_first() {
+    load_keys();
+    for (int i = 0; i < kNumStages; ++i) load_queries();
   }
   CUFLASH_DEVICE void load_queries() {
     if (steps_left-- <= 0) return;
@@ -102,12 +108,14 @@ CUFLASH_DEVICE void accumulate_tdq(const BackwardJvpParams& params, const Shared
                                    u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common, found);
-  if (tile.num_steps == 0) return;
+  if (!kClearsAhead && tile.num_steps == 0) return;
   const bool produces = !kHasProducer && ptx::uniform(thread / 32) == 0;
   Producer producer(params, shared, tile);
-  if (produces) {
-    producer.load_keys();
-    for (int i = 0; i < kNumStages; ++i) producer.load_queries();
+  if (produces && (!kClearsAhead || tile.num_steps > 0)) producer.load_first();
+  if constexpr (kClearsAhead) {
+    clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+    if (tile.num_steps == 0) return;
+    wait_for_clears(common, tile.num_m_blocks, tile.work);
   }
   shared.kv_full.wait(0);
   Position<kDxStages> at;

@@ -212,7 +212,6 @@ struct Consumer {
   const int own_diagonal;  // of the batch entry
   const Score score;
   const ScoreTangents tangents;
-  const Dropout dropout;
   const float exponent_scale;
 
   const OtherWarp other;
@@ -234,7 +233,6 @@ struct Consumer {
         own_diagonal(own_diagonal_of(common, tile.work.batch)),
         score(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal),
         tangents(common, tile.work.batch, tile.work.head),
-        dropout(common, tile.work.batch, tile.work.head),
         exponent_scale(score.exponent_scale()),
         other(shared, index, thread / 32),
         softmax(make_tangent_softmax(common, tile.work.batch, tile.work.head, other)) {
@@ -377,6 +375,7 @@ struct Consumer {
     softmax.weigh_tangents(s, ts, scale, selects);
     if constexpr (kHasDropout) {
       const float kept_scale = kept_scale_of(common);  // before they are rounded: in float16 they may be subnormal
+      const Dropout dropout(common, tile.work.batch, tile.work.head);  // no registers are left to keep it
       dropout.drop(s[0], lane_row, key, kept_scale);
       if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, key, kept_scale);
     }

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.emulator import passes
+from cuflash.plan import DeviceSpec
 from cuflash.spec.inputs import NUMBERS
 from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS
 from cuflash.testing import Case
@@ -15,7 +16,7 @@ from tests.scored import Scored
 from tests.second_derivatives import has_gradient, judge_functions
 
 
-def check(case: Case, moved: Moved, arch: str, deterministic: bool = False, **options: Any) -> None:
+def check(case: Case, moved: Moved, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
     """Hold the results of both passes to the oracle rule, and out and lse to those of the forward pass."""
     arrays, tangents, problem = case.arrays(), moved.arrays(case), replace(case.problem, deterministic=deterministic)
     of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
@@ -41,7 +42,7 @@ def check_jvp(case: Case, moved: Moved, **options: Any) -> None:
     check_forward(case, given, results, "9.0")
 
 
-def check_forward(case: Case, given: Mapping[str, Any], results: Mapping[str, Any], arch: str) -> None:
+def check_forward(case: Case, given: Mapping[str, Any], results: Mapping[str, Any], arch: str | DeviceSpec) -> None:
     """Hold out and lse to those of the forward pass."""
     out, lse = passes.forward(case.problem, given, arch=arch, **case.random)
     limit = {"float64": 1e-12, "float32": 1e-5}.get(case.dtype, 2e-2)
@@ -78,7 +79,9 @@ def check_functions(case: Scored, moved: Collection[str], arch: str = "8.0", see
     judge_functions(case, tangents | {"tdout": tdout}, found)
 
 
-def check_partials(case: Case, moved: Moved, arch: str, deterministic: bool = False, **options: Any) -> None:
+def check_partials(
+    case: Case, moved: Moved, arch: str | DeviceSpec, deterministic: bool = False, **options: Any
+) -> None:
     """Results in the dtype of sums, which are merged with others or added to them, are those that are rounded."""
     arrays, tangents, problem = case.arrays(), moved.arrays(case), replace(case.problem, deterministic=deterministic)
     given = {name: x for name, x in (arrays | tangents).items() if name not in ("dout", "dlse", "tdout", "tdlse")}

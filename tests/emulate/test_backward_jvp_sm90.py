@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.emulator import SCHEDULES, passes
-from cuflash.plan import LaunchPlan, choose_plan
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, cases
@@ -51,12 +51,14 @@ def results_of_jvp(case: Case, tangents: dict[str, Any]) -> dict[str, Any]:
     return arrays | tangents | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
 
 
-def check(case: Case, moved: Moved, deterministic: bool = False, **options: Any) -> None:
+def check(
+    case: Case, moved: Moved, deterministic: bool = False, device: str | DeviceSpec = "9.0", **options: Any
+) -> None:
     """Hold the tangents of gradients to the oracle rule."""
     given = results_of_jvp(case, moved.arrays(case))
     need = ("tdq", "tdk", "tdv", *(["tdsinks"] if case.sinks else []))
     problem = replace(case.problem, deterministic=deterministic)
-    found = passes.backward_jvp(problem, given, need=need, arch="9.0", **case.random, **options)
+    found = passes.backward_jvp(problem, given, need=need, arch=device, **case.random, **options)
     assert_tangents(case, moved, dict(zip(need, found, strict=True)))
 
 
@@ -113,6 +115,33 @@ def test_blocks_add_to_tdq_in_order(case, dims, plans):
         in_order = is_served and not defines["CUFLASH_HAS_BLOCK_INDEX"]
         assert defines["CUFLASH_DQ_IN_ORDER"] == in_order
         assert in_order != any(kernel.source == "sm80/backward_jvp_dq.cu" for kernel in plan.kernels)
+
+
+@pytest.mark.parametrize(
+    ("dims", "deterministic", "options"),
+    sample(
+        [
+            (dims, deterministic, options)
+            for dims in DIMS
+            for deterministic in (False, True)
+            for options in (
+                {},
+                {"causal": True},
+                {"cu_seqlens_q": (0, 40, 40, 100), "cu_seqlens_k": (0, 0, 90, 110), "batch": 3},
+            )
+        ],
+        20,
+    ),
+    ids=str,
+)
+def test_blocks_clear_accumulators_ahead(dims, deterministic, options, plans):
+    """On a device with so few SMs that most blocks start later than the first ones end."""
+    sizes = {"seqlen_q": 100, "seqlen_k": 110, "num_heads": 18, "num_heads_kv": 18, "batch": 1, "dtype": "bfloat16"}
+    case = Case(**sizes | {"head_dim": dims[0], "head_dim_v": dims[1]} | options)
+    check(case, everything(case), deterministic, device=replace(DeviceSpec.for_arch("9.0"), num_sms=1))
+    for plan in plans:
+        is_served = dims[0] <= 128 or case.cu_seqlens_q is None
+        assert (plan.run_time.clear_ahead > 0) == is_served
 
 
 @settings(max_examples=examples(10), deadline=None)

@@ -168,12 +168,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return _with_rows(summing, draft)
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
-        problem, run_time = draft.problem, draft.run_time
-        ahead = max(run_time.head_section, BACK_SECTION if self.reversed_one_in(problem, main) else 0)
-        heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
-        blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
-        is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
-        return ahead if ahead < heads and is_large else 0
+        return heads_cleared_ahead(draft, main, bool(self.reversed_one_in(draft.problem, main)))
 
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n
@@ -283,6 +278,16 @@ def head_section_in_order(draft: Draft, main: Tile) -> int:
     most = PACKED_IN_ORDER_SECTION if problem.is_packed else CAUSAL_HEAD_SECTION
     heads = problem.group_size // group_splits
     return max(min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most), 1)
+
+
+def heads_cleared_ahead(draft: Draft, main: Tile, some_go_back: bool) -> int:
+    """`BackwardFamily.clear_ahead` of blocks that add to dq, or to tdq."""
+    problem, run_time = draft.problem, draft.run_time
+    ahead = max(run_time.head_section, BACK_SECTION if some_go_back else 0)
+    heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
+    blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
+    is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
+    return ahead if ahead < heads and is_large else 0
 
 
 def reversed_one_in_order(problem: Problem, splits_roles: bool) -> int:

@@ -12,6 +12,7 @@ from cuflash.plan.sm90.backward import (
     BACKWARD_HEAD_SECTION,
     fragments_of_a_warpgroup,
     head_section_in_order,
+    heads_cleared_ahead,
     reversed_one_in_order,
 )
 from cuflash.plan.sm90.forward import why_not_16_bit
@@ -129,6 +130,9 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
     def reversed_one_in(self, problem: Problem, main: BackwardJvpSm90Tile) -> int:
         return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
 
+    def clear_ahead(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
+        return heads_cleared_ahead(draft, main, bool(self.reversed_one_in(draft.problem, main)))
+
     def accumulator_layout(self, main: BackwardJvpSm90Tile) -> BackwardTile:
         return fragments_of_a_warpgroup(main)
 
@@ -160,10 +164,10 @@ def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
     if "tdout" not in draft.arrays:
         return main
     tile = replace(main, has_tdout=True)
-    for schedule, stages in (("kOneStageOfQ", main.num_stages), ("kHalfStages", 1)):
-        if why_too_large(tile, draft.problem, draft.device) is None:
-            break
-        tile = replace(tile, schedule=schedule, num_stages=stages, dx_stages=1, ping_pong=False)
+    if why_too_large(tile, draft.problem, draft.device) is not None:
+        tile = replace(tile, schedule="kOneStageOfQ", dx_stages=1, ping_pong=False)
+    if why_too_large(tile, draft.problem, draft.device) is not None:
+        tile = replace(tile, schedule="kHalfStages", num_stages=1)
     return tile
 
 

@@ -110,6 +110,12 @@ MUTANTS = (
     mutant("the end of tdQ is not announced", DQ, "        arrive_as_warp(shared.turns.added(turn_at));\n", "",
            "tangents sm90 in order"),
     mutant("tdQ keeps no order", DQ, "shared.turns.keep(params.common, tile, thread);", ";", "tangents sm90 in order"),
+    mutant("blocks clear no accumulators of tdQ", DQ,
+           "    clear_ahead(common, tile.num_m_blocks, tile.work, thread);\n", "", "tangents sm90 clears"),
+    mutant("nobody waits for accumulators of tdQ to be cleared", DQ,
+           "    wait_for_clears(common, tile.num_m_blocks, tile.work);\n", "", "tangents sm90 clears"),
+    mutant("blocks without queries clear nothing", DQ, "  if (!kClearsAhead && tile.num_steps == 0) return;\n",
+           "  if (tile.num_steps == 0) return;\n", "tangents sm90 clears"),
     # ---- sm90/backward_jvp_weights.cuh
     mutant("both queries of a lane have the statistics of the first", WEIGHTS, "own[i % 2], tlse[i % 2]);",
            "own[0], tlse[i % 2]);", "tangents sm90 of pairs"),

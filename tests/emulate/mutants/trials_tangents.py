@@ -29,7 +29,7 @@ class TangentTrial:
 
     case: Case
     moved: Moved | None = None  # everything, where none is said
-    arch: str = "8.0"
+    arch: str | DeviceSpec = "8.0"
     is_partial: bool = False  # results are not rounded
     deterministic: bool = False  # tdq has a kernel of its own, or blocks add to it in order
 
@@ -212,6 +212,11 @@ TRIALS: dict[str, AnyTrial] = {
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     **{name: sm90(own) for name, own in OF_SM90.items()},
+    # On one SM; the first keys are attended to by no query.
+    "tangents sm90 clears": replace(
+        sm90(Case(**{**SIZES, "seqlen_q": 70, "seqlen_k": 300, "num_heads": 6, "num_heads_kv": 6}, window=(10, None))),
+        arch=replace(DeviceSpec.for_arch("9.0"), num_sms=1),
+    ),
     **{f"{name} and tdout": sm90(OF_SM90[name], "tdout") for name in OF_TDOUT},
     **{f"{name} in order": replace(sm90(OF_SM90[name]), deterministic=True) for name in IN_ORDER},
     "tangents beside a sink": SinkTrial(),
