@@ -35,7 +35,6 @@
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/score/scores.cuh"
-#include "common/softmax/reduction_gradients.cuh"
 #include "sm90/bias_terms.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"
@@ -374,8 +373,7 @@ struct Consumer {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     [[maybe_unused]] const float distance = sums().distance(m_tile.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
-    const ReductionGradients reductions(common, batch, m_tile.head);
-    [[maybe_unused]] const int lane_query = m_tile.m_block * kBlockM + fragment_column();
+    [[maybe_unused]] const u32 s_dentropy = s_stats + kBlockM * 8 - fragment_column() * 4;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. The assembler then moves most exponentials after that
@@ -383,11 +381,14 @@ struct Consumer {
       if (!kPassesEarly && n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
+      [[maybe_unused]] float dentropy[2];
+      if constexpr (kTakesDentropy) ptx::load_shared_x2(s_dentropy + n * 32, dentropy);
       if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float row_delta =
-            reductions.delta_of(delta[i % 2], kHasDropout ? fabsf(p[n][i]) : p[n][i], lane_query + 8 * n + i % 2);
+        float row_delta = delta[i % 2];
+        if constexpr (kTakesDentropy)
+          row_delta = ptx::fused(dentropy[i % 2], log_of_weight(kHasDropout ? fabsf(p[n][i]) : p[n][i]), row_delta);
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, row_delta);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
         if constexpr (kPacksDerivatives && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);

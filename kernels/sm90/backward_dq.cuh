@@ -57,8 +57,11 @@ struct Producer {
     q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.maps[kMapQ], q_full, first_row, next.head,
                                entry_of(batch));
-    ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
-                   kBytesStats, q_full.address);
+    const u32 s_stats = shared.stats + at.stage * kBytesStats;
+    ptx::load_bulk(s_stats, stats_of(params.common, batch, next.head) + row * 2, kBlockM * 8, q_full.address);
+    if constexpr (kTakesDentropy)
+      ptx::load_bulk(s_stats + kBlockM * 8, dentropy_of(params.common, batch, next.head) + row, kBytesDentropy,
+                     q_full.address);
     if constexpr (kBiasOfPairs)
       load_bias(params.common, shared.bias + at.stage * kBytesBias, params.maps[kMapBias], q_full, row, tile.first_key,
                 next.head, entry_of(batch));

@@ -40,8 +40,10 @@ struct Rows {
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;
       factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half) * kept_scale_of(common);
-      if (pass == 0 && fragment_column() == 0 && own < common.seqlen_q)
+      if (pass == 0 && fragment_column() == 0 && own < common.seqlen_q) {
         store_lse(g_lse + own * common.lse.row_stride, softmax, 0, half);
+        store_reductions(common, work.batch, work.head, own, softmax, 0, half);
+      }
     }
   }
 };

@@ -39,7 +39,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
             for dtype in ("bfloat16", "float16", "float32", "float64")
             for arch in ("8.0", "7.5", "9.0")
             if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
-        ],
+        ]
+        + [(ct.Case(**SIZES | {"dtype": "bfloat16", "reductions": BOTH, "head_dim": 384, "causal": True}), "9.0")],
         24,
     ),
     ids=str,

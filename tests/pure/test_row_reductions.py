@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash
+import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.testing import reference
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
@@ -153,8 +154,33 @@ def test_what_is_wrong_is_named():
         ATTENTION.backward(*backward, dmax=whole.lse[0])
     with pytest.raises(ValueError, match=r"an array named entropy"):
         cuflash.FlashAttention(score=lambda s, i, j, *, entropy: s + entropy[i])
+    with pytest.raises(NotImplementedError, match=r"^want: got it in jvp, expected in FlashAttention.forward"):
+        ATTENTION.jvp(Q, K, V, tq=Q, want=("max",))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'want': forward takes it"):
+        cuflash.logsumexp(Q, K, want=("max",))
+    ranks: Any = cd.ContextParallel(cd.threads(1)[0], split="contiguous")
+    for call in (lambda: ranks.forward(Q, K, V, want=("max",)), lambda: ranks.backward(*backward, dentropy=whole.lse)):
+        with pytest.raises(NotImplementedError, match=r"ranks give none"):
+            call()
     keys = cuflash.streamed(K, V, chunk=32)
     with pytest.raises(NotImplementedError, match=r"^want: got entropy of streamed keys"):
         ATTENTION.forward(Q, *keys, want=("entropy",))
     with pytest.raises(NotImplementedError, match=r"^dmax: got dmax with streamed keys"):
         ATTENTION.backward(Q, Q, *keys, whole.out, whole.lse, dmax=whole.lse)
+
+
+@settings(max_examples=examples(20))
+@given(cut=st.integers(0, 70), scale=st.sampled_from((0.1, 1.0, 4.0)))
+def test_reductions_of_merged_parts(cut, scale):
+    """As docs/semantics.md says: of keys in two parts, one of which may be empty."""
+    attn: Any = cuflash.FlashAttention(scale=scale)
+    whole = attn.forward(Q, K, V, want=("max", "entropy"))
+    parts = [
+        attn.forward(Q, K[:, :, own], V[:, :, own], want=("max", "entropy")) for own in (slice(cut), slice(cut, 70))
+    ]
+    _, lse = cuflash.merge([x.out for x in parts], [x.lse for x in parts])
+    with np.errstate(invalid="ignore"):
+        terms = [np.exp(x.lse - lse) * (x.entropy + lse - x.lse) for x in parts]
+    entropy = sum(np.where(np.isneginf(x.lse), 0, term) for x, term in zip(parts, terms, strict=True))
+    np.testing.assert_allclose(entropy, whole.entropy, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(np.maximum(parts[0].max, parts[1].max), whole.max, rtol=0, atol=2e-5)

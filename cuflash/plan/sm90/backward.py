@@ -93,7 +93,8 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
-        tile = _seeing(replace(main, dq_in_order=has_order), draft)
+        main = replace(main, dq_in_order=has_order, takes_dentropy="entropy" in draft.problem.reductions)
+        tile = _seeing(main, draft)
         if tile.mask_by_bits and _has_separate_dq(draft):
             raise NotImplementedError(
                 "tiles: got a BackwardSm90Tile with deterministic=True and pairs that block_mask hides one by one, "

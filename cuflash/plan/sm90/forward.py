@@ -86,6 +86,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
+    reductions = REDUCTIONS
     tile = ForwardFloat32Sm90Tile
     serves_no_values = True
 
@@ -163,6 +164,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
     """Wide heads of half precision."""
 
     kernel = "sm90/forward_wide"
+    reductions = REDUCTIONS
     tile = ForwardWideSm90Tile
     unknown = ("packed sequences", "pages")
 

@@ -256,6 +256,7 @@ class BackwardSm90Tile(ScoredTile):
     diagonal_sums: int = 0  # reads whose gradients are summed along the diagonals of a tile
     per_row_values: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
     per_warp_key_values: int = 0  # the same of each key
+    takes_dentropy: bool = False  # stages have the gradient of the entropy of each row, too
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
@@ -298,7 +299,8 @@ class BackwardSm90Tile(ScoredTile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
-        queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + self.block_m * 8
+        of_rows = self.block_m * (12 if self.takes_dentropy else 8)
+        queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + of_rows
         ds = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)

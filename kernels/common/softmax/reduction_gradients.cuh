@@ -22,6 +22,15 @@ CUFLASH_DEVICE float log_of_weight(float weight) {
 }
 CUFLASH_DEVICE double log_of_weight(double weight) { return natural_log(max_of(weight, (double)kLeastWeight)); }
 
+// dH of all rows of a head, with the factor of log_of_weight; 0 of rows that have no weights.
+CUFLASH_DEVICE Real* dentropy_of(const Params& params, Entry batch, int head) {
+#if CUFLASH_REDUCTIONS
+  return (Real*)params.row_dentropy + first_stats_row(params, batch, head);
+#else
+  return nullptr;
+#endif
+}
+
 // The gradients of reductions of all rows of a head, which lie as its statistics do.
 struct ReductionGradients {
 #if CUFLASH_REDUCTIONS
@@ -31,7 +40,7 @@ struct ReductionGradients {
 
   CUFLASH_DEVICE ReductionGradients(const Params& params, Entry batch, int head) {
     const i64 first = first_stats_row(params, batch, head);
-    dentropy = (Real*)params.row_dentropy + first;
+    dentropy = dentropy_of(params, batch, head);
     dmax = (Real*)params.row_dmax + first;
     first_max = (i32*)params.row_first_max + first;
   }

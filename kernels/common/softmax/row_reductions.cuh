@@ -6,6 +6,7 @@
 // until they are stored.
 #pragma once
 #include "common/config.cuh"
+#include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/softmax/exponential.cuh"
 

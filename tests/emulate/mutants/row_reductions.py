@@ -42,9 +42,14 @@ MUTANTS = (
            "row reductions float32"),
     mutant("all keys have the gradient of the maximum", GRADIENTS, "key == first_max[row] ?", "first_max[row] >= 0 ?",
            "row reductions", "row reductions deterministic"),
-    mutant("statistics of the first head", GRADIENTS, "first_stats_row(params, batch, head);",
-           "first_stats_row(params, batch, 0);",
+    mutant("statistics of the first head", GRADIENTS, "row_dentropy + first_stats_row(params, batch, head);",
+           "row_dentropy + first_stats_row(params, batch, 0);",
            "row reductions"),
+    # ---- sm90/backward.cu
+    mutant("dentropy of the first rows of a tile", "sm90/backward.cu", "s_dentropy + n * 32",
+           "s_dentropy", "row reductions sm90"),
+    mutant("dentropy of the first tile", "sm90/backward_dq.cuh", "next.head) + row, kBytesDentropy,",
+           "next.head), kBytesDentropy,", "row reductions sm90"),
     # ---- helpers/backward_preprocess.cu
     mutant("the entropy is no part of delta", PREPROCESS,
            "      delta += row_dentropy * entropy[row * params.entropy.row_stride];\n", "", "row reductions"),
