@@ -197,6 +197,7 @@ def test_every_row_is_chosen_somewhere(table):
         plain = problem_of(dim=dim, dim_v=dim)
         window = problem_of(16384, 16384, dim, dim, window=(500, 0))
         without = problem_of(16384, 16384, dim, 0)
+        chosen |= set(choose_plan(without, h100, BACKWARD).tiles)
         for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window, without):
             tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}

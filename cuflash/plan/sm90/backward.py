@@ -134,8 +134,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return SPLIT_ROLES_REVERSED_ONE_IN if main.splits_roles else 0
 
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
-        if main.two_halves:
-            return "it would sum them for each half of its keys"
         if name == "dscale":
             return None
         if main.splits_roles and (names := draft.problem.given(CAPS)):
@@ -150,8 +148,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
 
     def why_not_score_args(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
-        if main.two_halves:
-            return "it would sum them for each half of its keys"
         program, summed = draft.program, draft.summed_score_args
         for name in summed:
             for found in program.classes((name,)):

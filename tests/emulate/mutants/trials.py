@@ -113,7 +113,6 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
-_TWO_HALVES = replace(_BACKWARD_SM90, block_n=256, schedule="kTwoHalves")
 _BACKWARD_SPLIT = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
@@ -445,10 +444,6 @@ TRIALS: dict[str, AnyTrial] = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
     "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
-    "backward sm90 halves": _many_queries(_TWO_HALVES, has_values=False, dlse=True, seqlen_k=270, causal=True),
-    "backward sm90 halves split": Trial(
-        case=replace(_GROUPED, seqlen_q=300, has_values=False, dlse=True), tiles=(_TWO_HALVES,), splits=True
-    ),
     "forward chunked": Trial(case=_LONG, tiles=FORWARD_CHUNKED_TILES[:1], arch="8.0"),
     "backward chunked": Trial(case=_LONG, tiles=_CHUNKED_GRADIENTS, arch="8.0"),
     "scores chunked": Trial(case=_LONG, tiles=SCORES_CHUNKED_TILES[:1], arch="8.0", need=("dscale",)),
