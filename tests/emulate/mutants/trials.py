@@ -222,6 +222,7 @@ TRIALS: dict[str, AnyTrial] = {
     # One resident block takes all tiles of queries.
     "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
     "sm90 parts": Trial(case=replace(_GROUPED, head_dim_v=136), tiles=_sm90(q_stages=1), num_sms=1),
+    "sm90 bias of rows": Trial(case=replace(_GROUPED, bias=(4, 150, 1)), tiles=_sm90(), num_sms=1),
     "sm90 without values": Trial(
         case=replace(_GROUPED, seqlen_k=300, causal=True, has_values=False), tiles=_sm90(), num_sms=1
     ),
