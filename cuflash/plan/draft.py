@@ -438,7 +438,7 @@ class Draft:
 # are compiled without these options, so that one compilation serves all combinations.
 _IGNORED: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in PAIR_OPTIONS if name in DEFINES},
-    "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
+    "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_ROWS", "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
     "block_mask": (
         "CUFLASH_MASK_BLOCK_M",
@@ -510,6 +510,7 @@ def common_defines(
     return {
         **inputs,
         **numbers,
+        "CUFLASH_BIAS_OF_ROWS": int(problem.bias is not None and problem.bias.strides[2:] == (1, 0)),
         "CUFLASH_ARCH": device.arch,
         "CUFLASH_DTYPE": DTYPE_TAGS[problem.dtype],
         "CUFLASH_KV_DTYPE": DTYPE_TAGS[problem.k.dtype],

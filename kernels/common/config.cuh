@@ -111,9 +111,10 @@ constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;    // whether the kernel runs
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;         // forward pass only: in the backward pass, lse includes them
 constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;  // whether it does
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
-constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
-constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each has its own diagonal, which ends at the last key
-constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;     // size of a bias element: 0 (no bias), 2 (Element) or sizeof(Real)
+constexpr bool kIsPacked = CUFLASH_PACKED != 0;     // varlen: batch entries are packed sequences
+constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;   // each has its own diagonal, which ends at the last key
+constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;      // size of a bias element: 0 (no bias), 2 (Element) or sizeof(Real)
+constexpr bool kBiasOfRows = CUFLASH_BIAS_OF_ROWS;  // it differs from query to query only, and is contiguous
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;  // 0 (none), 4 (i32) or 8 (i64)
 constexpr int kPageSize = CUFLASH_PAGE_SIZE;               // keys per page; 0 if keys are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;  // the diagonal of a batch entry depends on its length

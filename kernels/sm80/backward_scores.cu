@@ -44,9 +44,12 @@ static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFL
               "shared memory differs from the plan");
 
 #if CUFLASH_CHUNK_COLUMNS
+// Chunks are loaded while they are multiplied.
+CUFLASH_DEVICE void load_tiles(const Params&, const ScoreTiles&, u32) {}
+
 // S of one step of the loop, by chunks. dP is 0.
-CUFLASH_DEVICE void multiply_tiles(const Params& params, const ScoreTiles& now, u32 s_ring, int warp_row,
-                                   Real (&s)[kMTiles][kNTiles][4], Real (&dp)[kMTiles][kNTiles][4]) {
+CUFLASH_DEVICE void multiply_chunks(const Params& params, const ScoreTiles& now, u32 s_ring, int warp_row,
+                                    Real (&s)[kMTiles][kNTiles][4], Real (&dp)[kMTiles][kNTiles][4]) {
   const Storage* g_q = queries_of(params.q, now.batch, now.head);
   const Storage* g_k = keys_of(params, params.k, now.batch, now.head / (params.num_heads / params.num_heads_kv));
   const int key_stop = key_stop_of(params, now.batch), seqlen_q = seqlen_q_of(params, now.batch);
@@ -106,7 +109,6 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 
   const u32 s_ring = ptx::dynamic_shared();
   const int warp_row = warp_index() * 16 * kMTiles;
-#if !CUFLASH_CHUNK_COLUMNS
   const auto load = [&](int stage) {
     load_tiles(params, next, s_ring + stage * kBytesStage);
     next.advance(params);
@@ -116,7 +118,6 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     if (next.left > 0) load(i);
     ptx::copy_async_commit();
   }
-#endif
 
   Sums sums;
   set_zero(sums.dbias);
@@ -129,20 +130,16 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   int stage = 0;
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
-#if !CUFLASH_CHUNK_COLUMNS
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
-#endif
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
     const int lane_key = now.n_block * kBlockN + fragment_column();
-
     RowStats stats[kMTiles][2];
     load_stats(params, batch, head, lane_row, stats);
-
     Real s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
 #if CUFLASH_CHUNK_COLUMNS
-    multiply_tiles(params, now, s_ring, warp_row, s, dp);
+    multiply_chunks(params, now, s_ring, warp_row, s, dp);
 #else
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();

@@ -14,13 +14,50 @@
 #include "common/softmax/store_lse.cuh"
 #include "sm80/chunks.cuh"
 
-constexpr int kMTiles = kBlockM / (16 * kNumWarps);
-constexpr int kNTiles = kBlockN / 8;
-static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
+constexpr int kWarpsN = CUFLASH_CHUNK_WARPS;  // that share rows, each with some of the keys of a tile
+constexpr int kMTiles = kBlockM * kWarpsN / (16 * kNumWarps);
+constexpr int kNTiles = kBlockN / (8 * kWarpsN);
+static_assert(kMTiles * 16 * kNumWarps == kBlockM * kWarpsN, "every warp owns the same number of whole fragments");
 
-// Shared memory: the ring, whose stages have a chunk of Q and one of K.
+// Shared memory: the ring, whose stages have a chunk of Q and one of K. In the end, row maxima and sums of each warp.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kChunk), kBytesStage = kBytesQ + tile_bytes(kBlockN, kChunk);
 static_assert(kNumStages * kBytesStage == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+// The statistics of a row over some of the keys.
+struct alignas(2 * sizeof(Real)) RowPart {
+  Real row_max, row_sum;
+};
+static_assert(kWarpsN * kBlockM * sizeof(RowPart) <= CUFLASH_SHARED_BYTES, "they take the place of the ring");
+
+// Warps that share rows add up their sums; the first of them, `warp_n` 0, gets those of all keys.
+CUFLASH_DEVICE void merge_warps(OnlineSoftmax<kMTiles>& softmax, u32 s_parts, int warp_row, int warp_n) {
+  const auto at = [&](int warp, int m, int half) {
+    const int row = warp_row + 16 * m + 8 * half + fragment_row();
+    return s_parts + (warp * kBlockM + row) * (u32)sizeof(RowPart);
+  };
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Real part[2] = {softmax.row_max[m][half], softmax.row_sum[m][half]};
+      if (fragment_column() == 0) ptx::store_shared_x2(at(warp_n, m, half), part);
+    }
+  ptx::sync_block();
+  if (warp_n > 0) return;
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll 1
+      for (int warp = 1; warp < kWarpsN; ++warp) {
+        Real part[2];
+        ptx::load_shared_x2(at(warp, m, half), part);
+        Real &row_max = softmax.row_max[m][half], &row_sum = softmax.row_sum[m][half];
+        const Real larger = max_of(row_max, part[0]);
+        row_sum = row_sum * relative(row_max, larger) + part[1] * relative(part[0], larger);
+        row_max = larger;
+      }
+}
 
 CUFLASH_DEVICE void forward_chunked(const Params& params) {
   if (!is_chosen(params)) return;
@@ -43,12 +80,13 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
   };
   ChunkRing ring(load, (tiles.stop - tiles.start) * kChunks);
 
-  const int warp_row = warp_index() * 16 * kMTiles, lane_row = first_row + warp_row + fragment_row();
+  const int warp_row = warp_index() / kWarpsN * 16 * kMTiles, warp_n = warp_index() % kWarpsN;
+  const int lane_row = first_row + warp_row + fragment_row();
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
   const Real exponent_scale = score.exponent_scale();
   const RowMajorA<kRow> operand_q(s_ring, warp_row);
-  const ColumnMajorB<kRow, 1> operand_k(s_ring + kBytesQ);
+  const ColumnMajorB<kRow, 1> operand_k(s_ring + kBytesQ + warp_n * kNTiles * 8 * kRow);
   OnlineSoftmax<kMTiles> softmax;
   Real no_output[kMTiles][1][4];
   set_zero(no_output);
@@ -64,11 +102,13 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
     }
     to_scores(
         score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; },
-        tiles.at(n_block) * kBlockN + fragment_column(), n_block >= tiles.full_stop || n_block < tiles.full_start);
+        tiles.at(n_block) * kBlockN + warp_n * kNTiles * 8 + fragment_column(),
+        n_block >= tiles.full_stop || n_block < tiles.full_start);
     softmax.update(s, no_output, exponent_scale);
   }
   ring.finish();
   softmax.finish();
+  if constexpr (kWarpsN > 1) merge_warps(softmax, s_ring, warp_row, warp_n);
   if (kHasSinks && !is_left_over(params, batch))
     softmax.add_sinks(no_output, [&](int, int) { return to_row_max(sink_of(params, head)); });
 
@@ -78,7 +118,8 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
-      if (fragment_column() == 0 && row < seqlen_q) store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
+      if (warp_n == 0 && fragment_column() == 0 && row < seqlen_q)
+        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
     }
 }
 

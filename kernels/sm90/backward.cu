@@ -67,16 +67,13 @@ struct Consumer {
   const Entry batch;
   const u32 index, thread, kept_lane;
   const bool elected;
-  u32 first;  // of its 64 keys, or of the half that it is at, in the tile
-  const int warp_key;
-  int lane_key;
-  u32 rows_k;
-  const u32 rows_v;
+  const u32 first;  // of its 64 keys, in the tile
+  const int warp_key, lane_key;
+  const u32 rows_k, rows_v;
   const float kept_scale;
   const PingPong<kPingPong, kConsumers, kPingPongBarrier> ping_pong;
 
   float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv && kHasValues ? kDimV / 8 : 1][4];
-  float second_dk[kHalves == 2 ? kDim / 8 : 1][4];  // of the second half of its keys
   Fragment k_operand[kHoldsK ? kDim / 16 : 1];
   Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // both of the step before
   Position<kNumStages> at;
@@ -98,7 +95,7 @@ struct Consumer {
         thread(ptx::thread_index() % 128),
         kept_lane(lane_index()),
         elected(thread == 0),
-        first(kSplitsRoles ? 0 : index * 64 * kHalves),
+        first(kSplitsRoles ? 0 : index * 64),
         warp_key(thread / 32 * 16),
         lane_key(work.first_key + first + warp_key + fragment_row()),
         rows_k(shared.k + first * kLineBytes),
@@ -108,22 +105,6 @@ struct Consumer {
         m_tile(work.first()) {
     set_zero((float (&)[1][sizeof(dk) / sizeof(dk[0])][4]) dk);
     set_zero((float (&)[1][sizeof(dv) / sizeof(dv[0])][4]) dv);
-    if constexpr (kHalves == 2) set_zero((float (&)[1][sizeof(second_dk) / sizeof(second_dk[0])][4]) second_dk);
-  }
-
-  // Goes to a half of its keys.
-  CUFLASH_DEVICE void take_half(u32 half) {
-    if constexpr (kHalves == 1) return;
-    first = (index * 2 + half) * 64;
-    lane_key = work.first_key + first + warp_key + fragment_row();
-    rows_k = shared.k + first * kLineBytes;
-  }
-  template <int half>
-  CUFLASH_DEVICE auto& dk_of() {
-    if constexpr (half == 1)
-      return second_dk;
-    else
-      return dk;
   }
 
   // ---- Waiting ------------------------------------------------------------------------------------------------------
@@ -187,9 +168,7 @@ struct Consumer {
 
   // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless `adds`. `nothing`
   // says that there is no step before. Then any operands will do, because the next step replaces these sums.
-  template <int half = 0>
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
-    auto& dk = dk_of<half>();
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
     // dS' of the keys of this consumer. It last wrote them to the other of the two stages.
@@ -207,11 +186,10 @@ struct Consumer {
   }
 
   // Waits for these two products. With `frees`, gives back the tiles that they have read.
-  template <int half = 0>
   CUFLASH_DEVICE void finish_gradients(bool frees) {
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dv);
-    ptx::fence_operand(dk_of<half>());
+    ptx::fence_operand(dk);
     // A finished product does not mean that all threads have read the statistics, so they synchronise here. A consumer
     // that makes dS' need not: the next tile is loaded only once each of its warps has arrived at ds_full.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
@@ -421,27 +399,21 @@ struct Consumer {
 
   CUFLASH_DEVICE u32 lane() const { return kKeepsLane ? kept_lane : lane_index(); }
   // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
-  template <int half = 0>
   CUFLASH_DEVICE void hand_over_ds() {
-    if constexpr (half == 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
+    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane() % 16) * kLineBytes;
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
       ptx::store_matrix_x4(line + ((k * 32 + lane() / 16 * 16) ^ (lane() % 8 * 16)), ds_operand[k].word);
     if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
-    if constexpr (half + 1 < kHalves) return;
     arrive_as_warp(shared.ds_ring.full(ds_at));
     ds_at.advance();
   }
 
   // ---- A step: one tile of queries ----------------------------------------------------------------------------------
-  // With two halves of keys, there are two steps for each tile of queries.
   // The first step, too, issues products of "the step before", and those of the second step replace their results. A
   // first step outside of the loop would take twice the instructions, and more registers.
-  template <int half = 0>
   CUFLASH_DEVICE void step(int number) {
-    constexpr int kHalfBefore = half + 1 == kHalves ? 0 : 1;  // of the step before
-    take_half(half);
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
@@ -453,7 +425,7 @@ struct Consumer {
     const PerRowValues row_values(of_head, s_row_values(), m_tile.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
-    if constexpr (half == 0) wait_for_queries(s_q, s_do);
+    wait_for_queries(s_q, s_do);
     [[maybe_unused]] const bool large = makes_dv && has_large_rows(s_stats);  // early: products do not wait for it
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
@@ -461,7 +433,7 @@ struct Consumer {
       if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
       issue_dp(ds, s_do);
     }
-    issue_gradients<kHalfBefore>(number > 1 - half, half == 0 && number == 0);
+    issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
     constexpr int kPending = kGradientGroups + (kIssuesDpEarly && kHasValues);
 #if CUFLASH_HAS_SCORE_FUNCTION
@@ -475,13 +447,12 @@ struct Consumer {
       hand_over_p(p, derivative);
       to_weights(p, derivative);
     } else {
-      finish_ds<kHalfBefore>(p, ds, derivative, s_do, s_stats, half == 0 && number > 0);
-      hand_over_ds<half>();
+      finish_ds(p, ds, derivative, s_do, s_stats, number > 0);
+      hand_over_ds();
       // These sums come last, because nothing waits for them: dS' is on its way.
       if constexpr (kSumsLate) add_to_sums(ds);
     }
     stage_before = at.stage;
-    if constexpr (half + 1 < kHalves) return;
     at.advance();
     [[maybe_unused]] const int head = m_tile.head;
     m_tile.advance(work.queries);
@@ -490,13 +461,13 @@ struct Consumer {
 
   // The second half of a step of a consumer that makes dS'. P' and dS' become operands, in place of those of the step
   // before. So its products are finished first; with `frees`, the tiles that they have read are given back.
-  template <int half_before, int rows>
+  template <int rows>
   CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
                                 const u32 (&derivative)[rows][2], u32 s_do, u32 s_stats, bool frees) {
     if constexpr (kIssuesDpEarly) {
       ptx::wgmma_wait<kGradientGroups>();
     } else {
-      finish_gradients<half_before>(frees);
+      finish_gradients(frees);
       issue_dp(ds, s_do);
       if constexpr (makes_dv) to_weights(p, derivative);
       ptx::wgmma_wait<0>();
@@ -504,7 +475,7 @@ struct Consumer {
     if constexpr (kHasValues) ptx::fence_operand(ds);
     make_ds(p, ds, derivative, s_stats);
     if constexpr (kIssuesDpEarly) {
-      finish_gradients<half_before>(frees);
+      finish_gradients(frees);
       if constexpr (makes_dv) to_weights(p, derivative);
     }
     if constexpr (kNeedsDsoftcap) {
@@ -538,12 +509,9 @@ struct Consumer {
       set_to_zero(p_operand);
       set_to_zero(ds_operand);
 #pragma unroll 1
-      for (int i = 0; i < work.num_steps; ++i) {
-        step(i);
-        if constexpr (kHalves == 2) step<1>(i);
-      }
-      issue_gradients<kHalves - 1>(work.num_steps > 1, false);
-      finish_gradients<kHalves - 1>(true);
+      for (int i = 0; i < work.num_steps; ++i) step(i);
+      issue_gradients(work.num_steps > 1, false);
+      finish_gradients(true);
       if constexpr (makes_dk && kNeedsDscale) dscale = warp_sum(sum_of_products<kBlockN>(rows_k, warp_key, dk));
     } else if constexpr (makes_dk && kSumsScores) {
       sums().leave_zeros();
@@ -567,23 +535,14 @@ struct Consumer {
 
   // Stores this block's sums of keys that several blocks share, for the kernel that adds them up.
   CUFLASH_DEVICE void store_partials() {
-    Real* partials = work.partials(common, kHalves == 2   ? index * 256 + thread
-                                           : kSplitsRoles ? thread
-                                                          : ptx::thread_index());
+    Real* partials = work.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto store = [&](const auto& d) {
 #pragma unroll
       for (const auto& n_tile : d) {
         *(Real4*)partials = {n_tile[0], n_tile[1], n_tile[2], n_tile[3]};
-        partials += kDsWriters * kHalves * 128 * 4;
+        partials += kDsWriters * 128 * 4;
       }
     };
-    if constexpr (kHalves == 2) {
-      if constexpr (!kNeedsDk) return;
-      store(dk);
-      partials = work.partials(common, index * 256 + 128 + thread);
-      store(second_dk);
-      return;
-    }
     if constexpr (makes_dk && kNeedsDk)
       store(dk);
     else
@@ -595,20 +554,9 @@ struct Consumer {
   CUFLASH_DEVICE void store_gradients() {
     if constexpr (makes_dv && kHasValues)
       store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
-    take_half(0);
     if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);
-    if constexpr (kHalves == 2)
-      store_fragments_chunked<kBlockN>(rows_k + 64 * kLineBytes, warp_key, second_dk, common.scale, common.scale);
     ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);
-    store_rows();
-    if constexpr (kHalves == 2) {
-      take_half(1);
-      store_rows();
-    }
-  }
-  // Stores 64 keys from there.
-  CUFLASH_DEVICE void store_rows() {
     const int first_key = work.first_key + first;
     const int rows = kIsPacked || kStoresByRows ? seqlen_k_of(common, batch) - first_key : 64;
     if (kStoresByRows || rows < 64) {

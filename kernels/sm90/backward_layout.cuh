@@ -21,16 +21,12 @@ enum class Schedule {
   // Both consumers have the same 64 keys: the first makes P' and dV, the second dS' and dK, and P' is handed over in
   // shared memory. [GEMM 2] is issued at the start of a step.
   kSplitRoles,
-  // Without values: each consumer has 128 keys, 64 of them at a time, so that half as much dQ is added to memory.
-  kTwoHalves,
 };
 constexpr Schedule kSchedule = Schedule::CUFLASH_SCHEDULE;
 constexpr bool kHoldsK = kSchedule == Schedule::kHoldK;
 constexpr bool kDpEarly = kSchedule != Schedule::kSharedDs || !kHasValues;
 constexpr bool kDkFromShared = kSchedule == Schedule::kSharedDs;
 constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
-constexpr int kHalves = kSchedule == Schedule::kTwoHalves ? 2 : 1;
-static_assert(kHalves == 1 || !kHasValues, "registers hold no dV of so many keys");
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
@@ -63,7 +59,7 @@ constexpr bool kPingPong = (kNumPerRow + kNumPerWarpKey == 0 || kSplitsRoles) &&
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");
-static_assert(kBlockN == 64 * kDsWriters * kHalves, "a consumer, or both, own 64 keys, or one 128");
+static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
 // Shared memory: K, V, the rings of Q, of dO, of dS' and of P', kept scores, bias and statistics of queries, sums of

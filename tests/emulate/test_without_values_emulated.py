@@ -19,7 +19,6 @@ from cuflash.plan.sm80.tiles import (
     SCORES_CHUNKED_TILES,
     BackwardChunkedTile,
 )
-from cuflash.plan.sm90.tiles import BackwardSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
@@ -33,6 +32,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True, "dropout": 0.2, "sinks": True},
     {"softcap": 5.0, "alibi_slopes": (4,), "window": (40, 9)},
+    {"bias": (1, 4, 113, 1), "causal": True},
     {"bias": (1, 4, 113, 203), "mask": (113, 203), "head_dim": 3},
     {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
     {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 1},
@@ -112,6 +112,8 @@ OF_SM90: tuple[dict[str, Any], ...] = (
     {"cu_seqlens_q": (0, 40, 200), "cu_seqlens_k": (0, 90, 250), "causal": True},
     {"softcap": 5.0, "block_mask": (4,), "block_size": (64, 64), "dtype": "float16"},
     {"dtype": "float32", "causal": True, "sinks": True, "seqlen_k": 200},  # blocks skip tiles of keys
+    {"bias": (4, 200, 1), "softcap": 5.0, "window": (60, 20)},
+    {"dtype": "float32", "bias": (1, 4, 200, 1)},
     {"dtype": "float32", "head_dim": 3, "bias": (1, 1, 1, 260)},  # the producer splits operands
     {"dtype": "float32", "head_dim": 128, "bias": (1, 4, 200, 260), "dropout": 0.2},
 )
@@ -127,21 +129,6 @@ def test_wgmma_kernels(options, deterministic):
         main = [kernel.source for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels]
         assert deterministic or any(f"sm90/{pass_}" in source for source in main), main
     check(case, "9.0", deterministic=deterministic)
-
-
-TWO_HALVES = BackwardSm90Tile(
-    max_dim=128, block_m=64, block_n=256, num_stages=2, schedule="kTwoHalves", origin="of a test"
-)
-
-
-@settings(max_examples=examples(32))
-@given(ct.cases(features=FEATURES, max_seqlen=300, max_head_dim=128, max_scores=2**15), st.integers(0, 3))
-def test_two_halves_of_keys(case, extra):
-    """Of each consumer; score gradients have kernels of their own."""
-    half = case.dtype if case.dtype in ("float16", "bfloat16") else "bfloat16"
-    case = replace(case, has_values=False, dlse=True, dtype=half, strides="contiguous")
-    assume(not case.kv_dtype)
-    check(case, "9.0", backward=(TWO_HALVES.changed(num_stages=2 + extra % 2),))
 
 
 # ---- Chunks of columns -----------------------------------------------------------------------------------------------

@@ -72,13 +72,15 @@ class ChunkedTile(Sm80Tile):
     """One way to cut the forward pass without values where q and k arrive by chunks of `chunk_columns` columns."""
 
     chunk_columns: int
+    chunk_warps: int  # warps that share rows, each with some of the keys of a tile
 
-    defined: ClassVar[tuple[str, ...]] = ("chunk_columns",)
+    defined: ClassVar[tuple[str, ...]] = ("chunk_columns", "chunk_warps")
     variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3), "min_blocks": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
-            (self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+            (self.block_m * self.chunk_warps % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+            (self.block_n % (16 * self.chunk_warps) == 0, "16 keys for every warp"),
             (self.num_stages >= 2, "a stage for a chunk that arrives"),
         )
 
@@ -99,9 +101,11 @@ class ChunkedTile(Sm80Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardChunkedTile(ChunkedTile):
-    """The same for dk: a block owns block_n keys, and slice_chunks chunks of the columns of their gradient."""
+    """The same for dk: a block owns block_n keys, and slice_chunks chunks of the columns of their gradient.
 
-    chunk_warps: int  # warps that share rows, each with some of the columns of a chunk
+    Warps that share rows, chunk_warps of them, each have some of the columns of a chunk, too.
+    """
+
     slice_chunks: int
 
     defined = ("chunk_columns", "chunk_warps", "slice_chunks")
@@ -373,7 +377,9 @@ class ScoresJvpTile(ScoresTile):
 
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
-_chunked = maker(ChunkedTile, "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns origin")
+_chunked = maker(
+    ChunkedTile, "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns chunk_warps origin"
+)
 _OF_GRADIENTS = "max_dim block_m block_n num_warps num_stages min_blocks chunk_columns chunk_warps slice_chunks origin"
 _backward_chunked = maker(BackwardChunkedTile, _OF_GRADIENTS)
 _dq_chunked = maker(DqChunkedTile, _OF_GRADIENTS)
@@ -451,11 +457,11 @@ FORWARD_TILES = (
 # For head dimensions whose rows do not fit into shared memory, without values.
 MOST_CHUNKED = 16384  # columns: by arithmetic, more would round sums of products too far
 FORWARD_CHUNKED_TILES = (
-    #                       m    n  warps stages blocks chunk
-    _chunked(MOST_CHUNKED, 128, 64, 4, 2, 2, 64, ARITHMETIC),
-    _chunked(MOST_CHUNKED, 64,  64, 4, 2, 1, 64, SMALL),
-    _chunked(MOST_CHUNKED, 64,  32, 4, 2, 2, 32, ARITHMETIC, element_bytes=4),
-    _chunked(MOST_CHUNKED, 64,  32, 4, 2, 1, 16, ARITHMETIC, element_bytes=8),
+    #                      m   n  warps stages blocks chunk warps
+    _chunked(MOST_CHUNKED, 64, 128, 8, 3, 2, 64, 4, ARITHMETIC),
+    _chunked(MOST_CHUNKED, 64,  64, 4, 2, 1, 64, 1, SMALL),
+    _chunked(MOST_CHUNKED, 64,  64, 8, 2, 1, 32, 2, ARITHMETIC, element_bytes=4),
+    _chunked(MOST_CHUNKED, 64,  32, 4, 2, 1, 16, 1, ARITHMETIC, element_bytes=8),
 )
 
 JVP_TILES = (

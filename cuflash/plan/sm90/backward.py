@@ -130,8 +130,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
 
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
-        if main.two_halves:
-            return "it would sum them for each half of its keys"
         if name == "dscale":
             return None
         if main.splits_roles and (names := draft.problem.given(CAPS)):
@@ -146,8 +144,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
 
     def why_not_score_args(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
-        if main.two_halves:
-            return "it would sum them for each half of its keys"
         program, summed = draft.program, draft.summed_score_args
         for name in summed:
             for found in program.classes((name,)):

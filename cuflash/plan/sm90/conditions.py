@@ -49,7 +49,7 @@ class ForwardFit(Fit):
 
     @property
     def has_no_pair_bias(self) -> bool:
-        return self.bias in ("nothing", "keys")
+        return self.bias in ("nothing", "keys", "rows")
 
     @property
     def has_block_index(self) -> bool:

@@ -19,7 +19,7 @@ BIAS_BY_TMA = "a per-pair bias that TMA can read"
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
 
 
-def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
+def bias_by(problem: Problem) -> Literal["nothing", "keys", "rows", "pairs", "elements"]:
     """How kernels of compute capability 9.0 may load the bias: see kernels/sm90/bias_terms.cuh."""
     bias = problem.bias
     if bias is None:
@@ -27,6 +27,8 @@ def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]
     *_, of_row, of_key = bias.strides
     if of_row == 0:
         return "keys"
+    if of_key == 0:
+        return "rows"
     by_tma = of_key == 1 and why_not("bias", bias, broadcasts=True) is None
     return "pairs" if by_tma else "elements"
 

@@ -77,7 +77,9 @@ struct Score {
   // The same as `of` for an x that is known.
   CUFLASH_DEVICE Real with_bias(Real x, int row, int key) const {
     if constexpr (kFactorInExponent) return x;
-    const Real bias = kBiasBytes != 0 && row < seqlen_q && key < key_stop ? bias_at(row, key) : 0;
+    // A bias of rows is loaded once for all keys of a row that a lane holds.
+    const bool exists = kBiasBytes != 0 && row < seqlen_q && (kBiasOfRows || key < key_stop);
+    const Real bias = exists ? bias_at(row, kBiasOfRows ? 0 : key) : 0;
     return with_terms<kBiasBytes != 0>(x, factor, slope, kHasAlibi ? distance(row, key) : 0, bias);
   }
   // factor x - slope distance + bias, rounded in the same way wherever it is computed: the same pair has the same score
@@ -203,7 +205,7 @@ struct Score {
   }
 
   CUFLASH_DEVICE Real bias_at(int row, int key) const {
-    const i64 index = row * bias_row_stride + key * bias_key_stride;
+    const i64 index = kBiasOfRows ? row : row * bias_row_stride + key * bias_key_stride;
     if constexpr (kBiasBytes == sizeof(Real)) return ((const Real*)bias)[index];
     return to_real<Element>(((const Storage*)bias)[index]);
   }

@@ -121,7 +121,6 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
-_TWO_HALVES = replace(_BACKWARD_SM90, block_n=256, schedule="kTwoHalves")
 _BACKWARD_SPLIT = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
@@ -243,6 +242,7 @@ TRIALS: dict[str, AnyTrial] = {
     # One resident block takes all tiles of queries.
     "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
     "sm90 parts": Trial(case=replace(_GROUPED, head_dim_v=136), tiles=_sm90(q_stages=1), num_sms=1),
+    "sm90 bias of rows": Trial(case=replace(_GROUPED, bias=(4, 150, 1)), tiles=_sm90(), num_sms=1),
     "sm90 without values": Trial(
         case=replace(_GROUPED, seqlen_k=300, causal=True, has_values=False), tiles=_sm90(), num_sms=1
     ),
@@ -465,10 +465,6 @@ TRIALS: dict[str, AnyTrial] = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
     "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
-    "backward sm90 halves": _many_queries(_TWO_HALVES, has_values=False, dlse=True, seqlen_k=270, causal=True),
-    "backward sm90 halves split": Trial(
-        case=replace(_GROUPED, seqlen_q=300, has_values=False, dlse=True), tiles=(_TWO_HALVES,), splits=True
-    ),
     "forward chunked": Trial(case=_LONG, tiles=FORWARD_CHUNKED_TILES[:1], arch="8.0"),
     "backward chunked": Trial(case=_LONG, tiles=_CHUNKED_GRADIENTS, arch="8.0"),
     "scores chunked": Trial(case=_LONG, tiles=SCORES_CHUNKED_TILES[:1], arch="8.0", need=("dscale",)),
