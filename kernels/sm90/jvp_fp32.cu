@@ -33,6 +33,9 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
+// Whether the products for O and for A are in flight together. Registers are too few for their sums next to the terms of
+// many keys.
+constexpr bool kSumsTogether = kBlockN <= 48;
 
 // Shared memory: the terms of Q and of tQ, the rings of the terms of K and tK and of V and tV, and barriers.
 constexpr u32 kTermQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Terms * kTermQ;
@@ -114,7 +117,6 @@ struct Producer {
 // One consumer warpgroup, number `index` of kConsumers, at work on one tile of queries, of which it owns 64.
 struct Consumer {
   using Terms = u32[kBlockN / 16][kBf16Terms][4];  // of P or of P (tS - c)
-  using Scores = float[kNTiles][4];
   using Sum = float[kColumnTiles][4];
 
   const Params& common;
@@ -168,74 +170,59 @@ struct Consumer {
     });
   }
 
-  // [1] S = Q K^T, and then tX = tQ K^T + Q tK^T. The products with one term of K, or of K and tK, are a group.
-  CUFLASH_DEVICE void issue_scores(Scores& s, Scores& ts) const {
-    const auto multiply = [&](Scores& sum, int n, u32 queries, u32 keys, bool adds) __attribute__((always_inline)) {
-      const u64 a = descriptor_of(s_q + queries), b = descriptor_of(shared.k_at(position_of(key, n)) + keys);
-      multiply_terms(n, [&](int i, int term) __attribute__((always_inline)) {
-#pragma unroll
-        for (int k = 0; k < kDim / 16; ++k)
-          ptx::wgmma<false, false>(BFloat16{}, sum, along_k<kBlockM>(a + term * kTermQ / 16, k), along_k<kBlockN>(b, k),
-                                   adds || i + k > 0);
-      });
-    };
+  // [1] The products with one term of K and tK are a group.
+  CUFLASH_DEVICE void issue_scores(float (&s)[kNTiles][4], float (&ts)[kNTiles][4]) const {
+    const u64 q = descriptor_of(s_q);
     ptx::fence_operand(s);
     ptx::fence_operand(ts);
 #pragma unroll
     for (int n = 0; n < kBf16Terms; ++n) {
       const Position<kSlots> at = position_of(key, n);
+      const u64 keys = descriptor_of(shared.k_at(at));
       shared.k_ring.full(at).wait(at.parity);
       ptx::wgmma_fence();
-      multiply(s, n, 0, 0, false);
+#pragma unroll
+      for (int i = 0; i < kTermProducts; ++i) {
+        if (term_product(i).b != term_at(n)) continue;
+        const auto multiply = [&](float (&sum)[kNTiles][4], int term, u64 b, bool adds) __attribute__((always_inline)) {
+#pragma unroll
+          for (int k = 0; k < kDim / 16; ++k)
+            ptx::wgmma<false, false>(BFloat16{}, sum, along_k<kBlockM>(q + term * kTermQ / 16, k),
+                                     along_k<kBlockN>(b, k), adds || k > 0);
+        };
+        multiply(s, term_product(i).a, keys, i > 0);
+        if constexpr (kMovesQ) multiply(ts, kBf16Terms + term_product(i).a, keys, i > 0);
+        if constexpr (kMovesK) multiply(ts, term_product(i).a, keys + kTermK / 16, kMovesQ || i > 0);
+      }
       ptx::wgmma_commit();
     }
-    if constexpr (kMovesX) {
-#pragma unroll
-      for (int n = 0; n < kBf16Terms; ++n) {
-        if constexpr (kMovesQ) multiply(ts, n, kBytesQ, 0, false);
-        if constexpr (kMovesK) multiply(ts, n, 0, kTermK, kMovesQ);
-        ptx::wgmma_commit();
-      }
-    }
-  }
-  // Calls multiply(i, term) for the products with the n-th term of the second factor: product i takes `term` of the first.
-  template <class Multiply>
-  CUFLASH_DEVICE static void multiply_terms(int n, Multiply multiply) {
-#pragma unroll
-    for (int i = 0; i < kTermProducts; ++i)
-      if (term_product(i).b == term_at(n)) multiply(i, term_product(i).a);
   }
 
-  // [3] P V of this tile of keys, as one group.
-  CUFLASH_DEVICE void issue_o(Sum& sum, const Terms& p) const {
-    ptx::fence_operand(sum);
+  // [3] The same with terms of V and tV, for O, for A or for both: the sums of this tile of keys alone.
+  template <bool of_o, bool of_a>
+  CUFLASH_DEVICE void issue_values(Sum& sum_o, Sum& sum_a, const Terms& p, const Terms& tp) const {
+    if constexpr (of_o) ptx::fence_operand(sum_o);
+    if constexpr (of_a) ptx::fence_operand(sum_a);
 #pragma unroll
     for (int n = 0; n < kBf16Terms; ++n) {
       const Position<kSlots> at = position_of(key, n);
+      const u64 values = descriptor_of_transposed<kBlockN>(shared.v_at(at));
       shared.v_ring.full(at).wait(at.parity);
       ptx::wgmma_fence();
-      multiply_values(sum, p, n, 0, false);
-    }
-    ptx::wgmma_commit();
-  }
-  // P (tS - c) V + P tV of this tile of keys. The products with one term of V and tV are a group.
-  CUFLASH_DEVICE void issue_a(Sum& sum, const Terms& p, const Terms& tp) const {
-    ptx::fence_operand(sum);
-    ptx::wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < kBf16Terms; ++n) {
-      if constexpr (kMovesV) multiply_values(sum, p, n, kTermV, false);
-      if constexpr (kMovesScores) multiply_values(sum, tp, n, 0, kMovesV);
+      for (int i = 0; i < kTermProducts; ++i) {
+        if (term_product(i).b != term_at(n)) continue;
+        const auto multiply = [&](Sum& sum, const Terms& weights, u64 b, bool adds) __attribute__((always_inline)) {
+#pragma unroll
+          for (int k = 0; k < kBlockN / 16; ++k)
+            ptx::wgmma<true>(BFloat16{}, sum, weights[k][term_product(i).a], along_k_transposed(b, k), adds || k > 0);
+        };
+        if constexpr (of_o) multiply(sum_o, p, values, i > 0);
+        if constexpr (of_a && kMovesV) multiply(sum_a, p, values + kTermV / 16, i > 0);
+        if constexpr (of_a && kMovesScores) multiply(sum_a, tp, values, kMovesV || i > 0);
+      }
       ptx::wgmma_commit();
     }
-  }
-  CUFLASH_DEVICE void multiply_values(Sum& sum, const Terms& weights, int n, u32 values, bool adds) const {
-    const u64 b = descriptor_of_transposed<kBlockN>(shared.v_at(position_of(key, n)) + values);
-    multiply_terms(n, [&](int i, int term) __attribute__((always_inline)) {
-#pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k)
-        ptx::wgmma<true>(BFloat16{}, sum, weights[k][term], along_k_transposed(b, k), adds || i + k > 0);
-    });
   }
 
   // Skips a tile of keys that other consumers of the block need and this one does not.
@@ -253,6 +240,23 @@ struct Consumer {
     key.advance();
   }
 
+  // [2] Turns products into weights.
+  template <class Masked>
+  CUFLASH_DEVICE void softmax_step(float (&s)[1][kNTiles][4], float (&ts)[1][kNTiles][4], int n_block, Masked masked) {
+    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
+    make_scores(score, tangents, mask, s, ts, lane_row, lane_key(n_block), masked);
+    const auto raised = softmax.to_weights(s, exponent_scale);
+    make_tangents(score, tangents, ts, lane_row, lane_key(n_block));
+    const Constant<Masked::value || kMayHide> selects;
+    const float scale = kTangentIsScaled ? score.scale : 1.0f;
+    softmax.rescale_sums(raised, s, ts, o, a, scale, selects);
+    softmax.weigh_tangents(s, ts, scale, selects);
+    if constexpr (kHasDropout) {
+      const float kept_scale = kept_scale_of(common);
+      dropout.drop(s[0], lane_row, lane_key(n_block), kept_scale);
+      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);
+    }
+  }
   CUFLASH_DEVICE static void to_terms(const float (&weights)[kNTiles][4], Terms& terms) {
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k)
@@ -274,59 +278,45 @@ struct Consumer {
 
   // One tile of keys. Q is given back at `empty` after the last one, the first in memory.
   CUFLASH_DEVICE void step(int n_block, const TileRange& keys, const Barrier& empty) {
-    constexpr int kInFlight = kMovesX && !kNeedsProduct ? kBf16Terms : 0;  // groups of tX while P is made
-    float s[1][kNTiles][4], ts[1][kNTiles][4], dropped[1][kNTiles][4];
-    Sum sum;
+    float s[1][kNTiles][4], ts[1][kNTiles][4];
+    Sum sum_o, sum_a;
     Terms p, tp;
-    const int first_key = lane_key(n_block);
-    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
     ping_pong.wait();
     issue_scores(s[0], ts[0]);
     ping_pong.pass();
-    wait_for<kInFlight>(s[0]);
-    if constexpr (kMovesX && kNeedsProduct)
+    release_terms(shared.k_ring);
+    ptx::fence_operand(s[0]);
+    if constexpr (kMovesX)
       ptx::fence_operand(ts[0]);
-    else if constexpr (kMovesScores && !kMovesX)
+    else if constexpr (kMovesScores)
       set_zero(ts);
+    if (n_block == keys.start) arrive_as_warp(empty);
 
     // Where scores take many instructions, the mask is always evaluated, so that they are compiled once.
     if (kNeedsProduct || kBiasBytes != 0 || n_block >= keys.full_stop || n_block < keys.full_start)
-      make_scores(score, tangents, mask, s, ts, lane_row, first_key, Constant<true>{});
+      softmax_step(s, ts, n_block, Constant<true>{});
     else
-      make_scores(score, tangents, mask, s, ts, lane_row, first_key, Constant<false>{});
-    const auto raised = softmax.to_weights(s, exponent_scale);
-    const float kept_scale = kHasDropout ? kept_scale_of(common) : 1.0f;
-    if constexpr (kHasDropout) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dropped[0][n][i] = s[0][n][i];
-      dropout.drop(dropped[0], lane_row, first_key, kept_scale);
-    }
-    to_terms(kHasDropout ? dropped[0] : s[0], p);
+      softmax_step(s, ts, n_block, Constant<false>{});
+    to_terms(s[0], p);
+    if constexpr (kSumsTogether && kMovesScores) to_terms(ts[0], tp);
+
     ping_pong.wait();
-    issue_o(sum, p);
-    // Only O is in flight now.
-    ptx::wgmma_wait<1>();
-    if constexpr (kInFlight > 0) ptx::fence_operand(ts[0]);
-    for (int n = 0; n < kBf16Terms; ++n) release(shared.k_ring.empty(position_of(key, n)));
-    if (n_block == keys.start) arrive_as_warp(empty);
-
-    make_tangents(score, tangents, ts, lane_row, first_key);
-    const float scale = kTangentIsScaled ? score.scale : 1.0f;
-    softmax.rescale_sums(raised, s, ts, o, a, scale, Constant<true>{});
-    softmax.weigh_tangents(s, ts, scale, Constant<true>{});
-    if constexpr (kHasDropout && kMovesScores) dropout.drop(ts[0], lane_row, first_key, kept_scale);
-    if constexpr (kMovesScores) to_terms(ts[0], tp);
-    wait_for<0>(sum);
-    add(o, sum);
-
-    issue_a(sum, p, tp);
+    issue_values<true, kSumsTogether>(sum_o, sum_a, p, tp);
+    if constexpr (!kSumsTogether) {
+      if constexpr (kMovesScores) to_terms(ts[0], tp);
+      wait_for<0>(sum_o);
+      add(o, sum_o);
+      issue_values<false, true>(sum_o, sum_a, p, tp);
+    }
     ping_pong.pass();
     release_terms(shared.v_ring);
+    if constexpr (kSumsTogether) {
+      ptx::fence_operand(sum_o);
+      add(o, sum_o);
+    }
     if constexpr (kMovesV || kMovesScores) {
-      ptx::fence_operand(sum);
-      add(a, sum);
+      ptx::fence_operand(sum_a);
+      add(a, sum_a);
     }
     key.advance();
   }
