@@ -52,7 +52,9 @@ def test_every_row_is_chosen_somewhere():
                             assert arch != "9.0", error
     for head_dim in (64, 128):
         for others in ({}, {"bias": (1, 1, 512, 512)}):
-            chosen |= set(plan_of(problem_of(head_dim=head_dim, **others), JVP).tiles)
+            for dtype in ("bfloat16", "float32"):
+                problem = problem_of(dtype, head_dim, **others)
+                chosen |= set(plan_of(problem, JVP).tiles) | set(plan_of(replace(problem, precision="tf32"), JVP).tiles)
     tables = (
         *JVP_TILES,
         *JVP_SM90_TILES,

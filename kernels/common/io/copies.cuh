@@ -40,7 +40,8 @@ struct Copying {
     constexpr int kWidth = round_up(columns, 8), kVectors = max_of(kWidth / 8, 1);
     const i64 head_elements = (i64)seqlen * kWidth;
     const Storage* g_head = head_of(source, batch, head % num_heads);
-    u16* g_copy = (u16*)copied + (first_term * heads + head) * head_elements;
+    u16* g_copy = (u16*)copied + head * head_elements;
+    if constexpr (first_term > 0) g_copy += first_term * heads * head_elements;
 #pragma unroll 4
     for (int i = ptx::thread_index(); i < kBlockM * kVectors; i += kNumThreads) {
       const int row = first_row + i / kVectors, column = i % kVectors * 8;
@@ -59,10 +60,11 @@ CUFLASH_DEVICE void copy_rows(const Params& params, Copy copy) {
   if (copying.template serve<false, kHeadDim>(1, params.q, params.q_copy)) return;
   if (copying.template serve<true, kHeadDim>(2, params.k, params.k_copy)) return;
   if (copying.template serve<true, kHeadDimV>(4, params.v, params.v_copy)) return;
-  if (copying.template serve<false, kHeadDimV>(8, params.dout, params.dout_copy)) return;
 #if CUFLASH_TANGENTS
   if (copying.template serve<false, kHeadDim, kBf16Terms>(16, params.tq, params.q_copy)) return;
   if (copying.template serve<true, kHeadDim, kBf16Terms>(32, params.tk, params.k_copy)) return;
   copying.template serve<true, kHeadDimV, kBf16Terms>(64, params.tv, params.v_copy);
+#else
+  copying.template serve<false, kHeadDimV>(8, params.dout, params.dout_copy);
 #endif
 }
