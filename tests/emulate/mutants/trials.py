@@ -24,7 +24,7 @@ from tests.emulate.mutants import (
     trials_tangents,
     trials_wide,
 )
-from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, Trial
+from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, ReductionTrial, Trial
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -198,7 +198,13 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
 
 
 AnyTrial = (
-    Trial | FunctionTrial | MergeTrial | trials_large.LargeTrial | trials_large.PairTrial | trials_tangents.AnyTrial
+    Trial
+    | FunctionTrial
+    | MergeTrial
+    | ReductionTrial
+    | trials_large.LargeTrial
+    | trials_large.PairTrial
+    | trials_tangents.AnyTrial
 )
 TRIALS: dict[str, AnyTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
