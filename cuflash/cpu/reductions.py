@@ -156,13 +156,13 @@ class ReductionJob(fallback.Job):
 def largest_of(scores: Array, indices: Array, count: int) -> tuple[Array, Array]:
     """The `count` largest of each row with their indices, which ascend where scores are equal; largest first.
 
-    NaN counts as infinity.
+    NaN counts as -inf, and becomes that.
     """
-    ranked = np.where(np.isnan(scores), np.inf, scores)
+    ranked = np.where(np.isnan(scores), -np.inf, scores)
     least = np.partition(ranked, -count, axis=-1)[..., -count, None]
     above, equal = ranked > least, ranked == least
     is_one = above | (equal & (np.cumsum(equal, axis=-1) <= count - above.sum(axis=-1, keepdims=True)))
     shape = (*scores.shape[:-1], count)
-    ranked, scores, indices = (x[is_one].reshape(shape) for x in (ranked, scores, indices))
+    ranked, indices = (x[is_one].reshape(shape) for x in (ranked, indices))
     order = np.argsort(-ranked, axis=-1, kind="stable")
-    return np.take_along_axis(scores, order, axis=-1), np.take_along_axis(indices, order, axis=-1)
+    return np.take_along_axis(ranked, order, axis=-1), np.take_along_axis(indices, order, axis=-1)

@@ -15,9 +15,7 @@ from cuflash.spec.reductions import widened
 
 def column_sums(options: Options, arrays: Mapping[str, Any]) -> Any:
     """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
-    lse, xp = arrays["lse"], module_of(arrays["lse"])
-    factors = arrays["dlse"] if "dlse" in arrays else xp.broadcast_to(xp.ones((1,), lse.dtype), lse.shape)
-    return _run(COLUMN_SUMS, options, {**arrays, "dlse": factors})[0]
+    return _run(COLUMN_SUMS, options, arrays)[0]
 
 
 def column_max(options: Options, arrays: Mapping[str, Any]) -> Any:

@@ -236,6 +236,10 @@ class BiasFamily(Family[Row]):
 class ReductionFamily(Family[Row]):
     """A family of reductions of the attention weights."""
 
+    def configured(self, tile: Row, draft: Draft) -> Row:
+        """The row as this call needs it."""
+        return tile
+
     @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:
         """Add the kernel of the reduction, after those of what it reads."""

@@ -12,11 +12,12 @@ from cuflash.spec.passes import TOP_KEYS
 
 # What kernels that recompute weights do in the backward pass, and these do not.
 NO_GRADIENTS = {
-    **dict.fromkeys(("CUFLASH_PAIRS_STATS", "CUFLASH_DQ_BY_REDUCTION", "CUFLASH_DQ_IN_ORDER"), 0),
+    **dict.fromkeys(("CUFLASH_DQ_BY_REDUCTION", "CUFLASH_DQ_IN_ORDER"), 0),
     **dict.fromkeys(("CUFLASH_REVERSED_ONE_IN", "CUFLASH_NEEDS_DK", "CUFLASH_NEEDS_DV", "CUFLASH_CLEARS_AHEAD"), 0),
     **dict.fromkeys(("CUFLASH_SPLITS_GROUP", "CUFLASH_SPLITS_TAIL"), 0),
     **needs(()),
     "CUFLASH_BACK_SECTION": BACK_SECTION,
+    "CUFLASH_PAIRS_STATS": 1,
 }
 
 
@@ -28,6 +29,7 @@ def draft_reduction(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         family = family_of(families, tile)
     else:
         family, tile, reason = choose_family(families, draft)
+    tile = family.configured(tile, draft)
     draft.tiles = (tile,)
     draft.defines |= NO_GRADIENTS
     draft.add_tables(tile)

@@ -392,5 +392,13 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     if moved in NAMES:
         return gradient_operand(_INPUT_OF_GRADIENT[f"d{moved}"], problem, array)
     if name in _REDUCED:  # which lie as lse does, in every layout
-        return rows_of(array) if _REDUCED[name] == 3 else layout_of(array, "bhsd")
+        return rows_of(array) if _REDUCED[name] == 3 else _with_all_strides(array)
     return rows_of(array) if name in MOVABLE_OVER_ROWS else layout_of(array, problem.layout)
+
+
+def _with_all_strides(array: Shaped) -> Operand:
+    """An array of four axes as it lies, of which axes of length 1 have strides, too: one of them says how long rows
+    are."""
+    missing = 4 - len(array.shape)
+    strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
+    return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)

@@ -82,7 +82,8 @@ _FOREIGN = (
     ("", "forward returns out and lse", "return_lse return_softmax_lse return_residual return_aux"),
     (
         "",
-        "attention weights are never stored; those of some rows are exp(scores - lse), with the lse of forward",
+        "attention weights are never stored; those of some rows are exp(scores - lse), with the lse of forward, sums "
+        "over queries are column_sums, and the largest of each row top_keys",
         "return_attn_probs need_weights output_attentions return_weights",
     ),
     ("", "q, k and v have no keywords but these: attention(q, k, v)", "query key value queries keys values"),

@@ -21,6 +21,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
     {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 1},
     {"score_mean": 3e3, "causal": True},
+    {"seqlen_q": 1},
     {"kv_lengths": (77,), "layout": "bshd", "strides": "padded"},
 )
 

@@ -30,7 +30,7 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, JVP, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, JVP, PASSES_WITHOUT_TANGENTS, TOP_KEYS
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
@@ -482,6 +482,9 @@ def test_kernels_are_told_all_that_they_ask_for():
     for pass_, arch in itertools.product((JVP, BACKWARD_JVP), ("8.0", "9.0")):
         of_tangents = choose_plan(moved, DeviceSpec.for_arch(arch), pass_)
         given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
+    for pass_, arch in itertools.product((COLUMN_SUMS, COLUMN_MAX, TOP_KEYS), ("8.0", "9.0")):
+        reduced = choose_plan(problem_of(), DeviceSpec.for_arch(arch), pass_)
+        given |= {name for kernel in reduced.kernels for name, _ in kernel.defines}
     layout = merging.layout_of((2, 64), ((256, 4),) * 2, (4, 4), (0, 0), by_row=False)
     merge = merging.kernel_spec(DeviceSpec.for_arch("9.0"), "add", layout, ("float32", "float32", 1))
     assert given | {name for name, _ in merge.defines} == read

@@ -8,6 +8,17 @@ from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
 from cuflash.spec.passes import COLUMN_MAX
 from cuflash.spec.problem import Problem
 
+# Of more keys than these, tiles have at most 32 keys, so that a buffer may keep half as many again: bisection seldom
+# finds a threshold that exactly as many candidates reach as are wanted.
+MOST_OF_WIDE_TILES = 32
+
+
+def reduced_columns(draft: Draft) -> tuple[tuple[str, ...], dict[str, int]]:
+    """What a reduction over queries makes, and the macros that tell its kernel."""
+    is_max, has_factors = draft.pass_ is COLUMN_MAX, "dlse" in draft.arrays
+    makes = ("max",) if is_max else ("weighted",) if has_factors else ()
+    return makes, {"CUFLASH_COLUMN_MAX": int(is_max), "CUFLASH_COLUMN_FACTORS": int(has_factors)}
+
 
 class Columns(ReductionFamily[ColumnTile]):
     """Each tile of keys of a query head has a block."""
@@ -24,9 +35,8 @@ class Columns(ReductionFamily[ColumnTile]):
         """Add the kernel, after the one that finds row statistics."""
         draft.add_block_index(tile, "query_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
-        is_max = {"CUFLASH_COLUMN_MAX": int(draft.pass_ is COLUMN_MAX), "CUFLASH_SERIES_ONE_IN": 0}
-        makes = ("max",) if draft.pass_ is COLUMN_MAX else ()
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **is_max)
+        makes, defines = reduced_columns(draft)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **defines)
 
 
 class Top(ReductionFamily[TopTile]):
@@ -39,6 +49,10 @@ class Top(ReductionFamily[TopTile]):
 
     def table(self, problem: Problem) -> tuple[TopTile, ...]:
         return TOP_TILES
+
+    def configured(self, tile: TopTile, draft: Draft) -> TopTile:
+        many = "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > MOST_OF_WIDE_TILES
+        return tile.changed(block_n=min(tile.block_n, 32)) if many else tile
 
     def draft(self, draft: Draft, tile: TopTile) -> None:
         """Add the kernel, after the one that finds row statistics."""

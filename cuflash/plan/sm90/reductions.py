@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
+from cuflash.plan.sm80.reductions import reduced_columns
 from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
 from cuflash.plan.tiles import Tile
-from cuflash.spec.passes import COLUMN_MAX
 from cuflash.spec.problem import Problem
 
 _OPERANDS = ("q", "k")
@@ -38,6 +38,5 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
         draft.map_tensors({"q": tile.block_m, "k": tile.block_n})
         draft.add_block_index(tile, "query_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
-        is_max = {"CUFLASH_COLUMN_MAX": int(draft.pass_ is COLUMN_MAX)}
-        makes = ("max",) if draft.pass_ is COLUMN_MAX else ()
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **is_max)
+        makes, defines = reduced_columns(draft)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **defines)

@@ -6,42 +6,14 @@
 #include "common/score/scores.cuh"
 
 constexpr bool kIsMax = CUFLASH_COLUMN_MAX;  // else a sum
-// One of so many exponentials is a polynomial, which the FMA units compute, because the units of ex2 are what a single
-// product waits for; 0: none.
-constexpr int kSeriesOneIn = CUFLASH_SERIES_ONE_IN;
-static_assert(kSeriesOneIn == 0 || !kWide, "exponents of base 2");
+constexpr bool kHasFactors = CUFLASH_COLUMN_FACTORS;  // of rows: the w of a sum; else 1
 
-// 2^x for x up to 127 by a polynomial of relative error 2.4e-7, that of ex2.approx: x = steps + f, abs(f) at most 1/2.
-// Results below 2^-126 are 0.
-CUFLASH_DEVICE float exp2_by_series(float x) {
-  constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23
-  const float shifted = x + kRoundsToInteger;
-  const float f = x - (shifted - kRoundsToInteger);
-  float series = 0.0013390863f;
-  series = series * f + 0.009676032f;
-  series = series * f + 0.05550357f;
-  series = series * f + 0.24022107f;
-  series = series * f + 0.69314718f;
-  series = series * f + 1.0000001f;
-  const float power = ptx::float_of((ptx::bits_of(shifted) << 23) + (127u << 23));
-  return x < -126.0f ? 0.0f : series * power;
-}
+static_assert(kPairsStats, "a lane reads lse of two queries, and not always -w");
 
-// A row whose weights are made so.
-struct SeriesRow {
-  float lse;  // as an exponent
-
-  CUFLASH_DEVICE bool exists() const { return lse != ptx::infinity(); }
-  CUFLASH_DEVICE float weight_of(float score, float exponent_scale) const {
-    return exp2_by_series(ptx::fused(score, exponent_scale, -lse));
-  }
-};
-
-// (lse, -w) of two neighbouring queries.
-CUFLASH_DEVICE void load_stats(u32 address, float (&stats)[4]) { ptx::load_shared_f32x4(address, stats); }
-CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
-  ptx::load_shared_x2(address, (double (&)[2])stats[0]);
-  ptx::load_shared_x2(address + 16, (double (&)[2])stats[2]);
+// lse of two neighbouring queries and, if rows have factors, their -w.
+CUFLASH_DEVICE void load_stats(u32 address, Real (&stats)[4]) {
+  ptx::load_shared_x2(address, (Real (&)[2])stats[0]);
+  if constexpr (kHasFactors && !kIsMax) ptx::load_shared_x2(address + 2 * sizeof(Real), (Real (&)[2])stats[2]);
 }
 
 // What a lane has of its keys: two of each m-tile.
@@ -56,7 +28,7 @@ struct Columns {
   // Element i of an m-tile: its weight, and -w of its query.
   CUFLASH_DEVICE void add(int m, int i, Real weight, Real negative) {
     Real& x = value[m][i / 2];
-    x = kIsMax ? max_of(x, weight) : x - weight * negative;
+    x = kIsMax ? max_of(x, weight) : kHasFactors ? x - weight * negative : x + weight;
   }
   // Warp. The value of a key, from those of its four lanes.
   CUFLASH_DEVICE Real of(int m, int half) const {
@@ -98,12 +70,9 @@ CUFLASH_DEVICE void add_tile(const Weights& weights, Real (&p)[m_tiles][n_tiles]
           Real derivative, weight;
           if (by_row_sum)
             weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked, row_sums[of_row], derivative);
-          else if (kSeriesOneIn != 0 && (4 * n + i) % max_of(kSeriesOneIn, 1) == 0)
-            weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked,
-                                       typename Either<kWide, PlainRow, SeriesRow>::Type{stats[i % 2 * 2]}, derivative);
           else
-            weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked, PlainRow{stats[i % 2 * 2]}, derivative);
-          columns.add(m, i, weight, stats[i % 2 * 2 + 1]);
+            weight = weights.of_hidden(p[m][n][i], of_row, key_of(m, i), masked, PlainRow{stats[i % 2]}, derivative);
+          columns.add(m, i, weight, stats[2 + i % 2]);
         }
     }
   };
