@@ -186,7 +186,9 @@ def test_wide_rows_of_hopper(options, spilled):
 )
 def test_float32_rows_of_hopper(tile, options, spilled):
     case = Case(**{"seqlen_q": 512, "seqlen_k": 512, "head_dim": 64, "dtype": "float32"} | options)
-    moved = tuple(name for name in ("q", "k", "v", "softcap", "bias", "alibi_slopes") if name in ("q", "k", "v", *options))
+    moved = tuple(
+        name for name in ("q", "k", "v", "softcap", "bias", "alibi_slopes") if name in ("q", "k", "v", *options)
+    )
     plan = choose_plan(replace(case.problem, moved=moved), DeviceSpec.for_arch("9.0"), JVP, tiles=(tile,))
     for kernel in plan.kernels:
         resources = compile_spec(kernel).resources
