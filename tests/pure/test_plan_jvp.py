@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -45,15 +45,15 @@ def test_every_row_is_chosen_somewhere():
                         try:
                             need = None if pass_ is JVP else ("tdq", "tdk", "tdv", "tdscale")
                             problem = problem_of(dtype, head_dim)
-                            others = ({}, {"deterministic": True}, {"precision": "tf32"})
+                            others: Any = ({}, {"deterministic": True}, {"precision": "tf32"})
                             for one in (replace(problem, **own) for own in others):
                                 chosen |= set(plan_of(one, pass_, arch, need=need).tiles)
                         except NotImplementedError as error:
                             assert arch != "9.0", error
     for head_dim in (64, 128):
-        for others in ({}, {"bias": (1, 1, 512, 512)}):
+        for options in ({}, {"bias": (1, 1, 512, 512)}):
             for dtype in ("bfloat16", "float32"):
-                problem = problem_of(dtype, head_dim, **others)
+                problem = problem_of(dtype, head_dim, **options)
                 chosen |= set(plan_of(problem, JVP).tiles) | set(plan_of(replace(problem, precision="tf32"), JVP).tiles)
     tables = (
         *JVP_TILES,
