@@ -130,7 +130,8 @@ def test_what_makes_no_other_result_says_so(monkeypatch):
     assert core.why_not_results(OUTPUTS) is None
     assert core.why_not_results((*OUTPUTS, "other")) == "it computes no other"
     for family in FORWARD_FAMILIES:
-        asked = SimpleNamespace(need=(*OUTPUTS, "other"), problem=problem_of())
+        problem = SimpleNamespace(has_float8=family.has_float8)
+        asked = SimpleNamespace(need=(*OUTPUTS, "other"), problem=problem)
         assert family.why_not_served(cast("Draft", asked)) == "it makes no other"
 
 
