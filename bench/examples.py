@@ -237,6 +237,23 @@ def _cross_entropy(plt: Any, names: Names) -> Any:
     return figure
 
 
+def _where(plt: Any, names: Names) -> Any:
+    figure, axes = plt.subplots(2, 2, sharex=True, sharey="col", figsize=(6.5, 4))
+    for n, ((left, right), (entropy, received)) in enumerate(zip(axes, names["trained"](400), strict=True)):
+        places = np.arange(1, entropy.shape[2] + 1)
+        equal = np.cumsum(1 / places[::-1])[::-1]  # of each query, 1 / its position
+        left.plot(places, entropy.mean(axis=0).T, color=ACCENT, linewidth=1)
+        left.plot(places, np.log(places), color=MUTED, linestyle="--", linewidth=1)
+        left.set(ylabel=f"block {n}")
+        right.semilogy(places, received.mean(axis=0).T, color=ACCENT, linewidth=1)
+        right.semilogy(places, equal, color=MUTED, linestyle="--", linewidth=1)
+    axes[0, 0].set(title="entropy of each head")
+    axes[0, 1].set(title="attention that a key receives")
+    for axis in axes[1]:
+        axis.set(xlabel="position")
+    return figure
+
+
 def _frameworks(plt: Any, names: Names) -> Any:
     figure, axis = plt.subplots(figsize=(5, 2.6))
     runs = {"by hand": ("by_hand", "-", 4), "PyTorch": ("by_torch", "-", 2), "JAX": ("by_jax", ":", 2)}
@@ -258,6 +275,7 @@ PICTURES: dict[str, Callable[[Any, Names], Any]] = {
     "density": _density,
     "contrastive": _contrastive,
     "cross_entropy": _cross_entropy,
+    "where": _where,
     "frameworks": _frameworks,
 }
 KINDS = ("python", "python torch", "python jax")

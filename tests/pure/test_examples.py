@@ -247,3 +247,20 @@ def test_cross_entropy(library, sizes, z_loss):
     d[rows, labels] -= 1
     for found, right in zip(gradients, (d @ weights, d.T @ hidden, d.sum(axis=0)), strict=True):
         np.testing.assert_allclose(ct.to_numpy(found), right / count, atol=1e-11)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_where_attention_goes(library):
+    """Entropy and column sums of each block are those of the weights of all pairs."""
+    here = page("where", library)
+    gpt, heads = here["gpt"], here["HEADS"]
+    p = gpt.new_parameters(0, width=32, blocks=2, length=40)
+    p |= {name: 10 * x for name, x in p.items() if name.endswith(".qkv")}  # weights that differ
+    tokens = gpt.draw(np.random.default_rng(0), gpt.training, 3, 30)
+    x = p["token"][tokens] + p["place"][: tokens.shape[1]]
+    _, (tape, _) = gpt.forward(p, x, gpt.Formula(), heads)
+    for (entropy, received), (_, _, (_, _, _, weights), *_) in zip(here["reductions"](p, tokens), tape, strict=True):
+        weights = ct.to_numpy(weights).astype(float)
+        logs = np.log(np.where(weights > 0, weights, 1))
+        np.testing.assert_allclose(ct.to_numpy(entropy), -(weights * logs).sum(axis=3), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ct.to_numpy(received), weights.sum(axis=2), rtol=1e-4, atol=1e-5)

@@ -38,7 +38,7 @@ BEFORE = {
 MYPY = ("--strict", "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls")
 MYPY_CONFIG = """
 [mypy]
-[mypy-cupy.*,cupyx.*,mpi4py.*,dask.*,distributed.*,sklearn.*]
+[mypy-cupy.*,cupyx.*,mpi4py.*,dask.*,distributed.*,sklearn.*,bench.*]
 ignore_missing_imports = true
 [mypy-torch.*,jax.*]
 ignore_missing_imports = true
