@@ -321,7 +321,7 @@ def test_problems_that_no_kernel_serves(problem, words, pass_):
 
 @pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP], ids=str)
 def test_tangents_of_long_heads_are_not_served(pass_):
-    with pytest.raises(NotImplementedError, match="^q: got head dimension 1025, expected at most 1024 on the GPU"):
+    with pytest.raises(NotImplementedError, match=r"^q: got head dimension 1025, expected at most 1024"):
         choose_plan(problem_of(dim=1025, dim_v=0), DeviceSpec.for_arch("9.0"), pass_)
 
 
