@@ -600,3 +600,18 @@ def test_rows_that_may_spill_exist():
     }
     later = SPILLS_OF_LATER_ARCHS | SPILLS_OF_BLOCKS | SPILLS_OF_PAGES | SPILLS_OF_PACKED | SPILLS_OF_DROPOUT
     assert {row[1:] for row in later} <= rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch"), sample(itertools.product(("bfloat16", "float16", "float32", "float64"), ARCHS), 4), ids=str
+)
+def test_chunks_of_columns_compile(dtype, arch):
+    """The kernels of long heads without values, without spills."""
+    case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=2048, dtype=dtype, causal=True, has_values=False)
+    for pass_, need in ((FORWARD, None), (BACKWARD, ("dq", "dk", "dscale"))):
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_, need=need)
+        kernels = [kernel for kernel in plan.kernels if kernel.source.startswith("sm80/")]
+        assert len(kernels) == (1 if need is None else 3)
+        for kernel in kernels:
+            resources = compile_spec(kernel).resources
+            assert resources.spill_stores_bytes == resources.spill_loads_bytes == 0, kernel.name

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -167,6 +168,18 @@ def test_chunks_of_columns(case, arch, slice_chunks):
         tile.changed(slice_chunks=slice_chunks) if isinstance(tile, BackwardChunkedTile) else tile for tile in tiles
     ]
     check(case, arch, forward=tiles[:1], backward=tiles[1:])
+
+
+def test_partial_gradients_of_long_heads_are_not_rounded():
+    case = of(**SHORT, head_dim=1100, dtype="bfloat16")
+    arrays = case.arrays()
+    given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+    out, lse = passes.forward(case.problem, given, arch="9.0")
+    rounded = passes.backward(case.problem, arrays, out, lse, need=("dq", "dk"), arch="9.0")
+    wide = replace(case.problem, wide=("dq", "dk"))
+    for sums, x in zip(passes.backward(wide, arrays, out, lse, need=("dq", "dk"), arch="9.0"), rounded, strict=True):
+        assert sums.dtype == np.float32
+        np.testing.assert_array_equal(sums.astype(x.dtype), x)
 
 
 def test_partial_results_merge():

@@ -319,6 +319,12 @@ def test_problems_that_no_kernel_serves(problem, words, pass_):
         choose_plan(problem_of(**problem), DeviceSpec.for_arch("9.0"), pass_)
 
 
+@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP], ids=str)
+def test_tangents_of_long_heads_are_not_served(pass_):
+    with pytest.raises(NotImplementedError, match=r"^q: got head dimension 1025, expected at most 1024"):
+        choose_plan(problem_of(dim=1025, dim_v=0), DeviceSpec.for_arch("9.0"), pass_)
+
+
 @pytest.mark.parametrize("arch", ["7.0", "7.5", "8.0"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_what_a_plan_says_of_products_without_tensor_cores(dtype, arch):
