@@ -603,8 +603,7 @@ class FlashAttention(Reductions[FunctionT]):
             "q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "bias": bias, "mask": mask,
             "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes, "sinks": sinks, "block_mask": block_mask,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_scale": q_scale, "k_scale": k_scale,
-            "v_scale": v_scale,
-            "dlse": dlse,
+            "v_scale": v_scale, "dlse": dlse,
         }  # fmt: skip
         if dmax is not None or dentropy is not None:
             arrays |= {"dmax": dmax} if dentropy is None else {"dmax": dmax, "entropy": entropy, "dentropy": dentropy}

@@ -138,9 +138,7 @@ CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
   }
 
   Sums sums;
-  set_zero(sums.dbias);
-#pragma unroll
-  for (double& sum : sums.of) sum = 0;
+  sums.clear();
 #if CUFLASH_NEEDS_SCORE_ARGS
   ScoreArgSums score_args(params);
 #endif

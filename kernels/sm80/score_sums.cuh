@@ -21,6 +21,12 @@ constexpr u32 kBytesResult = kBlockM * (kBlockN + 8) * sizeof(Real);
 struct Sums {
   Real dbias[kMTiles][kNTiles][4];
   double of[kNumSums];
+
+  CUFLASH_DEVICE void clear() {
+    set_zero(dbias);
+#pragma unroll
+    for (double& sum : of) sum = 0;
+  }
 };
 
 // Stores the tile of dbias: in dbias, or for the kernel that adds the tiles of several blocks.
