@@ -108,3 +108,18 @@ def test_wide_rows_of_the_table(tile):
     """The largest scores of rows are those of either consumer, and keys' tangents have a large part in common."""
     case = Case(seqlen_q=270, seqlen_k=520, head_dim=256, dtype="bfloat16", causal=True, score_spread=8.0)
     check(case, replace(everything(case), common=10.0), tile)
+
+
+@pytest.mark.parametrize(
+    "options", sample([{}, {"seqlen_k": 400}, {"block_mask": (2, 1)}, {"num_heads_kv": 3}], 2), ids=str
+)
+@pytest.mark.parametrize("head_dim", [40, 144])
+def test_blocks_with_one_tile_each_the_longest_first(options, head_dim, monkeypatch):
+    """What the plan of a causal mask is from some thousands of keys on."""
+    for name in ("LONGEST_FIRST_KEYS", "LONGEST_FIRST_KEYS_WIDE"):
+        monkeypatch.setattr(f"cuflash.plan.sm90.jvp.{name}", 1)
+    sizes = {"seqlen_q": 150, "seqlen_k": 150, "head_dim": head_dim, "num_heads": 3, "batch": 2}
+    case = Case(**sizes | options, dtype="bfloat16", causal=True)
+    plan = passes.plan_for(case.problem, JVP, case.arrays(), "9.0")
+    assert "one for each of" in plan.reason and plan.run_time.head_section == 2
+    check(case, Moved(names=("q", "k", "v")))
