@@ -160,10 +160,10 @@ def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
     if "tdout" not in draft.arrays:
         return main
     tile = replace(main, has_tdout=True)
-    for schedule, stages in (("kOneStageOfQ", main.num_stages), ("kHalfStages", 1)):
-        if why_too_large(tile, draft.problem, draft.device) is None:
-            break
-        tile = replace(tile, schedule=schedule, num_stages=stages, dx_stages=1, ping_pong=False)
+    if why_too_large(tile, draft.problem, draft.device) is not None:
+        tile = replace(tile, schedule="kOneStageOfQ", dx_stages=1, ping_pong=False)
+    if why_too_large(tile, draft.problem, draft.device) is not None:
+        tile = replace(tile, schedule="kHalfStages", num_stages=1)
     return tile
 
 
