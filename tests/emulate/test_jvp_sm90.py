@@ -116,6 +116,21 @@ def test_wide_rows_of_the_table(tile):
     check(case, replace(everything(case), common=10.0), tile)
 
 
+@pytest.mark.parametrize(
+    "options", sample([{}, {"seqlen_k": 400}, {"block_mask": (2, 1)}, {"num_heads_kv": 3}], 2), ids=str
+)
+@pytest.mark.parametrize("head_dim", [40, 144])
+def test_blocks_with_one_tile_each_the_longest_first(options, head_dim, monkeypatch):
+    """What the plan of a causal mask is from some thousands of keys on."""
+    for name in ("LONGEST_FIRST_KEYS", "LONGEST_FIRST_KEYS_WIDE"):
+        monkeypatch.setattr(f"cuflash.plan.sm90.jvp.{name}", 1)
+    sizes = {"seqlen_q": 150, "seqlen_k": 150, "head_dim": head_dim, "num_heads": 3, "batch": 2}
+    case = Case(**sizes | options, dtype="bfloat16", causal=True)
+    plan = passes.plan_for(case.problem, JVP, case.arrays(), "9.0")
+    assert "one for each of" in plan.reason and plan.run_time.head_section == 2
+    check(case, Moved(names=("q", "k", "v")))
+
+
 # ---- float32, as bf16 terms
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash.plan import DeviceSpec, choose_plan
@@ -27,7 +29,7 @@ LARGEST = {"bfloat16": (1024, 512), "float32": (512, 256), "float64": (256, 192)
 
 
 def problem_of(dtype="bfloat16", head_dim=64, moved=("q", "k", "v"), **others):
-    case = Case(seqlen_q=512, seqlen_k=512, head_dim=head_dim, dtype=dtype, **others)
+    case = Case(**{"seqlen_q": 512, "seqlen_k": 512} | others, head_dim=head_dim, dtype=dtype)
     return replace(case.problem, moved=moved)
 
 
@@ -130,6 +132,21 @@ def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
     plan = plan_of(problem_of(**options), JVP)
     assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile) == (why_not is None)
     assert (why_not or "") in plan.reason
+
+
+@given(st.sampled_from([64, 128, 192, 256]), st.integers(70, 400), st.booleans())
+def test_long_causal_calls_take_single_tiles_the_longest_first(head_dim, seqlen, causal):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuflash.plan.sm90.jvp.LONGEST_FIRST_KEYS", 200)
+        patch.setattr("cuflash.plan.sm90.jvp.LONGEST_FIRST_KEYS_WIDE", 100)
+        plan = plan_of(problem_of(head_dim=head_dim, seqlen_q=seqlen, seqlen_k=seqlen, causal=causal), JVP)
+    (kernel,) = plan.kernels
+    (tile,) = plan.tiles
+    tiles = plan.problem.batch * plan.problem.num_heads * -(-seqlen // tile.block_m)
+    is_single = causal and seqlen >= (200 if head_dim <= 128 else 100)
+    assert ("the longest ones of 2 heads first" in plan.reason) == is_single
+    assert (kernel.grid, plan.run_time.resident_blocks) == (tiles, tiles) or not is_single
+    assert dict(kernel.defines)["CUFLASH_PAIRS"] == (causal and not is_single)
 
 
 @pytest.mark.parametrize("moved", [(), ("q",), ("k", "v"), ("q", "k", "v")])

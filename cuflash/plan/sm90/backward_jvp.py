@@ -186,18 +186,22 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 _backward_jvp_sm90 = maker(BackwardJvpSm90Tile, "max_dim block_n num_stages dx_stages schedule ping_pong origin")
 
 
-def _measured(here: str, sm80: str) -> str:
+def _measured(here: str, in_order: str, of_sm80: str, tdout: str) -> str:
     return (
-        f"on an H200 {here} TFLOP/s of 10 products; in another run sm80/backward_jvp with sm80/backward_jvp_dq {sm80} "
-        "(seqlen 4096 full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
+        f"on an H200 {here} TFLOP/s of 10 products; adding to tdq in order {in_order}, sm80/backward_jvp with "
+        f"sm80/backward_jvp_dq {of_sm80}; with tdout {tdout} of 12 (seqlen 4096 full / causal; bfloat16, "
+        "batch x seqlen 16384, heads x head_dim 2048)"
     )
 
 
 # fmt: off
 BACKWARD_JVP_SM90_TILES = (
     #                  max_dim n    stages dX schedule       ping-pong
-    _backward_jvp_sm90(64,     128, 2,     2, "kOwnKeys",    True,  _measured("577 / 506", "186 / 178")),
-    _backward_jvp_sm90(128,    64,  2,     2, "kSplitRoles", True,  _measured("526 / 464", "148 / 137")),
-    _backward_jvp_sm90(256,    64,  2,     1, "kHalfStages", False, _measured("414 / 403", "90 / not timed")),
+    _backward_jvp_sm90(64,     128, 2,     2, "kOwnKeys",    True,
+                       _measured("562 / 508", "516 / 477", "179 / 169", "563 / 528")),
+    _backward_jvp_sm90(128,    64,  2,     2, "kSplitRoles", True,
+                       _measured("509 / 488", "496 / 492", "162 / 151", "417 / 420")),
+    _backward_jvp_sm90(256,    64,  2,     1, "kHalfStages", False,
+                       _measured("406 / 391", "396 / 401", "104 / 100", "407 / 414")),
 )
 # fmt: on

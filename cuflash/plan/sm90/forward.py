@@ -228,6 +228,7 @@ def add_persistent(
     source: str,
     *,
     batch_first: bool = False,
+    heads_together: int = 0,
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
@@ -236,16 +237,18 @@ def add_persistent(
     Blocks of a cluster take a tile together, and count as one until they are launched.
     With a window, tiles that attend to the whole of it come first, head by head, and the shorter ones of many heads
     follow. With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
+    With `heads_together` each block takes one tile and ends: the device hands tiles out, the longest ones of so many
+    heads first.
     """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     check_blocks(m_blocks)
-    pairs = takes_pairs(problem)
+    pairs = takes_pairs(problem) and not heads_together
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
     divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
-    stays = not (problem.shares_device and divides)
+    stays = not (problem.shares_device and divides) and not heads_together
     blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
     divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
@@ -260,8 +263,12 @@ def add_persistent(
     if batch_first:
         # Batch entries read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
+    if heads_together:
+        draft.set(head_section=heads_together)
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
-    if stays:
+    if heads_together:
+        draft.reasons.append(f"{who}, one for each of {what}, the longest ones of {heads_together} heads first")
+    elif stays:
         draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if divides_pairs else ''}")
     else:
         each = "a pair" if pairs and not divides_pairs else "one"

@@ -9,6 +9,7 @@ from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
+from cuflash.plan.sm90.scored import takes_pairs
 from cuflash.plan.sm90.tiles import (
     JVP_FLOAT32_SM90_TILES,
     JVP_TF32_SM90_TILES,
@@ -120,6 +121,15 @@ class JvpWideSm90Tile(Tile):
 
 _jvp = maker(JvpSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages overlaps_tiles serves origin")
 
+# Under a causal mask persistent blocks take pairs of tiles, a long one and a short one, of which the last ones keep a
+# few SMs busy. From so many keys on, the device hands out single tiles instead, the longest ones of so many heads
+# first. TFLOP/s on an H200, pairs / single tiles of 2 heads (batch x seqlen 16384, heads x head_dim 2048):
+#   head_dim 64, seqlen 2048: 513 / 487, 4096: 559 / 549, 8192: 584 / 594, 16384: 602 / 630
+#   head_dim 128,       2048: 632 / 601, 4096: 674 / 627, 8192: 671 / 688, 16384: 681 / 687
+#   head_dim 192,       2048: 507 / 487, 4096: 566 / 565, 8192: 559 / 565, 16384: 556 / 571
+#   head_dim 256,       2048: 597 / 580, 4096: 646 / 665, 8192: 646 / 676, 16384: 606 / 629
+LONGEST_FIRST_KEYS, LONGEST_FIRST_KEYS_WIDE, HEADS_TOGETHER = 8192, 4096, 2
+
 # TFLOP/s over six products.
 # fmt: off
 JVP_SM90_TILES = (
@@ -138,9 +148,8 @@ _jvp_wide = maker(JvpWideSm90Tile, "max_dim num_stages origin")
 JVP_WIDE_SM90_TILES = (
     #         max_dim stages
     _jvp_wide(256,    4,
-         "on an H200 711 / 593 TFLOP/s, by clusters of two blocks that load keys once 647 / 596; in another run 615 / "
-         "574, with 3 stages 595 / 577, by sm80/jvp 125 / 125; 3.4 to 3.6 times the forward pass's time (8 heads, "
-         "seqlen 4096 full / causal)"),
+         "on an H200 702 / 662 TFLOP/s, 3.5 / 3.4 times the forward pass's time, by sm80/jvp 188 / 181; at head_dim "
+         "192 591 / 561, by sm80/jvp 182 / 166 (8 heads, seqlen 4096 full / causal)"),
 )
 # fmt: on
 
@@ -163,7 +172,8 @@ class Jvp(ForwardFamily[JvpSm90Tile]):
 
     def draft(self, draft: Draft, tile: JvpSm90Tile) -> None:
         box = box_rows(draft.problem, tile.block_n)
-        _add(draft, tile, self.source, of_q=tile.block_m, of_k=box, of_v=box)
+        heads = _heads_together(draft.problem, LONGEST_FIRST_KEYS)
+        _add(draft, tile, self.source, of_q=tile.block_m, of_k=box, of_v=box, heads_together=heads)
 
 
 class JvpWide(ForwardFamily[JvpWideSm90Tile]):
@@ -188,7 +198,8 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
         return why_not_16_bit(draft, _mapped(draft), JVP_WIDE_SM90_TILES)
 
     def draft(self, draft: Draft, tile: JvpWideSm90Tile) -> None:
-        _add(draft, tile, self.source, of_q=tile.block_m, of_k=tile.block_n, of_v=tile.value_rows)
+        boxes = {"of_q": tile.block_m, "of_k": tile.block_n, "of_v": tile.value_rows}
+        _add(draft, tile, self.source, **boxes, heads_together=_heads_together(draft.problem, LONGEST_FIRST_KEYS_WIDE))
 
 
 class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
@@ -217,13 +228,19 @@ class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
         add_persistent(draft, tile, self.source)
 
 
-def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int) -> None:
+def _heads_together(problem: Problem, least_keys: int) -> int:
+    """`HEADS_TOGETHER`, under a causal mask with so many keys that it pays; else 0."""
+    pays = takes_pairs(problem) and not problem.is_packed and problem.seqlen_k >= least_keys
+    return HEADS_TOGETHER if pays else 0
+
+
+def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int, heads_together: int = 0) -> None:
     """Add a persistent kernel, with boxes of so many rows of the arrays and of their tangents."""
     draft.add_block_index(tile, "key_index")
     rows = {"q": of_q, "k": of_k, "v": of_v}
     rows |= {f"t{name}": n for name, n in rows.items()} | {"out": 64, "tout": 64}
     draft.map_tensors({name: rows[name] for name in _mapped(draft)})
-    add_persistent(draft, tile, source)
+    add_persistent(draft, tile, source, heads_together=heads_together)
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:
