@@ -19,7 +19,10 @@ constexpr bool kMayHide = kBiasBytes != 0 || CUFLASH_HAS_FUNCTIONS;
 // Where the tensor maps are, in the order of the plan. float32 comes as bf16 terms: the map of an array is that of its
 // tangent, too, and results are stored without one.
 constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapTq = 3, kMapTk = kMapTq + kMovesQ, kMapTv = kMapTk + kMovesK;
-constexpr int kMapOut = kMapTv + kMovesV, kMapTout = kMapOut + 1, kNumMaps = kElementBytes == 4 ? kMapV + 1 : kStoresByRows ? kMapOut : kMapTout + 1;
+constexpr int kMapOut = kMapTv + kMovesV, kMapTout = kMapOut + 1,
+              kNumMaps = kElementBytes == 4 ? kMapV + 1
+                         : kStoresByRows    ? kMapOut
+                                            : kMapTout + 1;
 
 struct JvpParams {
   Params common;

@@ -47,9 +47,7 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
         draft.reasons.append(f"bias: looked up pair by pair: {why}")
 
 
-def add_bf16_split(
-    draft: Draft, tile: SplitTile, names: tuple[str, ...], tangents: tuple[str, ...] = ()
-) -> None:
+def add_bf16_split(draft: Draft, tile: SplitTile, names: tuple[str, ...], tangents: tuple[str, ...] = ()) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe.
 
     The terms of the tangents that there are of these follow them.

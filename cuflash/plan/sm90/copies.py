@@ -72,8 +72,8 @@ def add_copying_kernel(
 ) -> None:
     """Add a kernel that makes scratch arrays of these, which tensor maps then describe: kernels/common/io/copies.cuh.
 
-    The copy of the array `name` is `name_copy`, with the bf16 terms of all batch entries along its first axis, and after
-    them those of its tangent if `tangents` has this.
+    The copy of the array `name` is `name_copy`, with the bf16 terms of all batch entries along its first axis, and
+    after them those of its tangent if `tangents` has this.
     """
     widths = {name: round_up(draft.arrays[name].shape[3], 8) for name in names}
     # Blocks have more rows where these are narrow, so that they have as much to do as with wide ones.
