@@ -484,8 +484,8 @@ FORWARD_TF32_SM90_TILES = (
 JVP_FLOAT32_SM90_TILES = (
     #                max_dim n  stages ping_pong
     _jvp_float32_sm90(64, 64, 1, False,
-                      "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, with 48 "
-                      "keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
+                      "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, with "
+                      "48 keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
 )
 JVP_TF32_SM90_TILES = (
     _jvp_float32_sm90(64, 64, 1, False,
