@@ -169,22 +169,22 @@ def test_wide_rows_of_hopper(options, spilled):
 
 @pytest.mark.parametrize("tile", (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES), ids=str)
 @pytest.mark.parametrize(
-    ("options", "spilled"),
+    "options",
     sample(
         [
-            ({}, 160),
-            ({"window": (60, 20), "sinks": True}, 160),
-            ({"softcap": 5.0}, 160),
-            ({"alibi_slopes": (1,), "dropout": 0.2}, 160),
-            ({"mask": (512, 512)}, 160),
-            ({"block_mask": (1,)}, 160),
-            ({"bias": (512, 512)}, 160),
+            {},
+            {"window": (60, 20), "sinks": True},
+            {"softcap": 5.0},
+            {"alibi_slopes": (1,), "dropout": 0.2},
+            {"mask": (512, 512)},
+            {"block_mask": (1,)},
+            {"bias": (512, 512)},
         ],
         1,
     ),
     ids=str,
 )
-def test_float32_rows_of_hopper(tile, options, spilled):
+def test_float32_rows_of_hopper(tile, options):
     case = Case(**{"seqlen_q": 512, "seqlen_k": 512, "head_dim": 64, "dtype": "float32"} | options)
     moved = tuple(
         name for name in ("q", "k", "v", "softcap", "bias", "alibi_slopes") if name in ("q", "k", "v", *options)
@@ -193,7 +193,7 @@ def test_float32_rows_of_hopper(tile, options, spilled):
     for kernel in plan.kernels:
         resources = compile_spec(kernel).resources
         assert SERIALIZED not in resources.log
-        assert resources.spill_stores_bytes <= (spilled + 16 if "jvp" in kernel.source else 0)
+        assert resources.spill_stores_bytes <= (64 if "jvp" in kernel.source else 0)
 
 
 @pytest.mark.parametrize(

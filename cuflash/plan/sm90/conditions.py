@@ -179,15 +179,6 @@ FORWARD = by_name(
 )
 # Of `ForwardFloat32Sm90Tile`.
 FORWARD_FLOAT32 = by_name(ANY, Condition("bias", lambda fit: bias_by(fit.problem) == "pairs", BIAS_BY_TMA))
-# Of `JvpFloat32Sm90Tile`. The addresses of a bias and its tangent, and weights before dropout, take registers.
-JVP_FLOAT32 = by_name(
-    ANY,
-    Condition(
-        "no bias",
-        lambda fit: fit.problem.bias is None and not fit.problem.dropout,
-        "problems without a bias and without dropout",
-    ),
-)
 # Of `ForwardFloat8Sm90Tile`.
 FORWARD_FLOAT8 = by_name(
     ANY,

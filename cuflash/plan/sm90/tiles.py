@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
-from cuflash.plan.sm90.conditions import BACKWARD, FORWARD, FORWARD_FLOAT8, FORWARD_FLOAT32, JVP_FLOAT32, ForwardFit
+from cuflash.plan.sm90.conditions import BACKWARD, FORWARD, FORWARD_FLOAT8, FORWARD_FLOAT32, ForwardFit
 from cuflash.plan.sm90.scored import (
     BIAS_BY_TMA,
     ScoredTile,
@@ -156,11 +156,9 @@ class JvpFloat32Sm90Tile(Tile):
     num_stages: int
     ping_pong: bool  # consumers take turns to issue products
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    serves: str = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_terms")
-    conditions: ClassVar = JVP_FLOAT32
     variations: ClassVar = {"block_n": (16, 32, 48, 64), "num_stages": (1, 2), "ping_pong": (False, True)}
 
     element_bytes = 4
@@ -436,7 +434,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
-_jvp_float32_sm90 = maker(JvpFloat32Sm90Tile, "max_dim block_n num_stages ping_pong serves origin")
+_jvp_float32_sm90 = maker(JvpFloat32Sm90Tile, "max_dim block_n num_stages ping_pong origin")
 _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
@@ -529,16 +527,14 @@ FORWARD_TF32_SM90_TILES = (
 # Of jvp, for 128 queries.
 JVP_FLOAT32_SM90_TILES = (
     #                max_dim n  stages ping_pong
-    _jvp_float32_sm90(64, 64, 1, False, "no bias",
-                      "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, of 48 "
-                      "keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
-    _jvp_float32_sm90(64, 32, 2, True, "any", ARITHMETIC),
+    _jvp_float32_sm90(64, 64, 1, False,
+                      "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, with "
+                      "48 keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
 )
 JVP_TF32_SM90_TILES = (
-    _jvp_float32_sm90(64, 64, 1, False, "no bias",
+    _jvp_float32_sm90(64, 64, 1, False,
                       "on an H200 220 / 202 TFLOP/s, sm80/jvp 97 / 86, in two stages 205 / 199, with 48 keys 199 / 186 "
                       "(as above)", bf16_terms=2),
-    _jvp_float32_sm90(64, 48, 2, True, "any", ARITHMETIC, bf16_terms=2),
 )
 
 FORWARD_FLOAT8_SM90_TILES = (
