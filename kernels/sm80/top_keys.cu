@@ -16,9 +16,9 @@
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-constexpr int kCapacity = 128;            // of a buffer
+constexpr int kCapacity = 128;              // of a buffer
 constexpr int kMost = kCapacity - kBlockN;  // candidates in it before a tile
-constexpr int kBisections = 12;           // at most, for a threshold
+constexpr int kBisections = 12;             // at most, for a threshold
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kRow = row_bytes(kDim);
 static_assert(kBlockM == 16 * kNumWarps, "every warp owns one fragment of rows");

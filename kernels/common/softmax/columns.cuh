@@ -5,15 +5,15 @@
 #include "common/io/fragments.cuh"
 #include "common/score/scores.cuh"
 
-constexpr bool kIsMax = CUFLASH_COLUMN_MAX;  // else a sum
+constexpr bool kIsMax = CUFLASH_COLUMN_MAX;           // else a sum
 constexpr bool kHasFactors = CUFLASH_COLUMN_FACTORS;  // of rows: the w of a sum; else 1
 
 static_assert(kPairsStats, "a lane reads lse of two queries, and not always -w");
 
 // lse of two neighbouring queries and, if rows have factors, their -w.
 CUFLASH_DEVICE void load_stats(u32 address, Real (&stats)[4]) {
-  ptx::load_shared_x2(address, (Real (&)[2])stats[0]);
-  if constexpr (kHasFactors && !kIsMax) ptx::load_shared_x2(address + 2 * sizeof(Real), (Real (&)[2])stats[2]);
+  ptx::load_shared_x2(address, (Real(&)[2])stats[0]);
+  if constexpr (kHasFactors && !kIsMax) ptx::load_shared_x2(address + 2 * sizeof(Real), (Real(&)[2])stats[2]);
 }
 
 // What a lane has of its keys: two of each m-tile.
