@@ -34,7 +34,14 @@ from cuflash.spec.score_args import checked_with_score_args
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
-    from cuflash.spec.inputs import NamedGradients
+    from cuflash.spec.inputs import ScoreGradients
+
+    class ColumnGradients(ScoreGradients[Any, Any, Any]):
+        """Those of column sums, which have two more."""
+
+        dlse: Any
+        dweights: Any
+
 
 OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
 WIDE_COLUMNS = 8  # columns of values on a GPU, so that rows of 16-bit numbers have 16 bytes
@@ -179,7 +186,7 @@ class Reductions(Preparation[FunctionT]):
         *,
         need: Collection[str] = ("dq", "dk"),
         **optional_inputs: Array,
-    ) -> NamedGradients:
+    ) -> ColumnGradients:
         """Gradients of ``sum(dsums * column_sums)``, where lse is an input like q and k.
 
         lse depends on q and k itself. The gradients of that come from the backward pass of lse, from the dlse that this

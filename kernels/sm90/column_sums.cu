@@ -25,6 +25,7 @@
 constexpr int kConsumers = kBlockN / 64;
 constexpr int kQueryTiles = kBlockM / 8;  // n-tiles of 8 queries
 static_assert(kNumWarps == 4 * kConsumers + 1, "the consumers and a producer");
+static_assert(kBlockM == 2 * kGroupRows, "the only tile of queries with which a device gave right sums at once");
 static_assert(!kIsPacked, "rows of other sequences would have to be cleared");
 
 // Shared memory: K, the rings of Q and of row statistics, barriers.

@@ -69,7 +69,8 @@ def test_gradients_are_those_of_differences(case):
     need = [f"d{name}" for name in moved] + ["dscale"] + (["dsoftcap"] if case.softcap else [])
     found = attn.column_sums_backward(dsums, **inputs, need=need, **arrays)._asdict()
     tangents = {name: np.where(np.isfinite(x), rng.standard_normal(x.shape), 0) for name, x in moved.items()}
-    numbers = {"scale": attn.options.scale or case.head_dim**-0.5, "softcap": case.softcap}
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    numbers = {"scale": scale, "softcap": case.softcap}
     steps = {name: rng.standard_normal() * 0.1 for name in ("scale", "softcap") if f"d{name}" in need}
 
     def value(step):
