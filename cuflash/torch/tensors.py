@@ -63,8 +63,10 @@ def cupy_view(x: Tensor) -> Any:
     if x.is_neg():
         x = x.resolve_neg()
     dtype, size, is_float8 = _OF_CUPY[x.dtype]
-    memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, x.get_device())
     strides = tuple([size * stride for stride in x.stride()])
+    # Of an expanded tensor these are fewer bytes than x.nbytes; tensor maps may reach over as many as are said to be.
+    reach = size + sum([(n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)]) if x.numel() else 0
+    memory = cupy.cuda.UnownedMemory(x.data_ptr(), reach, x, x.get_device())
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     if is_float8:
         return fp8(cupy.ndarray(tuple(x.shape), np.uint8, pointer, strides), dtype.name)

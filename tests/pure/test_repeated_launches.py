@@ -47,7 +47,9 @@ class Tensor:
 
     is_cpu = False
     device = property(lambda self: torch.device("cuda", self.index))
-    nbytes = property(lambda self: self.shape.numel() * self.dtype.itemsize)
+
+    def numel(self):
+        return self.shape.numel()
 
     def stride(self):
         return self.strides
@@ -62,7 +64,7 @@ class Tensor:
         return self.negative
 
     def resolve_neg(self):
-        return replace(self, negative=False, address=self.memory.allocate(self.nbytes))
+        return replace(self, negative=False, address=self.memory.allocate(self.numel() * self.dtype.itemsize))
 
     def is_contiguous(self):
         return self.strides == contiguous(self.shape)
@@ -490,3 +492,23 @@ def test_a_repeated_call_enters_few_functions(which, machine):
     assert len(entered) <= MOST, entered
     usual = calls_of(lambda: machine.usual(which, own, first))
     assert len(usual) > 2 * len(entered)
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    strides=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    dtype=st.sampled_from([torch.bfloat16, FLOAT32, torch.float64]),
+)
+def test_a_view_is_said_to_have_the_memory_that_it_reaches(shape, strides, dtype):
+    """Not more, of expanded tensors: tensor maps reach over keys after the last one if there is memory."""
+    found = []
+    cuda = SimpleNamespace(
+        UnownedMemory=lambda address, size, owner, device: found.append((address, size)),
+        MemoryPointer=lambda memory, offset: None,
+    )
+    x = Tensor(torch.Size(shape), dtype, FIRST, tuple(strides[: len(shape)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_torch, "_cupy", lambda: SimpleNamespace(cuda=cuda, ndarray=View))
+        of_torch.cupy_view(x)
+    offsets = [sum(i * step for i, step in zip(at, x.strides, strict=True)) for at in np.ndindex(*shape)]
+    assert found == [(FIRST, (max(offsets) + 1) * dtype.itemsize if offsets else 0)]
