@@ -188,7 +188,7 @@ def _models_of(call: Call, tensors: Tensors, results: Mapping[str, Tensor]) -> _
     for name, x in results.items():
         number = call.names.index(model_of(name)) if call.need else 0
         model = tensors[number]
-        is_like = model.is_contiguous() and (x.shape, x.stride(), x.dtype) == (model.shape, model.stride(), model.dtype)
+        is_like = (x.shape, x.stride(), x.dtype) == (model.shape, model.stride(), model.dtype)
         models.append((number, None if is_like else x.shape, x.dtype))
     return tuple(models)
 
