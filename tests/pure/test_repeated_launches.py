@@ -74,7 +74,7 @@ class Tensor:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         assert function is torch.empty_like
-        return args[0].new_empty(args[0].shape)
+        return replace(args[0].new_empty(args[0].shape), strides=args[0].strides)
 
 
 def contiguous(shape):
@@ -278,6 +278,7 @@ CASES: dict[str, Any] = {
     "causal": ({"causal": True, "deterministic": True}, {}, {}),
     "bshd": ({"layout": "bshd"}, {"q": (2, 130, 4, 64), "k": (2, 150, 2, 64), "v": (2, 150, 2, 64)}, {}),
     "heads": ({}, {"q": (4, 130, 64), "k": (4, 150, 64), "v": (4, 150, 64)}, {}),
+    "transposed": ({}, {}, {}),  # q and k lie as in the layout "bshd"
     "decode": ({"causal": True}, {"q": (2, 4, 1, 64)}, {"kv_lengths": ((2,), INT32)}),
     "bias": ({"softcap": 3.0}, {}, {"bias": ((4, 130, 150), FLOAT32), "sinks": ((4,), FLOAT32)}),
     "dropout": ({"dropout": 0.25}, {}, {"mask": ((130, 150), torch.bool)}),
@@ -309,7 +310,12 @@ def problem(name, which, memory, dtype=torch.bfloat16):
         shapes |= {"tout": (out, dtype), "tlse": (rows, FLOAT32)}
         need = tuple(f"t{own}" for own in need)
     own = call(cuflash.FlashAttention(**options), tuple(shapes), need)
-    return own, [tensor(memory, like, of, FIRST + (n << 36)) for n, (like, of) in enumerate(shapes.values())]
+    tensors = [tensor(memory, like, of, FIRST + (n << 36)) for n, (like, of) in enumerate(shapes.values())]
+    if name == "transposed":
+        for x in tensors[:2]:
+            _, heads, seqlen, columns = x.shape
+            x.strides = (heads * seqlen * columns, columns, heads * columns, 1)
+    return own, tensors
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -404,7 +410,8 @@ def test_another_form_goes_the_usual_way(change, machine):
     "name", ["two launches", "merged axes", "copies", "another order", "an array made by the call"]
 )
 def test_what_a_launch_alone_does_not_do_goes_the_usual_way(name, machine):
-    names, shapes = ("q", "k", "v"), [(2, 3, 4, 130, 64)] * 3
+    names: tuple[str, ...] = ("q", "k", "v")
+    shapes: list[tuple[int, ...]] = [(2, 3, 4, 130, 64)] * 3
     if name == "another order":
         names, shapes = ("k", "q", "v"), [(2, 4, 130, 64)] * 3
     elif name == "copies":
