@@ -129,10 +129,10 @@ _FIRST_NAMES = ("q", "k", "v")
 
 def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass. Where tensors of such a form were seen before, their addresses are enough to launch it."""
-    device = tensors[0].device
-    if device.type != "cuda":
-        raise TypeError(f"q: got a tensor on {device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
-    cupy, backend, index = _cupy(), backend_of("cupy"), device.index
+    q = tensors[0]
+    if not q.is_cuda:
+        raise TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
+    cupy, backend, index = _cupy(), backend_of("cupy"), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     form, addresses = _form_of(which, call, tensors)
     repeated = backend.repeated(form)
@@ -147,7 +147,7 @@ def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tens
         arrays = {}
         for name, x in zip(call.names, tensors, strict=True):
             if x.get_device() != index:
-                raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {device} as q is")
+                raise TypeError(f"{name}: got a tensor on {x.device}, expected one on {q.device} as q is")
             arrays[name] = cupy_view(x)
         for name, x in results.items():
             arrays[name] = cupy_view(x)

@@ -45,7 +45,7 @@ class Tensor:
     negative: bool = False
     memory: Any = None
 
-    is_cpu = False
+    is_cpu, is_cuda = False, True
     device = property(lambda self: torch.device("cuda", self.index))
 
     def numel(self):
