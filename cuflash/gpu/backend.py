@@ -10,6 +10,9 @@ finds the launch of the call before: the key has only those properties of the nu
 each call fills in the number itself. Most of the time for that goes into new tensor maps. Maps can stay the same if k
 and v are slices of a longer cache, so that their memory continues after them, and if the kernel hides all keys past the
 last one. Then the maps reach over as many keys as the launch serves.
+
+A caller whose arrays are not CuPy's needs more time for views of them than a launch takes. So it may repeat the launch
+of an earlier call by addresses alone (`RepeatedLaunch`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -115,6 +119,7 @@ class _Launch:
 
 
 _launches: dict[tuple, _Launch] = {}
+_repeated: dict[tuple, RepeatedLaunch] = {}  # by the forms of their arrays
 # Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
 # numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
 _calls = itertools.count(secrets.randbits(47))
@@ -290,6 +295,7 @@ def trials(
 def forget_launches() -> None:
     """Forget all launches, so that later calls are planned again."""
     _launches.clear()
+    _repeated.clear()
 
 
 @functools.cache
@@ -355,17 +361,17 @@ def _call(
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
-        _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
+        _keep(_launches, of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
     return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k, sums)
 
 
-def _keep(key: tuple, launch: _Launch) -> None:
+def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) -> None:
     """Remember a launch. If there are too many, only the half that was used last is kept."""
-    if len(_launches) >= MAX_LAUNCHES:
-        by_use = sorted(list(_launches.items()), key=lambda item: item[1].last_call)
+    if len(kept) >= MAX_LAUNCHES:
+        by_use = sorted(list(kept.items()), key=lambda item: item[1].last_call)
         for old, _ in by_use[: MAX_LAUNCHES // 2]:
-            _launches.pop(old, None)
-    _launches[key] = launch
+            kept.pop(old, None)
+    kept[key] = launch
 
 
 def _start(
@@ -409,6 +415,8 @@ def _start(
         sums.run(launch, pointers, _maps(launch, pointers, mapped), random, scratch)
     if of_thread.recording is not None:
         _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k, sums)
+    if of_thread.launches is not None:
+        of_thread.launches.append((launch, arrays, seqlen_k, mapped, sums))
     for name, copy in copies.items():
         if name in launch.results:
             arrays[name][...] = copy
@@ -419,19 +427,30 @@ def _maps(launch: _Launch, pointers: list[int], seqlen_k: int) -> list[bytes]:
     return [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
 
 
-def _run(launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> None:
+def _run(
+    launch: _Launch,
+    pointers: list[int],
+    maps: list[bytes],
+    random: tuple[int, int],
+    seqlen_k: int,
+    stream: int | None = None,
+) -> None:
     """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
     launch.last_call = call = next(_calls)
     frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
-    _launch_kernels(launch, launch.kernels, frame.address)
+    _launch_kernels(launch, launch.kernels, frame.address, stream)
     launch.argument.give_back(frame)
 
 
-def _launch_kernels(launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params: int) -> None:
+def _launch_kernels(
+    launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params: int, stream: int | None = None
+) -> None:
+    """Launch kernels on a stream by its address, or else on CuPy's current one."""
     # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
     # 3.9 us, and CuPy's kernel object 5.3 us.
     run = cupy.cuda.driver.launchKernel
-    stream = cupy.cuda.get_current_stream().ptr
+    if stream is None:
+        stream = cupy.cuda.get_current_stream().ptr
     for _, handle, grid, threads, shared_bytes, config_of in kernels:
         if config_of is None:
             run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
@@ -520,6 +539,89 @@ def _record(
     given = (name for name, array in arrays.items() if array is not None)
     reads = [pointer for name, pointer in zip(given, pointers, strict=False) if name not in launch.results]
     recording.work(make, list(pointers), reads, results)
+
+
+# ---- Calls without arrays of CuPy ------------------------------------------------------------------------------------
+
+
+class RepeatedLaunch:
+    """A launch that later calls repeat by the addresses of their arrays, without views of these as arrays of CuPy.
+
+    It serves arrays of the same form as those of the first call: they have the same shapes, strides, dtypes and device,
+    the same addresses modulo 16, and k and v begin at one address if they did. Results share no memory with other
+    arrays.
+    """
+
+    __slots__ = ("_device_id", "_launch", "_mapped", "_order", "_seqlen_k", "results")
+
+    def __init__(
+        self, launch: _Launch, order: Sequence[int], seqlen_k: int, mapped: int, device_id: int, results: Any
+    ) -> None:
+        self._launch, self._seqlen_k, self._mapped, self._device_id = launch, seqlen_k, mapped, device_id
+        self._order = tuple(order)  # for each array of the launch, which of the caller's it is
+        self.results = results  # what the caller needs to know to allocate its results
+
+    @property
+    def last_call(self) -> int:
+        """The number of the last call of the launch."""
+        return self._launch.last_call
+
+    def run(
+        self,
+        addresses: Sequence[int],
+        random: tuple[int, int],
+        stream: int,
+        allocate: Callable[[int, int], int],
+        free: Callable[[int], object],
+    ) -> None:
+        """Launch on a stream. `addresses` are those of the arrays that the caller remembered, in its order.
+
+        `allocate` gives scratch memory of so many bytes for a stream, and `free` takes it back in stream order.
+        """
+        launch, runtime, scratch = self._launch, cupy.cuda.runtime, 0
+        pointers = [addresses[n] for n in self._order]
+        before = runtime.getDevice()
+        runtime.setDevice(self._device_id)  # also in a thread in which the device has no context yet
+        try:
+            if launch.scratch:
+                scratch = allocate(launch.scratch_bytes, stream)
+                pointers += [scratch + offset for offset in launch.scratch]
+            _run(launch, pointers, _maps(launch, pointers, self._mapped), random, self._seqlen_k, stream)
+        finally:
+            if scratch:
+                free(scratch)
+            if before != self._device_id:
+                runtime.setDevice(before)
+
+
+def repeated(form: tuple) -> RepeatedLaunch | None:
+    """The launch that a call on arrays of a form can repeat; None if it has to go the usual way."""
+    return _repeated.get(form) if of_thread.recording is None else None
+
+
+@contextmanager
+def remembered(form: tuple, arrays: Sequence[Any], results: Any) -> Iterator[None]:
+    """A context in which a call is made whose launch calls on arrays of the same form repeat.
+
+    `arrays` are all that the caller gives, those of results among them. A launch is remembered only if it does all of
+    the work of the call: without copies, on these very arrays and no others.
+    """
+    launches: list[Any] = []
+    before, of_thread.launches = of_thread.launches, launches
+    try:
+        yield
+    finally:
+        of_thread.launches = before
+    if len(launches) != 1:  # calls for some of the batch axes each
+        return
+    launch, own, seqlen_k, mapped, sums = launches[0]
+    given = [id(x) for x in own.values() if x is not None]
+    numbers = {id(x): number for number, x in enumerate(arrays)}
+    if launch.copied or launch.allocated or sums is not None or sorted(given) != sorted(numbers):
+        return
+    device_id = own["q"].data.device_id
+    order = [numbers[x] for x in given]
+    _keep(_repeated, form, RepeatedLaunch(launch, order, seqlen_k, mapped, device_id, results))
 
 
 # ---- What is prepared once -------------------------------------------------------------------------------------------

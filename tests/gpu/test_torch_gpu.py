@@ -1,5 +1,7 @@
 """`cuflash.torch` on tensors in CUDA memory: results of the passes, derivatives, streams, memory and compilers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ import cuflash
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuflash.gpu import backend  # noqa: E402
 from cuflash.torch import attention, logsumexp  # noqa: E402
 
 pytestmark = [
@@ -192,3 +195,174 @@ def test_tensors_of_both_sides_are_refused():
     with pytest.raises(TypeError, match=r"^v: got a tensor on cuda:0, expected one on cpu as q is"):
         attention(q.cpu(), q.cpu(), q)
     assert np.isfinite(attention(q.cpu(), q.cpu(), q.cpu()).numpy()).all()
+
+
+# ---- launches that are repeated by the addresses of tensors ----------------------------------------------------------
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """The launches that are repeated from now on; those of earlier tests are forgotten."""
+    backend.forget_launches()
+    found = []
+    run = backend.RepeatedLaunch.run
+
+    def count(self, *args):
+        found.append(self)
+        run(self, *args)
+
+    monkeypatch.setattr(backend.RepeatedLaunch, "run", count)
+    return found
+
+
+def usual(compute):
+    """What a function computes if no launch is repeated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "repeated", lambda form: None)
+        return compute()
+
+
+def assert_bits(found, right):
+    for x, y in zip(found, right, strict=True):
+        assert torch.equal(x.detach(), y.detach())
+
+
+ATTN = cuflash.FlashAttention(causal=True, deterministic=True)
+
+
+def xs_of(dtype, seed, shape=(2, 4, 130, 64)):
+    return tuple(normal(*shape, dtype=dtype, seed=10 * seed + n).requires_grad_() for n in range(3))
+
+
+def passes_of(xs, attn=ATTN, **how):
+    """out, lse and the gradients; these come from the thread of autograd."""
+    out, lse = attention(*xs, attn=attn, return_lse=True, **how)
+    return out, lse, *torch.autograd.grad(out, xs, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_launches_have_the_bits_of_the_usual_way(dtype, repeats):
+    kept = []  # so that every call has tensors at other addresses
+    for seed in range(4):
+        xs = xs_of(dtype, seed)
+        kept.append(xs)
+        found = passes_of(xs)
+        assert len(repeats) == 2 * seed
+        assert_bits(found, usual(lambda xs=xs: passes_of(xs)))
+        assert len(repeats) == 2 * seed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_repeated_launches_of_tangents_have_the_bits_of_the_usual_way(dtype, repeats):
+    def second(xs):
+        out = attention(*xs, attn=ATTN)
+        gradients = torch.autograd.grad(out, xs, out.detach(), create_graph=True)
+        return torch.autograd.grad(gradients, xs, [x.detach() for x in xs])
+
+    for seed in range(3):
+        xs = xs_of(dtype, seed)
+        before = len(repeats)
+        found = second(xs)
+        assert (len(repeats) > before) == (seed > 0)
+        assert_bits(found, usual(lambda xs=xs: second(xs)))
+
+
+def test_repeated_launches_with_every_seed_and_option(repeats):
+    q, k, v, sinks, mask = problem("bfloat16")
+    v = v.expand(2, 2, 150, 64)  # several batch axes go the usual way
+    attn = cuflash.FlashAttention(causal=True, dropout=0.25, deterministic=True)
+    results = []
+    for seed in range(4):
+
+        def compute(seed=seed):
+            how = {"seed": seed, "offset": 2 * seed, "sinks": sinks, "mask": mask}
+            return attention(q, k, v, attn=attn, return_lse=True, **how)
+
+        results.append(compute())
+        assert_bits(results[-1], usual(compute))
+    assert len(repeats) == 3
+    assert not torch.equal(results[2][0], results[3][0])
+
+
+def test_misaligned_tensors_and_values_in_keys_are_other_forms(repeats):
+    """Each is launched by kernels of its own, also where the others are remembered."""
+    (q, k, v), shape = (x.detach() for x in xs_of("bfloat16", 0)), (2, 4, 130, 64)
+    shifted = torch.cat([q.new_zeros(1), q.reshape(-1)])[1:].view(shape)
+    cases = [(q, k, v), (shifted, k, v), (q, k, k), (q, k, k.clone()), (q, k[:, :, 1:], v[:, :, 1:])]
+    right = [usual(lambda xs=xs: attention(*xs, attn=ATTN, return_lse=True)) for xs in cases]
+    for number in range(3):
+        for xs, expected in zip(cases, right, strict=True):
+            assert_bits(attention(*xs, attn=ATTN, return_lse=True), expected)
+        assert len(repeats) >= number * len(cases)
+
+
+def test_repeated_launches_run_on_the_current_stream(repeats):
+    q, k, v = (x.detach() for x in xs_of("bfloat16", 0, (2, 4, 129, 64)))
+    expected = attention(q, k, v, attn=ATTN)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            late = torch.full_like(q, torch.nan)
+            torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second
+            late.copy_(q)
+            copied = attention(late, k, v, attn=ATTN).clone()
+            late.fill_(torch.nan)
+        torch.cuda.synchronize()
+        assert torch.equal(copied, expected)
+    assert len(repeats) == 3
+
+
+def test_repeated_launches_of_threads(repeats):
+    """At once, on streams of their own."""
+    problems = [xs_of("bfloat16", seed) for seed in range(4)]
+    right = [passes_of(xs) for xs in problems]
+    torch.cuda.synchronize()
+
+    def compute(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [passes_of(problems[number]) for _ in range(20)]
+            torch.cuda.synchronize()
+        for one in found:
+            assert_bits(one, right[number])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compute, range(4)))
+    assert len(repeats) > 100
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cuda_graph_of_repeated_launches(dtype, repeats):
+    xs = xs_of(dtype, 0)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            passes_of(xs)
+    before, graph = len(repeats), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        results = passes_of(xs)
+    assert len(repeats) == before + 2
+    for seed in (1, 2):
+        with torch.no_grad():
+            for x, y in zip(xs, xs_of(dtype, seed), strict=True):
+                x.copy_(y)
+        others = [normal(2**17, seed=n) for n in range(32)]  # in what scratch memory would be if it were free
+        kept = [x.clone() for x in others]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_bits(results, usual(lambda: passes_of(xs)))
+        assert_bits(others, kept)
+
+
+def test_repeated_launches_keep_no_memory_and_are_forgotten(repeats):
+    xs = [x.detach() for x in xs_of("bfloat16", 0)]
+    attention(*xs, attn=ATTN)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        attention(*xs, attn=ATTN)
+    assert torch.cuda.memory_allocated() == before
+    assert len(repeats) == 3
+    backend.forget_launches()
+    found = attention(*xs, attn=ATTN)
+    assert len(repeats) == 3
+    assert_bits([found], [attention(*xs, attn=ATTN)])
+    assert len(repeats) == 4
