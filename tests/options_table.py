@@ -16,7 +16,7 @@ from typing import Any
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS, OptionalInput
-from cuflash.spec.outputs import MOVABLE, OF_REDUCTIONS, OUTPUTS, TAKEN_BY_BACKWARD
+from cuflash.spec.outputs import MOVABLE, OF_ROW_REDUCTIONS, OUTPUTS, TAKEN_BY_BACKWARD
 from cuflash.spec.passes import FORWARD, PASSES, Pass
 from cuflash.spec.problem import Problem
 from tests.pairs import OPTIONS, SIZES
@@ -49,7 +49,7 @@ MEANINGS = {
     "k_scale": ("scales of fp8 k", ""),
     "v_scale": ("scales of fp8 v", ""),
     "dlse": ("gradient with respect to lse", ""),
-    "want": ("reductions of rows besides out and lse", "semantics.md#maximum-and-entropy-of-rows"),
+    "want": ("row reductions besides out and lse", "semantics.md#maximum-and-entropy-of-rows"),
     "dmax": ("gradient with respect to max", ""),
     "entropy": ("what `forward` returned, for `dentropy`", ""),
     "dentropy": ("gradient with respect to entropy", ""),
@@ -141,7 +141,7 @@ def of_calls() -> Iterator[Line]:
         yield line(row.name, shape_and_dtype(row), derivatives)
     yield line("dlse", "shape and dtype of lse", "-, `tdlse`")
     yield line("want", types_of(cuflash.FlashAttention.forward)["want"])
-    for name in OF_REDUCTIONS:
+    for name in OF_ROW_REDUCTIONS:
         yield line(name, "shape and dtype of lse")
     types = types_of(cuflash.FlashAttention.backward)
     for name in ("need", "seed", "offset"):

@@ -1,4 +1,4 @@
-"""Reductions of rows as the tests of all tiers call for them."""
+"""Row reductions as the tests of all tiers call for them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ def results_of(case: ct.Case, convert: Callable[[Any], Any] = np.asarray) -> Fou
     optional = ct.optional(arrays) | case.random
     if not case.has_values:
         optional.pop("v_scale", None)
-    found = attn.forward(q, k, v, want=case.reductions, **optional)._asdict()
+    found = attn.forward(q, k, v, want=case.row_reductions, **optional)._asdict()
     gradients: dict[str, Any] = {}
     if "dout" in arrays:
         dout = arrays["dout"] if case.has_values else None

@@ -26,7 +26,7 @@ from cuflash.spec.outputs import (
     FORWARD_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    REDUCTIONS_OVER_ROWS,
+    ROW_REDUCTIONS_AND_GRADIENTS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
 )
@@ -58,7 +58,7 @@ UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # resul
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
-    **{name: 3 for name in OVER_ROWS if name not in REDUCTIONS_OVER_ROWS},
+    **{name: 3 for name in OVER_ROWS if name not in ROW_REDUCTIONS_AND_GRADIENTS},
     **_INPUT_AXES,
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
@@ -214,7 +214,7 @@ def why_not(problem: Problem | None = None) -> str | None:
         return library
     unknown = [] if problem is None else [name for name in problem.acting if name not in KNOWN]
     if problem is not None:
-        unknown += [name for name in problem.reductions if name in UNKNOWN]
+        unknown += [name for name in problem.row_reductions if name in UNKNOWN]
     return f"it knows no {' and no '.join(unknown)}" if unknown else None
 
 

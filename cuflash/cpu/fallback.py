@@ -199,7 +199,7 @@ class Tile(NamedTuple):
 class OnlineSoftmax:
     """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far.
 
-    `step` also keeps what reductions of rows are made of: the largest score, and the sum of exp(S - m) (S - m).
+    `step` also keeps what row reductions are made of: the largest score, and the sum of exp(S - m) (S - m).
     """
 
     def __init__(self, sinks: Array) -> None:
@@ -391,7 +391,7 @@ class Job:
         o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
         for tile in self.tiles():
             scores = self.folded(self.scores(tile)[1])
-            if self.problem.reductions:
+            if self.problem.row_reductions:
                 softmax.reduce(scores)
             weights, factor = softmax.step(scores)
             if self.problem.dropout:
@@ -400,7 +400,7 @@ class Job:
         self.write("out", o / np.where(softmax.row_sum == 0, 1, softmax.row_sum))
         self.write("lse", softmax.row_max + np.log(softmax.row_sum))
         for name, x in (("max", softmax.largest), ("entropy", softmax.entropy)):
-            if name in self.problem.reductions:
+            if name in self.problem.row_reductions:
                 self.write(name, x)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class Job:
         delta = (dO * O).sum(axis=-1, keepdims=True)
         if "dlse" in self.call.arrays:
             delta -= np.where(is_empty, 0, self.of_rows("dlse"))
-        reductions = ReductionGradients(self, row_max, row_sum, is_empty)
+        reductions = RowReductionGradients(self, row_max, row_sum, is_empty)
 
         gradients = JobGradients(self, wanted)
         dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
@@ -522,16 +522,16 @@ class Job:
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
 
 
-class ReductionGradients:
-    """What gradients of reductions of rows add to dS: ``-P (log P + H) dH``, and dmax at the first largest score."""
+class RowReductionGradients:
+    """What gradients of row reductions add to dS: ``-P (log P + H) dH``, and dmax at the first largest score."""
 
     def __init__(self, job: Job, row_max: Array, row_sum: Array | None, is_empty: Array) -> None:
         self.dentropy = self.dmax = None
-        if "entropy" in job.problem.reductions:
+        if "entropy" in job.problem.row_reductions:
             self.dentropy = np.where(is_empty, 0, job.of_rows("dentropy"))
             self.entropy = np.where(is_empty, 0, job.of_rows("entropy"))
             self.row_max, self.log_sum = row_max, 0 if row_sum is None else np.log(row_sum)
-        if "max" in job.problem.reductions:
+        if "max" in job.problem.row_reductions:
             self.dmax, self.at = job.of_rows("dmax"), job.first_maxima()
 
     def by_log(self, scores: Array) -> Array | None:

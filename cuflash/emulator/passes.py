@@ -21,7 +21,7 @@ from cuflash.spec.binding import Binding, bind, is_in_k
 from cuflash.spec.outputs import (
     DEFAULT_NEED,
     NUMBER_GRADIENTS,
-    REDUCTIONS,
+    ROW_REDUCTIONS,
     SOFTMAX_GRADIENTS,
     TAKEN_BY_BACKWARD,
 )
@@ -181,7 +181,11 @@ def forward(
     inputs = {name: array for name, array in arrays.items() if name not in TAKEN_BY_BACKWARD}
     results = {
         "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
-        **{name: (problem.lse_shape, problem.softmax_dtype) for name in ("lse", *REDUCTIONS) if name in ("lse", *want)},
+        **{
+            name: (problem.lse_shape, problem.softmax_dtype)
+            for name in ("lse", *ROW_REDUCTIONS)
+            if name in ("lse", *want)
+        },
     }
     return _call(FORWARD, problem, inputs, results, **options)
 

@@ -18,8 +18,8 @@ from cuflash.plan.argument import (
     FIELDS,
     OF_LENGTH,
     PARAMS_BYTES,
-    REDUCTION_ARRAYS,
-    REDUCTION_BYTES,
+    ROW_REDUCTION_ARRAYS,
+    ROW_REDUCTION_BYTES,
     RUN_TIME,
     SCORE_ARG_BYTES,
     TANGENT_ARRAYS,
@@ -48,8 +48,8 @@ def _dtype_of(arrays: Sequence[tuple[str, int]]) -> np.dtype:
     )
 
 
-# These follow `PARAMS` in passes with reductions of rows, and with tangents.
-REDUCTIONS, TANGENTS = _dtype_of(REDUCTION_ARRAYS), _dtype_of(TANGENT_ARRAYS)
+# These follow `PARAMS` in passes with row reductions, and with tangents.
+ROW_REDUCTIONS, TANGENTS = _dtype_of(ROW_REDUCTION_ARRAYS), _dtype_of(TANGENT_ARRAYS)
 # One of these follows for each array that score_mod and mask_mod read, and for its gradient.
 SCORE_ARG = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
@@ -107,8 +107,8 @@ def parameters(
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     for name in FP8_SCALES:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
-    if problem.reductions:
-        params = _with_arrays(params, REDUCTION_ARRAYS, REDUCTIONS, operands)
+    if problem.row_reductions:
+        params = _with_arrays(params, ROW_REDUCTION_ARRAYS, ROW_REDUCTIONS, operands)
     if problem.moved is not None:
         params = _with_arrays(params, TANGENT_ARRAYS, TANGENTS, operands)
     return _with_score_args(params, plan, operands) if problem.has_functions else params
@@ -154,9 +154,9 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
     words, end = POINTER_WORD | {name: POINTER_WORD[field] for name, field in _OF_WEIGHTS.items()}, PARAMS_BYTES
-    if problem.reductions:
-        words = words | {name: end // 8 + REDUCTIONS.fields[name][1] // 8 for name, _ in REDUCTION_ARRAYS}  # type: ignore[index]
-        end += REDUCTION_BYTES
+    if problem.row_reductions:
+        words = words | {name: end // 8 + ROW_REDUCTIONS.fields[name][1] // 8 for name, _ in ROW_REDUCTION_ARRAYS}  # type: ignore[index]
+        end += ROW_REDUCTION_BYTES
     if problem.moved is not None:
         words = words | {name: words[field] for name, field in _TANGENTS.items()}
         words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]

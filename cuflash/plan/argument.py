@@ -9,12 +9,12 @@ from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
 from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, REDUCTIONS_OVER_ROWS
+from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, ROW_REDUCTIONS_AND_GRADIENTS
 from cuflash.spec.problem import Problem
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 ARRAYS = (
-    *((name, 3) for name in (*OVER_HEAD_DIM, *OVER_ROWS) if name not in REDUCTIONS_OVER_ROWS),
+    *((name, 3) for name in (*OVER_HEAD_DIM, *OVER_ROWS) if name not in ROW_REDUCTIONS_AND_GRADIENTS),
     *((row.name, row.strides) for row in OPTIONAL_INPUTS),
     *((row.gradient, OUTPUT_ROWS[row.gradient].strides) for row in OPTIONAL_INPUTS if row.gradient_via),
     *((name, OUTPUT_ROWS[name].strides) for name in NUMBER_GRADIENTS),
@@ -57,12 +57,12 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
     )
 
 
-# The arrays of `CUFLASH_REDUCTIONS`, which follow in passes with reductions of rows, and their strides.
-REDUCTION_ARRAYS = (
-    *((name, 3) for name in REDUCTIONS_OVER_ROWS),
+# The arrays of `CUFLASH_ROW_REDUCTIONS`, which follow in passes with row reductions, and their strides.
+ROW_REDUCTION_ARRAYS = (
+    *((name, 3) for name in ROW_REDUCTIONS_AND_GRADIENTS),
     *((name, 0) for name in ("row_dentropy", "row_dmax", "row_first_max")),
 )
-REDUCTION_BYTES = sum(8 + 8 * num_strides for _, num_strides in REDUCTION_ARRAYS)
+ROW_REDUCTION_BYTES = sum(8 + 8 * num_strides for _, num_strides in ROW_REDUCTION_ARRAYS)
 # The arrays of `CUFLASH_TANGENTS`, which follow in passes with tangents, and their strides.
 TANGENT_ARRAYS = (
     *((name, 3) for name in ("tq", "tk", "tv", "tout", "tdout", "tlse", "tdlse")),
@@ -79,11 +79,11 @@ SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gr
 
 
 def bytes_without_functions(problem: Problem) -> int:
-    """Bytes of the struct as kernels without score_mod and mask_mod have it, with what a pass with reductions of rows,
+    """Bytes of the struct as kernels without score_mod and mask_mod have it, with what a pass with row reductions,
     or with tangents, has in addition.
     """
     of_tangents = TANGENT_BYTES if problem.moved is not None else 0
-    return PARAMS_BYTES + (REDUCTION_BYTES if problem.reductions else 0) + of_tangents
+    return PARAMS_BYTES + (ROW_REDUCTION_BYTES if problem.row_reductions else 0) + of_tangents
 
 
 def params_bytes(problem: Problem) -> int:

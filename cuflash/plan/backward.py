@@ -314,7 +314,7 @@ def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * rows * 2
     draft.scratch["row_sums"] = draft.heads * rows * 2
-    if problem.reductions:
+    if problem.row_reductions:
         draft.scratch |= dict.fromkeys(("row_dentropy", "row_dmax", "row_first_max"), draft.heads * rows)
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])

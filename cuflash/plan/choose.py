@@ -19,7 +19,7 @@ from cuflash.plan.sm80.tiles import MOST_CHUNKED
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
-from cuflash.spec.outputs import REDUCTIONS, gradient_of
+from cuflash.spec.outputs import ROW_REDUCTIONS, gradient_of
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, FORWARD, JVP, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
 
@@ -53,8 +53,9 @@ def choose_plan(
     pass_.check(problem)
     if pass_.has_tangents and problem.moved is None:
         problem = replace(problem, moved=())
-    need = (*pass_.default, *problem.reductions) if need is None else need
-    problem = replace(problem, reductions=pass_.reductions_of((*need, *(operands or {}))) or problem.reductions)
+    need = (*pass_.default, *problem.row_reductions) if need is None else need
+    named = pass_.row_reductions_of((*need, *(operands or {})))
+    problem = replace(problem, row_reductions=named or problem.row_reductions)
     arrays = assumed(problem, pass_, operands or {})
     accesses = widest_accesses(problem, pass_, arrays, need)
     load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
@@ -77,7 +78,7 @@ def choose_plan(
         pass_=pass_,
         arrays=arrays,
         defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem))
-        | _of_reductions(problem, pass_),
+        | _of_row_reductions(problem, pass_),
         has_sinks=problem.sinks is not None,
         need=tuple(name for name in pass_.results_in(problem) if name in need and not _is_empty(name, problem)),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
@@ -108,10 +109,10 @@ def choose_plan(
     )
 
 
-def _of_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
-    """The macro of reductions of rows, with bits for those that a pass makes, or takes the gradients of."""
-    bits = sum(1 << REDUCTIONS.index(name) for name in problem.reductions)
-    return {"CUFLASH_REDUCTIONS": bits << (0 if pass_ is FORWARD else len(REDUCTIONS))} if bits else {}
+def _of_row_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
+    """The macro of row reductions, with bits for those that a pass makes, or takes the gradients of."""
+    bits = sum(1 << ROW_REDUCTIONS.index(name) for name in problem.row_reductions)
+    return {"CUFLASH_ROW_REDUCTIONS": bits << (0 if pass_ is FORWARD else len(ROW_REDUCTIONS))} if bits else {}
 
 
 def _has_keys_elsewhere(problem: Problem) -> bool:

@@ -39,8 +39,8 @@ class Family(ABC, Generic[Row]):
     reads_keys_once: ClassVar[bool] = False  # it reads a key once for all query heads that share it
     model: ClassVar[Model | None] = None  # how `cuflash.plan.traffic` models what its main kernel moves, if it does
     known: tuple[str, ...] | None = None  # `Architecture.known`
-    # The reductions of rows that it makes, or in the backward pass takes the gradients of.
-    reductions: ClassVar[tuple[str, ...]] = ()
+    # The row reductions that it makes, or in the backward pass takes the gradients of.
+    row_reductions: ClassVar[tuple[str, ...]] = ()
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
     @property
@@ -74,7 +74,7 @@ class Family(ABC, Generic[Row]):
         """The same, including score_mod and mask_mod, fp8 numbers and ``v=None``."""
         if draft.problem.head_dim_v == 0 and not self.serves_no_values:
             return "it needs values"
-        if unknown := [name for name in draft.problem.reductions if name not in self.reductions]:
+        if unknown := [name for name in draft.problem.row_reductions if name not in self.row_reductions]:
             return f"it knows no {' and no '.join(unknown)}"
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
@@ -94,7 +94,7 @@ class ForwardFamily(Family[Row]):
     serves_all_tangents: ClassVar[bool] = False
 
     def why_not_served(self, draft: Draft) -> str | None:
-        if unmade := [name for name in draft.need if name not in (*self.outputs, *self.reductions)]:
+        if unmade := [name for name in draft.need if name not in (*self.outputs, *self.row_reductions)]:
             return f"it makes no {' and no '.join(unmade)}"
         if draft.problem.moved is not None and not self.serves_all_tangents:
             if draft.problem.wide:

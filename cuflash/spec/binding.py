@@ -37,16 +37,16 @@ from cuflash.spec.outputs import (
     MOVABLE_OVER_ROWS,
     NUMBER_GRADIENTS,
     OVER_HEAD_DIM,
-    REDUCTION_ROWS,
     TOP_KEYS_ROWS,
     UPSTREAM,
+    WEIGHT_REDUCTION_ROWS,
     Output,
 )
 from cuflash.spec.passes import BACKWARD, Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
 _INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.gradient_via}
-_REDUCED = {row.name: len(row.axes or ()) for row in REDUCTION_ROWS}  # with their axes
+_REDUCED = {row.name: len(row.axes or ()) for row in WEIGHT_REDUCTION_ROWS}  # with their axes
 
 
 class _Named(NamedTuple):
@@ -134,8 +134,8 @@ def bind(
         problem = replace(problem, moved=_moved(problem, given))
     need = pass_.default if need is None else need
     results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
-    problem = replace(problem, reductions=pass_.reductions_of((*results, *given)))
-    for name in problem.reductions:
+    problem = replace(problem, row_reductions=pass_.row_reductions_of((*results, *given)))
+    for name in problem.row_reductions:
         if pass_ is BACKWARD and UPSTREAM[f"d{name}"].upstream == "optional" and name not in given:
             raise value_error(name, "None", f"the {name} that forward returned, which the gradient d{name} needs")
     _check_score_arg_gradients(problem, (*need, *given))

@@ -306,15 +306,15 @@ class WithDlse(OptionalArrays, total=False):
     dlse: Any
 
 
-class OfReductions(WithDlse, total=False):
-    """The optional inputs of a backward pass, and what it takes of `outputs.REDUCTIONS`, as keyword arguments."""
+class OfRowReductions(WithDlse, total=False):
+    """The optional inputs of a backward pass, and what it takes of `outputs.ROW_REDUCTIONS`, as keyword arguments."""
 
     dmax: Any
     entropy: Any
     dentropy: Any
 
 
-class OfThreeGradients(OfReductions, total=False):
+class OfThreeGradients(OfRowReductions, total=False):
     """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
 
     dq: Any

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cuflash.spec.inputs import BackwardJvpArrays, JvpArrays, OfGradients, OptionalArrays, Tangents
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import OF_REDUCTIONS, REDUCTIONS
+from cuflash.spec.outputs import OF_ROW_REDUCTIONS, ROW_REDUCTIONS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ _TAKERS: tuple[tuple[str, Collection[str]], ...] = (
     ),
     ("forward and backward", {*OptionalArrays.__annotations__, "seed", "offset"}),
     ("forward and jvp", {"out", "lse"}),
-    ("forward", {"want", *REDUCTIONS}),
+    ("forward", {"want", *ROW_REDUCTIONS}),
     ("backward", {*OfGradients.__annotations__, "dout", "need"}),
     ("jvp and backward_jvp", Tangents.__annotations__),
     ("jvp", JvpArrays.__annotations__),
@@ -91,8 +91,8 @@ _FOREIGN = (
 # What a derivative of a higher order is made of.
 DIFFERENCES_OF = "take the difference of {} at q + h * tq and q - h * tq, divided by 2 * h, in float64"
 _OF_SECOND_ORDER = {*JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__}
-# Calls of passes, those of ranks among them, without reductions of rows.
-_OF_REDUCTIONS = ("forward", "backward", "jvp", "backward_jvp")
+# Calls of passes, those of ranks among them, without row reductions.
+_OF_ROW_REDUCTIONS = ("forward", "backward", "jvp", "backward_jvp")
 _MEANT = {name: (argument, note) for argument, note, names in _FOREIGN for name in names.split()}
 
 
@@ -100,7 +100,7 @@ def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> Typ
     """The error about a keyword that a method does not take: in the words of Python, and what to write in its place.
 
     NotImplementedError for tangents of tangents, and of what is made of tangents: those are of a higher order. Likewise
-    for reductions of rows in calls of passes that do not give them.
+    for row reductions in calls of passes that do not give them.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> Typ
             f"{name}: got a tangent of {name[1:]}, expected derivatives of at most the second order, which jvp and "
             f"backward_jvp give; {DIFFERENCES_OF.format(method)}"
         )
-    if method in _OF_REDUCTIONS and name in ("want", *REDUCTIONS, *OF_REDUCTIONS):
+    if method in _OF_ROW_REDUCTIONS and name in ("want", *ROW_REDUCTIONS, *OF_ROW_REDUCTIONS):
         return NotImplementedError(
-            f"{name}: got it in {method}, expected in FlashAttention.forward and backward: reductions of rows have no "
+            f"{name}: got it in {method}, expected in FlashAttention.forward and backward: row reductions have no "
             "tangents, and ranks give none; make that call with all keys on one device"
         )
     remedy = _remedy(method, name, accepted)

@@ -115,20 +115,21 @@ TOP_KEYS_ROWS = (
     Output(name="key_indices", axes=(*_QUERIES, "count"), dtype="index", strides=4, is_default=True),
     Output(name="key_weights", axes=(*_QUERIES, "count"), dtype="softmax", strides=4, is_default=True),
 )
-REDUCTION_ROWS = (*COLUMN_SUMS_ROWS, *COLUMN_MAX_ROWS, *TOP_KEYS_ROWS)
+WEIGHT_REDUCTION_ROWS = (*COLUMN_SUMS_ROWS, *COLUMN_MAX_ROWS, *TOP_KEYS_ROWS)
 # Tangents of both: what the passes jvp and backward_jvp give.
 TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}", upstream="") for row in FORWARD_ROWS if row.is_default)
 GRADIENT_TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}") for row in GRADIENT_ROWS)
 BY_NAME = {
-    row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS, *REDUCTION_ROWS)
+    row.name: row
+    for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS, *WEIGHT_REDUCTION_ROWS)
 }
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
 
 # ---- names of results, in order --------------------------------------------------------------------------------------
 
 OUTPUTS = tuple(row.name for row in FORWARD_ROWS if row.is_default)
-# What a forward pass gives on request: reductions of a row of scores. The passes with tangents do not know them.
-REDUCTIONS = tuple(row.name for row in FORWARD_ROWS if not row.is_default)
+# What a forward pass gives on request: reductions of each row of scores. The passes with tangents do not know them.
+ROW_REDUCTIONS = tuple(row.name for row in FORWARD_ROWS if not row.is_default)
 GRADIENTS = tuple(row.name for row in GRADIENT_ROWS)
 DEFAULT_NEED = tuple(row.name for row in GRADIENT_ROWS if row.is_default)
 NUMBER_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.is_number)
@@ -145,14 +146,14 @@ REQUIRED_BY_BACKWARD = (
     *OUTPUTS,
 )
 _OPTIONAL_DEFAULTS = tuple(row.gradient for row in FORWARD_ROWS if row.is_default and row.upstream == "optional")
-# The same of reductions: gradients, and those of the results that these need.
-OF_REDUCTIONS = tuple(
+# The same of row reductions: gradients, and those of the results that these need.
+OF_ROW_REDUCTIONS = tuple(
     name
     for row in FORWARD_ROWS
     if not row.is_default
     for name in ((row.gradient,) if row.upstream == "gradient" else (row.name, row.gradient))
 )
-TAKEN_BY_BACKWARD = (*REQUIRED_BY_BACKWARD, *_OPTIONAL_DEFAULTS, *OF_REDUCTIONS)
+TAKEN_BY_BACKWARD = (*REQUIRED_BY_BACKWARD, *_OPTIONAL_DEFAULTS, *OF_ROW_REDUCTIONS)
 
 
 # ---- tangents --------------------------------------------------------------------------------------------------------
@@ -192,11 +193,11 @@ OVER_HEAD_DIM = (
     *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
 )
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
-REDUCTIONS_OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.name in REDUCTIONS))
+ROW_REDUCTIONS_AND_GRADIENTS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.name in ROW_REDUCTIONS))
 # The same with their tangents.
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 # Inputs that have an axis of keys and heads of these, and their tangents.
 MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
-OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_REDUCTIONS, "row_sums")
+OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_ROW_REDUCTIONS, "row_sums")

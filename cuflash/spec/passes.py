@@ -90,8 +90,8 @@ class Pass:
         """The names of the results that it gives by default."""
         return _names(tuple(row for row in self.rows if row.is_default))
 
-    def reductions_of(self, names: Collection[str]) -> tuple[str, ...]:
-        """The reductions that a call with results and arrays of these names makes, or whose gradients it takes."""
+    def row_reductions_of(self, names: Collection[str]) -> tuple[str, ...]:
+        """The row reductions that a call with results and arrays of these names makes, or whose gradients it takes."""
         rows = tuple(row for row in FORWARD_ROWS if not row.is_default)
         return _names(tuple(row for row in rows if (row.gradient if self.rows[0].gradient_of else row.name) in names))
 

@@ -100,8 +100,8 @@ class Problem(Given):
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
     # The inputs, numbers and score_mod args that have tangents, in a pass that takes some; None in all others.
     moved: tuple[str, ...] | None = None
-    # The reductions of rows (`outputs.REDUCTIONS`) that a forward pass gives, or whose gradients a backward pass takes.
-    reductions: tuple[str, ...] = ()
+    # The row reductions (`outputs.ROW_REDUCTIONS`) that a forward pass gives, or whose gradients a backward pass takes.
+    row_reductions: tuple[str, ...] = ()
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
 
     @property

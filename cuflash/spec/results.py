@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
-from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, REDUCTIONS
+from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, ROW_REDUCTIONS
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
@@ -43,7 +43,7 @@ class ForwardResult(NamedTuple, Generic[ArrayT, LseT]):
 
 
 class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
-    """A named tuple of out, lse and the reductions that were wanted; the others are no attributes of it."""
+    """A named tuple of out, lse and the row reductions that were wanted; the others are no attributes of it."""
 
     __slots__ = ()
 
@@ -271,14 +271,14 @@ def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:
-    """The results of a forward pass: out, lse, and reductions that are wanted or have an array to be written to."""
-    listed = " or ".join(map(repr, REDUCTIONS))
+    """The results of a forward pass: out, lse, and row reductions that are wanted or have an array to be written to."""
+    listed = " or ".join(map(repr, ROW_REDUCTIONS))
     if isinstance(want, str) or not isinstance(want, Collection):
         raise type_error("want", typed(want), f"a collection of {listed}")
     for name in want:
-        if name not in REDUCTIONS:
+        if name not in ROW_REDUCTIONS:
             raise value_error("want", repr(name), f"{listed}; out and lse are given")
-    return (*OUTPUTS, *(name for name in REDUCTIONS if name in want or given.get(name) is not None))
+    return (*OUTPUTS, *(name for name in ROW_REDUCTIONS if name in want or given.get(name) is not None))
 
 
 def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:

@@ -288,11 +288,11 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
 
 def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _Call:
     """The arguments of a call, checked against each other."""
-    if reductions := pass_.reductions_of((*results, *arrays)):
-        got = f"{reductions[0]} of streamed keys" if pass_ is FORWARD else f"d{reductions[0]} with streamed keys"
+    if reduced := pass_.row_reductions_of((*results, *arrays)):
+        got = f"{reduced[0]} of streamed keys" if pass_ is FORWARD else f"d{reduced[0]} with streamed keys"
         raise NotImplementedError(
-            f"{'want' if pass_ is FORWARD else f'd{reductions[0]}'}: got {got}, expected out and lse alone: reductions "
-            "of rows need all keys on one device; pass k and v without cuflash.streamed"
+            f"{'want' if pass_ is FORWARD else f'd{reduced[0]}'}: got {got}, expected out and lse alone: row "
+            "reductions need all keys on one device; pass k and v without cuflash.streamed"
         )
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.spec.inputs import BY_NAME, OPTIONAL_INPUTS
-from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, REDUCTIONS
+from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, ROW_REDUCTIONS
 
 Array = NDArray[Any]
 
@@ -48,7 +48,7 @@ class Spread:
 
     def fold(self, name: str, result: Array) -> Array:
         """A result for these arrays as that for the natural ones: summed over the axes that what it is of lacks."""
-        is_result = name in (*OUTPUTS, *REDUCTIONS)
+        is_result = name in (*OUTPUTS, *ROW_REDUCTIONS)
         model = name if is_result else name[1:]
         if model not in OWN_AXES:
             return result

@@ -90,8 +90,8 @@ class Case(Numbers):
         seqlen_q and seqlen_k are those of all sequences. What is of none of them in q, k, v and dout is NaN.
     dlse : bool
         There is a gradient with respect to lse.
-    reductions : tuple of str
-        Reductions of rows that are wanted of the forward pass, "max" and "entropy": there are gradients with respect to
+    row_reductions : tuple of str
+        Row reductions that are wanted of the forward pass, "max" and "entropy": there are gradients with respect to
         them, too.
     dropout : float
         Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
@@ -166,7 +166,7 @@ class Case(Numbers):
     cu_seqlens_q: tuple[int, ...] | None = None
     cu_seqlens_k: tuple[int, ...] | None = None
     dlse: bool = False
-    reductions: tuple[str, ...] = ()
+    row_reductions: tuple[str, ...] = ()
     dropout: float = 0.0
     block_mask: tuple[int, ...] | None = None
     block_size: tuple[int, int] = (128, 128)
@@ -375,7 +375,7 @@ class Case(Numbers):
         if self.block_mask is not None:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
-        for name in (*("dlse",) * self.dlse, *(f"d{name}" for name in self.reductions)):
+        for name in (*("dlse",) * self.dlse, *(f"d{name}" for name in self.row_reductions)):
             rows = normal(entries(name), self.num_heads, self.seqlen_q)
             values[name] = self._as_caller(name, rows[..., None])[..., 0].astype(softmax_dtype)
         for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):

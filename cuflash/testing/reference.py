@@ -16,7 +16,7 @@ to::
 
 Without dropout, Z is 1. With it, Z is 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
 
-dL is the gradient with respect to L; the derivative of L by S is P. Reductions of a row are its largest score, whose
+dL is the gradient with respect to L; the derivative of L by S is P. The row reductions are its largest score, whose
 derivative by S is 1 at the first key that has it, and the entropy H = L - sum P S = -sum P log P, whose derivative is
 -P o (log P + H). A sink z is the score of one more key, whose value
 is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
@@ -45,7 +45,7 @@ from cuflash.arrays.fp8 import Float8Array
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
-from cuflash.spec.outputs import DEFAULT_NEED, REDUCTIONS
+from cuflash.spec.outputs import DEFAULT_NEED, ROW_REDUCTIONS
 from cuflash.spec.problem import Problem, scales_of_rows
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def forward(
     rows_at_once : int, optional
         How many rows of a head's scores to hold at a time; by default all.
     want : collection of str, optional
-        Names of `outputs.REDUCTIONS` to give, too.
+        Names of `outputs.ROW_REDUCTIONS` to give, too.
     **terms : numpy.ndarray or cupy.ndarray, optional
         bias, mask and so on, as `cuflash.attention` takes them, and what functions read. Entries of
         `kv_lengths` outside 0..seqlen_k are clamped.
@@ -118,7 +118,7 @@ def forward(
     out = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = xp.full(problem.lse_shape, -np.inf, compute)
     of_none = {"max": -np.inf, "entropy": 0.0}  # rows of no sequence
-    reductions = {name: xp.full(problem.lse_shape, of_none[name], compute) for name in REDUCTIONS if name in want}
+    reductions = {name: xp.full(problem.lse_shape, of_none[name], compute) for name in ROW_REDUCTIONS if name in want}
     for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
         with np.errstate(all="ignore"):
             out[head.index] = output(head.P, head.Z, head.V, dtype).astype(dtype)

@@ -21,7 +21,7 @@ from cuflash.spec.outputs import (
     OUTPUTS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    REDUCTIONS,
+    ROW_REDUCTIONS,
     SOFTMAX_GRADIENTS,
 )
 from cuflash.spec.problem import Problem
@@ -403,7 +403,7 @@ def _compute(
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
     keywords = {**_read(problem, arrays), **random}
-    want = tuple(name for name in REDUCTIONS if f"d{name}" in arrays)
+    want = tuple(name for name in ROW_REDUCTIONS if f"d{name}" in arrays)
     found = reference.forward(problem, *inputs, dtype=dtype, want=want, **keywords)
     results = dict(zip((*OUTPUTS, *want), found, strict=True))
     if "dout" in arrays:
@@ -479,7 +479,7 @@ def assert_forward(case: Case, out: Any, lse: Any = None, **reductions: Any) -> 
     lse : array, optional
         The same.
     **reductions : array
-        Those of the `reductions` of the case, by their names.
+        Those of the `row_reductions` of the case, by their names.
 
     Returns
     -------

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.spec.inputs import CAPS, PER_HEAD_INPUTS
-from cuflash.spec.outputs import REDUCTIONS, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import ROW_REDUCTIONS, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.case import optional, qkv
@@ -109,8 +109,8 @@ class Collector:
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
         of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
         self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v)}
-        self.reductions = tuple(name for name in REDUCTIONS if name in expected)
-        for name in ("lse", *self.reductions):  # long doubles, in which squares of all lse fit
+        self.row_reductions = tuple(name for name in ROW_REDUCTIONS if name in expected)
+        for name in ("lse", *self.row_reductions):  # long doubles, in which squares of all lse fit
             self.squares[name] = Squares(np.zeros((*of_rows, 1)), np.zeros((*of_rows, 1), np.longdouble))
         self.sees_something, self.is_seen = np.zeros(of_rows, bool), np.zeros(of_keys, bool)
         self.has_gradients = "dout" in arrays
@@ -148,7 +148,7 @@ class Collector:
             noise = own.noise if name == "out" else _largest(own.noise)  # each column of out has a span of its own
             squares[name] = Squares(self._as_result(name, _largest(own.terms)), self._as_result(name, noise))
             zeros[name] = self._as_result(name, ~with_columns[name][..., None])
-        for name in ("lse", *self.reductions):
+        for name in ("lse", *self.row_reductions):
             squares[name] = Squares(*(x.reshape(self.problem.lse_shape) for x in vars(squares[name]).values()))
         if not self.has_gradients:
             return Scales(squares, zeros, None)
@@ -224,7 +224,7 @@ class Collector:
         of_lse = unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms + lag))
         weights = moved(P, products + distances)
         of_max = of_entropy = np.zeros_like(of_lse)
-        if self.reductions:
+        if self.row_reductions:
             terms = products + distances.max(axis=1, keepdims=True, initial=0)
             of_max = unit * (1 + abs(finite(head.max)) + terms)
             of_entropy = unit * (1 + head.entropy + lag) + (abs(head.of_log()) * weights).sum(axis=1, keepdims=True)
@@ -287,7 +287,7 @@ class Collector:
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: Noise) -> None:
         terms = (self.rounded(P**2) * head.Z**2) @ V**2
         self.squares["out"].add(head.index, terms, self._moved_out(head, terms, V, noise))
-        for name in ("lse", *self.reductions):
+        for name in ("lse", *self.row_reductions):
             self.squares[name].add(head.index, np.zeros(()), getattr(noise, name) ** 2)
 
     def _moved_out(self, head: reference.Head, terms: Array, V: Array, noise: Noise) -> Array:
@@ -314,7 +314,7 @@ class Collector:
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
         dH2 = of_max = of_log = of_sink = np.zeros(())
-        if self.reductions:
+        if self.row_reductions:
             dH2, dm2 = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (self.dentropy, self.dmax))
             D2 = D2 + dH2 * head.entropy**2  # which is one number with D
             of_log, of_max = dH2 * head.of_log() ** 2, dm2 * head.is_first_max

@@ -76,13 +76,13 @@ constexpr bool kMovesSinks = CUFLASH_TANGENTS & 64, kMovesScale = CUFLASH_TANGEN
 constexpr bool kMovesSoftcap = CUFLASH_TANGENTS & 256;
 constexpr bool kMovesScores = CUFLASH_TANGENTS & ~(1 | 8);
 
-// Passes with reductions of rows (common/softmax/row_reductions.cuh): a bit for each that the forward pass gives, and
+// Passes with row reductions (common/softmax/row_reductions.cuh): a bit for each that the forward pass gives, and
 // for each whose gradient the backward pass takes; 0 in all other passes.
-#ifndef CUFLASH_REDUCTIONS
-#define CUFLASH_REDUCTIONS 0
+#ifndef CUFLASH_ROW_REDUCTIONS
+#define CUFLASH_ROW_REDUCTIONS 0
 #endif
-constexpr bool kReducesMax = CUFLASH_REDUCTIONS & 1, kReducesEntropy = CUFLASH_REDUCTIONS & 2;
-constexpr bool kTakesDmax = CUFLASH_REDUCTIONS & 4, kTakesDentropy = CUFLASH_REDUCTIONS & 8;
+constexpr bool kReducesMax = CUFLASH_ROW_REDUCTIONS & 1, kReducesEntropy = CUFLASH_ROW_REDUCTIONS & 2;
+constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 4, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 8;
 
 // Options. An option that is off leaves no instruction in the kernel.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;

@@ -6,7 +6,7 @@
 #include "common/softmax/backward.cuh"
 #include "common/io/clear_dq.cuh"
 #include "common/softmax/exponential.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
@@ -102,8 +102,8 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #if CUFLASH_TANGENTS
   const DeltaTangents tangents(params, batch, head);
 #endif
-#if CUFLASH_REDUCTIONS
-  const ReductionGradients reductions(params, batch, head);
+#if CUFLASH_ROW_REDUCTIONS
+  const RowReductionGradients reductions(params, batch, head);
   const Real* entropy = row_values_of(params.entropy, batch, head);
   const Real* dentropy = row_values_of(params.dentropy, batch, head);
   const Real* dmax = row_values_of(params.dmax, batch, head);
@@ -130,7 +130,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     }
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
     if (kTakesDentropy && row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
       const Real row_dentropy = dentropy[row * params.dentropy.row_stride];
       delta += row_dentropy * entropy[row * params.entropy.row_stride];

@@ -136,7 +136,7 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
   }
 }
 
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
 // Warp. Stores the first key that has the largest score of each of 16 rows from `first_row` on, -1 where there is none.
 CUFLASH_DEVICE void store_first_maxima(const Params& params, Entry batch, int head, int first_row, int row_stop,
                                        i32* first_max) {

@@ -11,7 +11,7 @@
 #include "common/softmax/exponential.cuh"
 #include "common/io/params.cuh"
 #include "common/softmax/reduce.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 
 static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
@@ -36,7 +36,7 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
     const Real* tangents = row_tangents(params, batch, head, row);
     sum -= weight * ((tsink - tangents[0]) * own.delta + tangents[kDelta]);
 #else
-    const Real delta = ReductionGradients(params, batch, head).delta_of(own.delta, weight, row);
+    const Real delta = RowReductionGradients(params, batch, head).delta_of(own.delta, weight, row);
     sum -= weight * delta;
 #endif
   }

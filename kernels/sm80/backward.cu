@@ -15,7 +15,7 @@
 #include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -138,7 +138,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
       // P' = exp(score - lse), dS' = P' (dP' - delta).
       {
         const Weights weights(params, batch, current.head, key_stop);
-        const ReductionGradients reductions(params, batch, current.head);
+        const RowReductionGradients reductions(params, batch, current.head);
         const Dropout dropout(params, batch, current.head);
         const Real kept_scale = kept_scale_of(params);
         const bool masked = current.needs_mask(tiles);

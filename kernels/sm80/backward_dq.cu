@@ -9,7 +9,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
@@ -31,7 +31,7 @@ static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_S
 template <class Masked>
 CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
                             const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
-                            const RowStats (&stats)[kDqMTiles][2], const ReductionGradients& reductions,
+                            const RowStats (&stats)[kDqMTiles][2], const RowReductionGradients& reductions,
                             Real kept_scale) {
   [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
@@ -100,7 +100,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
 
   const Weights weights(params, batch, head, key_stop);
   const Dropout dropout(params, batch, head);
-  const ReductionGradients reductions(params, batch, head);
+  const RowReductionGradients reductions(params, batch, head);
   const Real kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 

@@ -21,7 +21,7 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/score_gradients.cuh"
 #include "common/score/scores.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 #include "sm80/score_sums.cuh"
@@ -153,7 +153,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const Score score(params, batch, head, key_stop);
     const Mask mask(params, batch, head, key_stop);
     const Dropout dropout(params, batch, head);
-    const ReductionGradients reductions(params, batch, head);
+    const RowReductionGradients reductions(params, batch, head);
     const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||

@@ -198,7 +198,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
       const int row = lane_row + 16 * m + 8 * half;
       if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q) {
         store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
-        store_reductions(params, batch, head, row, softmax, m, half);
+        store_row_reductions(params, batch, head, row, softmax, m, half);
       }
     }
 }

@@ -1,7 +1,7 @@
 // What the roles of sm90/backward.cu share: the schedule, the layout of shared memory, registers and named barriers.
 #pragma once
 #include "common/softmax/backward.cuh"
-#include "common/softmax/reduction_gradients.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
 #include "common/io/params.cuh"
@@ -69,7 +69,7 @@ constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
-// Of each row lse, delta and, after those of all rows, dH (common/softmax/reduction_gradients.cuh).
+// Of each row lse, delta and, after those of all rows, dH (common/softmax/row_reduction_gradients.cuh).
 constexpr u32 kBytesDentropy = kTakesDentropy ? kBlockM * 4 : 0;
 constexpr u32 kBytesStats = kBlockM * 8 + kBytesDentropy;
 // Per-row values, and per-row and per-key values, of one warp of the consumers.

@@ -400,7 +400,7 @@ struct Consumer {
   // The same where all arguments of the soft cap are near 0: a short series gives exponents. Returns whether it did.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
-    if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value || CUFLASH_REDUCTIONS)
+    if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value || CUFLASH_ROW_REDUCTIONS)
       return false;
     const float largest = Score::largest_of(s);
     return exponentiate_by<3>(n_block, sum, largest) || exponentiate_by<4>(n_block, sum, largest);

@@ -28,7 +28,7 @@ CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int r
     const int half_row = row + 8 * half;
     if (fragment_column() == 0 && half_row < seqlen_q) {
       store_lse(g_lse + half_row * params.lse.row_stride, softmax, 0, half);
-      store_reductions(params, batch, head, half_row, softmax, 0, half);
+      store_row_reductions(params, batch, head, half_row, softmax, 0, half);
     }
   }
 }

@@ -42,7 +42,7 @@ struct Rows {
       factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half) * kept_scale_of(common);
       if (pass == 0 && fragment_column() == 0 && own < common.seqlen_q) {
         store_lse(g_lse + own * common.lse.row_stride, softmax, 0, half);
-        store_reductions(common, work.batch, work.head, own, softmax, 0, half);
+        store_row_reductions(common, work.batch, work.head, own, softmax, 0, half);
       }
     }
   }

@@ -173,9 +173,9 @@ def assert_only_noise(frames, count):
 SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input", dropout=0.2)
 
 
-def judge_reductions(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
-    """Both passes of a case with reductions of rows, and the gradients of these."""
-    arrays, problem, want = case.arrays(), replace(case.problem, deterministic=deterministic), case.reductions
+def judge_row_reductions(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
+    """Both passes of a case with row reductions, and the gradients of these."""
+    arrays, problem, want = case.arrays(), replace(case.problem, deterministic=deterministic), case.row_reductions
     options |= {"arch": arch, **case.random}
     of_rows = ("dout", "dlse", *(f"d{name}" for name in want))
     found = passes.forward(

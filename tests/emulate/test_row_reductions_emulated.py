@@ -1,4 +1,4 @@
-"""Reductions of rows by the kernels in the emulator, by the oracle rule."""
+"""Row reductions by the kernels in the emulator, by the oracle rule."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from tests.emulate.checks import judge_reductions
+from tests.emulate.checks import judge_row_reductions
 from tests.row_reductions import gap_is_clear
 from tests.sampling import examples, sample
 
@@ -34,19 +34,19 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     ("case", "arch"),
     sample(
         [
-            (ct.Case(**SIZES | {"dtype": dtype, "reductions": BOTH} | options), arch)
+            (ct.Case(**SIZES | {"dtype": dtype, "row_reductions": BOTH} | options), arch)
             for options in OPTIONS
             for dtype in ("bfloat16", "float16", "float32", "float64")
             for arch in ("8.0", "7.5", "9.0")
             if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
         ]
-        + [(ct.Case(**SIZES | {"dtype": "bfloat16", "reductions": BOTH, "head_dim": 384, "causal": True}), "9.0")],
+        + [(ct.Case(**SIZES | {"dtype": "bfloat16", "row_reductions": BOTH, "head_dim": 384, "causal": True}), "9.0")],
         24,
     ),
     ids=str,
 )
 def test_every_option(case, arch):
-    judge_reductions(case, arch)
+    judge_row_reductions(case, arch)
 
 
 @settings(max_examples=examples(8))
@@ -57,6 +57,6 @@ def test_every_option(case, arch):
     deterministic=st.booleans(),
 )
 def test_options_together(case, want, arch, deterministic):
-    case = replace(case, reductions=want)
+    case = replace(case, row_reductions=want)
     assume("max" not in want or gap_is_clear(case))
-    judge_reductions(case, arch, deterministic)
+    judge_row_reductions(case, arch, deterministic)

@@ -1,4 +1,4 @@
-"""Reductions of rows and their gradients on the device against the oracle."""
+"""Row reductions and their gradients on the device against the oracle."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def judge(case, cupy):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_oracle(cupy, dtype, options):
     sizes = {"seqlen_q": 300, "seqlen_k": 1000, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
-    judge(ct.Case(**sizes | {"dtype": dtype, "reductions": BOTH} | options), cupy)
+    judge(ct.Case(**sizes | {"dtype": dtype, "row_reductions": BOTH} | options), cupy)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -49,6 +49,6 @@ def test_oracle(cupy, dtype, options):
     want=st.sampled_from((BOTH, ("max",), ("entropy",))),
 )
 def test_options_together(cupy, case, want):
-    case = replace(case, reductions=want)
+    case = replace(case, row_reductions=want)
     assume("max" not in want or gap_is_clear(case))
     judge(case, cupy)

@@ -13,7 +13,7 @@ from cuflash.cli.main import make_parser
 from cuflash.cpu import core
 from cuflash.plan import choose_plan
 from cuflash.plan.architectures import FORWARD_FAMILIES
-from cuflash.plan.argument import ARRAYS, REDUCTION_ARRAYS
+from cuflash.plan.argument import ARRAYS, ROW_REDUCTION_ARRAYS
 from cuflash.plan.sm90.architecture import SM90
 from cuflash.spec.inputs import (
     ACTING,
@@ -35,10 +35,10 @@ from cuflash.spec.outputs import (
     GRADIENT_ROWS,
     GRADIENTS,
     INPUT_OF_GRADIENT,
-    OF_REDUCTIONS,
+    OF_ROW_REDUCTIONS,
     OUTPUTS,
-    REDUCTIONS,
     REQUIRED_BY_BACKWARD,
+    ROW_REDUCTIONS,
     TAKEN_BY_BACKWARD,
 )
 from cuflash.spec.problem import Problem
@@ -64,9 +64,9 @@ def test_every_signature_has_every_term():
 def test_every_signature_has_every_gradient():
     assert tuple(NamedGradients.__annotations__) == GRADIENTS
     assert set(GRADIENTS) <= parameters(cuflash.FlashAttention.backward)
-    assert set(OfThreeGradients.__annotations__) == {*NAMES, *DEFAULT_NEED, "dlse", *OF_REDUCTIONS}
-    assert set(OfGradients.__annotations__) == {*NAMES, *GRADIENTS, "dlse", *OF_REDUCTIONS}
-    of_rows = {"dlse", "dout", "out", "lse", *REDUCTIONS, *OF_REDUCTIONS}
+    assert set(OfThreeGradients.__annotations__) == {*NAMES, *DEFAULT_NEED, "dlse", *OF_ROW_REDUCTIONS}
+    assert set(OfGradients.__annotations__) == {*NAMES, *GRADIENTS, "dlse", *OF_ROW_REDUCTIONS}
+    of_rows = {"dlse", "dout", "out", "lse", *ROW_REDUCTIONS, *OF_ROW_REDUCTIONS}
     assert set(PassArrays.__annotations__) == {*NAMES, *GRADIENTS, *of_rows}
 
 
@@ -79,7 +79,7 @@ def test_a_result_is_what_its_row_says(row):
     )  # fmt: skip
     arrays, problem = case.arrays(), case.problem
     attn = cuflash.FlashAttention(**case.keywords)
-    found = attn.forward(*ct.qkv(arrays), want=REDUCTIONS, **ct.optional(arrays))
+    found = attn.forward(*ct.qkv(arrays), want=ROW_REDUCTIONS, **ct.optional(arrays))
     out, lse, *_ = found
     need = () if row in FORWARD_ROWS else (row.name,)
     gradients = attn.backward(out, *ct.qkv(arrays), out, lse, **ct.optional(arrays), need=need)
@@ -89,7 +89,7 @@ def test_a_result_is_what_its_row_says(row):
     else:
         dtype = {"input": problem.dtype, "softmax": problem.softmax_dtype}[row.dtype]
         assert (got.shape, got.dtype.name) == (problem.shape_of(row), dtype)
-    assert dict((*ARRAYS, *REDUCTION_ARRAYS))[row.name] == row.strides
+    assert dict((*ARRAYS, *ROW_REDUCTION_ARRAYS))[row.name] == row.strides
 
 
 def test_signatures_follow_the_rows():

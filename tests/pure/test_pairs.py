@@ -57,7 +57,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "out",
         "lse",
         "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
-        "want",  # reductions of rows: tests/pure/test_row_reductions.py
+        "want",  # row reductions: tests/pure/test_row_reductions.py
         "max",
         "entropy",
         "dmax",
@@ -185,7 +185,7 @@ def test_the_page_has_the_table():
     text, found = pairs.PAGE.read_text(), pairs.recorded()
     assert pairs.in_page(text, found) == text, "python -m tests.pairs writes it"
     table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
-    # Functions have problems of their own, tests/scored.py, and so have fp8 products and reductions of rows.
+    # Functions have problems of their own, tests/scored.py, and so have fp8 products and row reductions.
     rows = set(re.findall(r"^\| `([\w=]+)`", table, re.MULTILINE))
     assert rows == found["options"].keys() | {"score", "q_scale", "want", "dmax"}
 

@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.arrays.array_info import layout_of, rows_of
 from cuflash.gpu.compiler import kernel_directory
-from cuflash.gpu.params import PARAMS, POINTER_WORD, REDUCTIONS, TANGENTS, Argument, Frame, parameters, pointer_words
+from cuflash.gpu.params import (
+    PARAMS,
+    POINTER_WORD,
+    ROW_REDUCTIONS,
+    TANGENTS,
+    Argument,
+    Frame,
+    parameters,
+    pointer_words,
+)
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.argument import PARAMS_BYTES, REDUCTION_ARRAYS, TANGENT_ARRAYS, maps_offset
+from cuflash.plan.argument import PARAMS_BYTES, ROW_REDUCTION_ARRAYS, TANGENT_ARRAYS, maps_offset
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.score_mod.program import Traced
 from cuflash.spec.options import Options
@@ -35,7 +44,7 @@ SCALARS = {
 def structs_of(text, more=""):
     """Name -> [(type, name of the field)] of every struct in a header, in passes with more arrays or without."""
     text = re.sub(r"//[^\n]*", "", text)
-    for macro in ("CUFLASH_REDUCTIONS", "CUFLASH_TANGENTS"):
+    for macro in ("CUFLASH_ROW_REDUCTIONS", "CUFLASH_TANGENTS"):
         text = re.sub(rf"#if {macro}\n(.*?)#endif\n", r"\1" if macro == more else "", text, flags=re.DOTALL)
     text = re.sub(r"#if CUFLASH_HAS_FUNCTIONS\n.*?#endif\n", "", text, flags=re.DOTALL)  # what follows in such kernels
     structs: dict[str, list[tuple[str, str]]] = {}
@@ -110,7 +119,7 @@ def test_every_field_lies_where_the_kernels_look_for_it():
 
 @pytest.mark.parametrize(
     ("macro", "dtype", "arrays"),
-    [("CUFLASH_REDUCTIONS", REDUCTIONS, REDUCTION_ARRAYS), ("CUFLASH_TANGENTS", TANGENTS, TANGENT_ARRAYS)],
+    [("CUFLASH_ROW_REDUCTIONS", ROW_REDUCTIONS, ROW_REDUCTION_ARRAYS), ("CUFLASH_TANGENTS", TANGENTS, TANGENT_ARRAYS)],
 )
 def test_reductions_and_tangents_follow_all_other_fields(macro, dtype, arrays):
     every, size, _ = laid_out(structs_of(HEADER, macro)["Params"])

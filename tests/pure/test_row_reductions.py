@@ -1,4 +1,4 @@
-"""Reductions of rows: the maximum of the scores and the entropy of the weights, and their gradients, on the CPU."""
+"""Row reductions: the maximum of the scores and the entropy of the weights, and their gradients, on the CPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ WANTED = st.sampled_from([("max",), ("entropy",), ("max", "entropy")])
 @settings(max_examples=examples(200))
 @given(case=ct.cases(features=(*FEATURES, "empty"), min_seqlen=0, **SMALL), want=WANTED, has_values=st.booleans())
 def test_reductions_and_gradients_keep_the_oracle_rule(name, way, case, want, has_values):
-    case = replace(case, reductions=want, has_values=has_values)
+    case = replace(case, row_reductions=want, has_values=has_values)
     assume("max" not in want or gap_is_clear(case))
     with way_taken(way):
         found = results_of(case)
@@ -37,7 +37,7 @@ def test_reductions_and_gradients_keep_the_oracle_rule(name, way, case, want, ha
 @settings(max_examples=examples(60))
 @given(case=ct.with_axes(ct.cases(features=(*ct.FEATURES, "dropout"), ndims=(4,), **SMALL)), want=WANTED)
 def test_batch_axes_keep_the_oracle_rule(case, want):
-    case = replace(case, reductions=want)
+    case = replace(case, row_reductions=want)
     assume("max" not in want or gap_is_clear(case))
     found = results_of(case)
     ct.assert_forward(case, **found.forward)
@@ -47,7 +47,7 @@ def test_batch_axes_keep_the_oracle_rule(case, want):
 @settings(max_examples=examples(40))
 @given(case=ct.cases(features=("float8", "pages", "lengths", "sinks"), **SMALL), want=WANTED)
 def test_pages_and_float8_keep_the_oracle_rule(case, want):
-    case = replace(case, reductions=want)
+    case = replace(case, row_reductions=want)
     ct.assert_forward(case, **results_of(case).forward)
 
 
@@ -58,7 +58,7 @@ def test_pages_and_float8_keep_the_oracle_rule(case, want):
 )
 def test_gradients_are_those_of_differences(case, want):
     """Of the oracle: the derivative of the results along a direction of q."""
-    case = replace(case, reductions=want)
+    case = replace(case, row_reductions=want)
     arrays, problem = case.arrays(), case.problem
     assume("dout" in arrays and gap_is_clear(case, 1e-3))
     optional: dict[str, Any] = ct.optional(arrays) | case.random

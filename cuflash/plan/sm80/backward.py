@@ -21,7 +21,7 @@ from cuflash.plan.sm80.tiles import (
     ScoresChunkedTile,
     ScoresTile,
 )
-from cuflash.spec.outputs import REDUCTIONS
+from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
 
 
@@ -31,7 +31,7 @@ class Backward(BackwardFamily[BackwardTile]):
     kernel = "sm80/backward"
     has_functions = True
     serves_no_values = True
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     tile = BackwardTile
     model = "keys"
 
@@ -43,7 +43,7 @@ class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
     has_functions = True
     serves_no_values = True
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     tile = DqTile
     model = "queries of dq"
 
@@ -103,7 +103,7 @@ class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
     serves_no_values = True
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     tile = ScoresTile
 
     def table(self, problem: Problem) -> tuple[ScoresTile, ...]:

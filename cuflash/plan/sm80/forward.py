@@ -13,7 +13,7 @@ from cuflash.plan.sm80.tiles import (
     ChunkedTile,
     ForwardTile,
 )
-from cuflash.spec.outputs import REDUCTIONS
+from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
 
 
@@ -25,7 +25,7 @@ class Forward(ForwardFamily[ForwardTile]):
     serves_no_values = True
     has_float8 = True
     tile = ForwardTile
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     model = "queries"
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:

@@ -64,7 +64,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     tile = BackwardSm90Tile
     makes_both = splits_tail = True
     serves_no_values = True
-    reductions = ("entropy",)
+    row_reductions = ("entropy",)
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
@@ -80,7 +80,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return ""
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        if problem.reductions and (problem.given(CAPS) or problem.score is not None):
+        if problem.row_reductions and (problem.given(CAPS) or problem.score is not None):
             return (
                 "weights are multiplied by the derivatives of scores, and the gradient of entropy needs their logarithm"
             )
@@ -93,7 +93,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
-        main = replace(main, dq_in_order=has_order, takes_dentropy="entropy" in draft.problem.reductions)
+        main = replace(main, dq_in_order=has_order, takes_dentropy="entropy" in draft.problem.row_reductions)
         tile = _seeing(main, draft)
         if tile.mask_by_bits and _has_separate_dq(draft):
             raise NotImplementedError(

@@ -40,7 +40,7 @@ class BiasGradient(BiasFamily[BiasSm90Tile]):
 
     def choose(self, draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
         problem, table = draft.problem, self.table(draft.problem)
-        if draft.device.arch != 90 or problem.dtype == "float64" or problem.head_dim_v == 0 or problem.reductions:
+        if draft.device.arch != 90 or problem.dtype == "float64" or problem.head_dim_v == 0 or problem.row_reductions:
             return None
         is_float32 = problem.dtype == "float32"
         why_not = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table, copies=True)

@@ -27,7 +27,7 @@ from cuflash.plan.sm90.wide_tiles import (
 )
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import PAIR_OPTIONS
-from cuflash.spec.outputs import REDUCTIONS
+from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
 
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
@@ -47,7 +47,7 @@ MAPPED_WITHOUT_VALUES = ("q", "k")
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     has_functions = True
     tile = ForwardSm90Tile
     model = "queries"
@@ -86,7 +86,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     tile = ForwardFloat32Sm90Tile
     serves_no_values = True
 
@@ -164,7 +164,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
     """Wide heads of half precision."""
 
     kernel = "sm90/forward_wide"
-    reductions = REDUCTIONS
+    row_reductions = ROW_REDUCTIONS
     tile = ForwardWideSm90Tile
     unknown = ("packed sequences", "pages")
 

@@ -123,9 +123,9 @@ struct Params {
   i32 mask_batches;   // batch entries with bits, or tile classes under masks, of their own; of RunTime
   i32 mask_heads;     // query heads with bits or tile classes of their own
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
   Tensor max, dmax, entropy, dentropy;  // over rows, as lse is; null where there are none
-  // Scratch memory of rows, which lie as row_stats do: common/softmax/reduction_gradients.cuh.
+  // Scratch memory of rows, which lie as row_stats do: common/softmax/row_reduction_gradients.cuh.
   void* row_dentropy;
   void* row_dmax;
   void* row_first_max;

@@ -1,4 +1,4 @@
-// Reductions of a row that the forward pass gives beside lse: the largest score, and the entropy of the weights,
+// Row reductions, which the forward pass gives besides lse: the largest score, and the entropy of the weights,
 //
 //   H = lse - sum P S = log l - r / l        l = sum exp(S - m)        r = sum exp(S - m) (S - m)
 //
@@ -123,9 +123,9 @@ struct RowReductions<m_tiles, natural, by_weights, false> : TileReductions<m_til
 
 // Stores those of a row that are wanted.
 template <class Softmax>
-CUFLASH_DEVICE void store_reductions(const Params& params, Entry batch, int head, int row, const Softmax& softmax,
-                                     int m, int half) {
-#if CUFLASH_REDUCTIONS
+CUFLASH_DEVICE void store_row_reductions(const Params& params, Entry batch, int head, int row, const Softmax& softmax,
+                                         int m, int half) {
+#if CUFLASH_ROW_REDUCTIONS
   if constexpr (kReducesMax) row_values_of(params.max, batch, head)[row * params.max.row_stride] = softmax.max(m, half);
   if constexpr (kReducesEntropy)
     row_values_of(params.entropy, batch, head)[row * params.entropy.row_stride] =

@@ -1,9 +1,9 @@
-"""Mutants of the reductions of rows and of their gradients."""
+"""Mutants of the row reductions and of their gradients."""
 
 from tests.emulate.mutants.mutant import mutant
 
 ROWS = "common/softmax/row_reductions.cuh"
-GRADIENTS = "common/softmax/reduction_gradients.cuh"
+GRADIENTS = "common/softmax/row_reduction_gradients.cuh"
 PREPROCESS = "helpers/backward_preprocess.cu"
 ROW_SUMS = "helpers/row_sums.cuh"
 
@@ -33,7 +33,7 @@ MUTANTS = (
     mutant("the maximum is of base 2", ROWS, "natural || kWide ? largest", "true ? largest", "row reductions"),
     mutant("every row has the first entropy", ROWS, "[row * params.entropy.row_stride]",
            "[0]", "row reductions"),
-    # ---- common/softmax/reduction_gradients.cuh
+    # ---- common/softmax/row_reduction_gradients.cuh
     mutant("the logarithm of no weight", GRADIENTS, "max_of(weight, (float)kLeastWeight)", "weight", "row reductions"),
     mutant("the gradient of entropy without its logarithm", GRADIENTS,
            "return ptx::fused(dentropy[row], log_of_weight(weight), "

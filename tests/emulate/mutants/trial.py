@@ -23,7 +23,7 @@ from cuflash.spec.options import Origin
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention, merges
-from tests.emulate.checks import judge_functions, judge_reductions
+from tests.emulate.checks import judge_functions, judge_row_reductions
 from tests.emulate.reduced import reduced
 from tests.reductions import judge
 from tests.scored import few_tiles
@@ -123,7 +123,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class RowReductionTrial:
-    """Both passes of a case with reductions of rows."""
+    """Both passes of a case with row reductions."""
 
     case: ct.Case
     arch: str = "9.0"
@@ -131,7 +131,7 @@ class RowReductionTrial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        judge_reductions(self.case, self.arch, self.deterministic, kernels=kernels)
+        judge_row_reductions(self.case, self.arch, self.deterministic, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,7 @@ AnyTrial = (
 )
 _REDUCED = ct.Case(
     seqlen_q=70, seqlen_k=150, batch=1, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16", causal=True,
-    sinks=True, score_spread=6.0, reductions=("max", "entropy"), seed=2,
+    sinks=True, score_spread=6.0, row_reductions=("max", "entropy"), seed=2,
 )  # fmt: skip
 
 TRIALS: dict[str, AnyTrial] = {
@@ -627,7 +627,7 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_REDUCED, bias=(4, 70, 150)), arch="8.0", deterministic=True
     ),
     "row reductions float32": RowReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
-    "row reductions sm90": RowReductionTrial(case=replace(_REDUCED, reductions=("entropy",), score_spread=1.0)),
+    "row reductions sm90": RowReductionTrial(case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0)),
     "row reductions sm90 spread": RowReductionTrial(
         case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
     ),

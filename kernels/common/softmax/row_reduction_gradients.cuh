@@ -1,4 +1,4 @@
-// What the gradients of reductions of rows (common/softmax/row_reductions.cuh) add to dS, besides what
+// What the gradients of row reductions (common/softmax/row_reductions.cuh) add to dS, besides what
 // helpers/backward_preprocess.cu adds to delta:
 //
 //   -P (log P + H) dH        dH H is a part of delta        dm        at the first key that has the largest score
@@ -24,7 +24,7 @@ CUFLASH_DEVICE double log_of_weight(double weight) { return natural_log(max_of(w
 
 // dH of all rows of a head, with the factor of log_of_weight; 0 of rows that have no weights.
 CUFLASH_DEVICE Real* dentropy_of(const Params& params, Entry batch, int head) {
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
   return (Real*)params.row_dentropy + first_stats_row(params, batch, head);
 #else
   return nullptr;
@@ -32,24 +32,24 @@ CUFLASH_DEVICE Real* dentropy_of(const Params& params, Entry batch, int head) {
 }
 
 // The gradients of reductions of all rows of a head, which lie as its statistics do.
-struct ReductionGradients {
-#if CUFLASH_REDUCTIONS
+struct RowReductionGradients {
+#if CUFLASH_ROW_REDUCTIONS
   Real* dentropy;  // dH; 0 of rows that have no weights
   Real* dmax;      // dm
   i32* first_max;  // the key that gets it; -1 of rows without keys
 
-  CUFLASH_DEVICE ReductionGradients(const Params& params, Entry batch, int head) {
+  CUFLASH_DEVICE RowReductionGradients(const Params& params, Entry batch, int head) {
     const i64 first = first_stats_row(params, batch, head);
     dentropy = dentropy_of(params, batch, head);
     dmax = (Real*)params.row_dmax + first;
     first_max = (i32*)params.row_first_max + first;
   }
 #else
-  CUFLASH_DEVICE ReductionGradients(const Params&, Entry, int) {}
+  CUFLASH_DEVICE RowReductionGradients(const Params&, Entry, int) {}
 #endif
   // What delta of a row is for a weight. A row that does not `exist` need not have statistics.
   CUFLASH_DEVICE Real delta_of(Real delta, Real weight, int row, bool exists = true) const {
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
     if (!exists) return delta;
     if constexpr (kTakesDentropy) return ptx::fused(dentropy[row], log_of_weight(weight), delta);
 #endif
@@ -57,7 +57,7 @@ struct ReductionGradients {
   }
   // The gradient of the score of a pair, which is `ds` without that of the maximum.
   CUFLASH_DEVICE Real with_max(Real ds, int row, int key, bool exists = true) const {
-#if CUFLASH_REDUCTIONS
+#if CUFLASH_ROW_REDUCTIONS
     if (!exists) return ds;
     if constexpr (kTakesDmax) return key == first_max[row] ? ds + dmax[row] : ds;
 #endif
