@@ -42,6 +42,7 @@ class Reduction(NamedTuple):
     arrays: dict[str, Any]
     lengths: tuple[int, ...] | None  # of the caller's batch axes, where they became one
     imported: Any  # the caller's library; None where its arrays are those of the backend
+    has_heads: bool = True  # without, the caller's arrays are matrices, which a batch axis gives an axis of heads
 
     @property
     def module(self) -> ModuleType:
@@ -51,7 +52,7 @@ class Reduction(NamedTuple):
     def exported(self, x: Array) -> Any:
         """A result, whose first axis is the batch, as the caller gets it."""
         if self.lengths is not None:
-            x = x.reshape(*self.lengths, *x.shape[1:])
+            x = x.reshape(*self.lengths, *x.shape[1 if self.has_heads else 2 :])
         return x if self.imported is None else self.imported.export(x, None)
 
 
@@ -67,10 +68,11 @@ def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) 
     if weights is not None:
         check_array("weights", weights, tuple(given["lse"].shape), given["lse"].dtype.name)
         given["dlse"] = weights
+    has_heads = given["q"].ndim > 2
     one = as_one_call(options, given, (), module_of(given["q"]))
     if one is not None:
         given = one.inputs((0,) * len(one.axes.lengths))
-    return Reduction(call.backend, options, given, None if one is None else one.axes.lengths, call.imported)
+    return Reduction(call.backend, options, given, None if one is None else one.axes.lengths, call.imported, has_heads)
 
 
 def check_not_streamed(method: str, k: Any) -> None:

@@ -146,6 +146,25 @@ def test_batch_axes_are_those_of_lse():
     np.testing.assert_allclose(gradients.dk, dk, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("ndim", [2, 3])
+@settings(max_examples=examples(80), deadline=None)
+@given(length=st.integers(0, 50), count=st.sampled_from((1, 3)))
+def test_a_length_without_axes_is_that_of_arrays_without_a_batch(ndim, length, count):
+    q, k = RNG.standard_normal((2, *(4,) * (ndim - 2), 50, 8))
+    attn = cuflash.FlashAttention(causal="lengths")
+    lengths = {"kv_lengths": np.array(length)}
+    lse = attn.forward(q, k, None, **lengths).lse
+    own = (q, k[..., :length, :], lse)
+    sums, largest = attn.column_sums(q, k, lse, **lengths), attn.column_max(q, k, lse, **lengths)
+    assert sums.shape == largest.shape == k.shape[:-1]
+    assert not sums[..., length:].any()
+    bottom_right = cuflash.FlashAttention(causal=True)
+    np.testing.assert_allclose(sums[..., :length], bottom_right.column_sums(*own), atol=1e-12)
+    np.testing.assert_allclose(largest[..., :length], bottom_right.column_max(*own), atol=1e-12)
+    for x, expected in zip(attn.top_keys(q, k, lse, count, **lengths), bottom_right.top_keys(*own, count), strict=True):
+        np.testing.assert_allclose(x, expected, atol=1e-12)
+
+
 def test_equal_scores_give_the_lower_index():
     k = np.repeat(RNG.standard_normal((3, 8), np.float32), 50, axis=0)
     q = RNG.standard_normal((5, 8), np.float32)
