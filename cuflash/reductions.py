@@ -12,11 +12,12 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cuflash.arrays.array_info import FLOAT8, check_array
+from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.cpu import reductions as on_numpy
 from cuflash.preparation import Preparation, backend_of
+from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import INPUTS, OptionalArrays
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS
@@ -277,12 +278,16 @@ class _ColumnSums:
                 "cuflash.dequantize(k, k_scale)"
             )
         self.layout, self.lse = call.options.layout, lse
+        check_array("lse", lse, shape_of_lse(self.layout, own), softmax_dtype_of(own["q"].dtype.name))
+        check_byte_order("lse", lse.dtype)
         self.group = group_of(k, lse, self.layout)
         self.columns = self.group if call.backend == "numpy" else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
         keys = k.shape[-3 if self.layout == "bshd" and k.ndim > 2 else -2]
         check_array("dsums", dsums, (*lse.shape[:-1], keys), lse.dtype.name)
+        check_byte_order("dsums", dsums.dtype)
         if weights is not None:
             check_array("weights", weights, tuple(lse.shape), lse.dtype.name)
+            check_byte_order("weights", weights.dtype)
         self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
         self.inputs = {**own, "v": as_values(dsums, self.group, self.columns, self.layout, k.dtype)}
         self.call, self.backend = call, backend_of(call.backend)

@@ -185,6 +185,11 @@ def check_dtype(name: str, array: Shaped, expected: tuple[str, ...], why: str = 
         raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
 
 
+def check_byte_order(name: str, dtype: Any) -> None:
+    if not dtype.isnative:
+        raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+
+
 def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str, *, is_read: bool = True) -> None:
     """Check an array whose shape and dtype follow from the problem: dout, out, lse and the `out=`-style results."""
     if array.dtype.name != dtype:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import cpu
-from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.array_info import check_byte_order
+from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH, in_bytes, in_seconds, wrapped
 from cuflash.cpu import core, score_mod_as_bias
@@ -335,8 +336,7 @@ def bind_signature(pass_: Pass, options: Options, signature: tuple[Any, ...], ne
     """The binding of arrays by (name, shape, strides, dtype), cached: a look-up takes a tenth of the time to bind."""
     arrays = {name: _ArraySignature(*facts) for name, *facts in signature}
     for name, (_, _, dtype) in arrays.items():
-        if not dtype.isnative:
-            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+        check_byte_order(name, dtype)
     binding = bind(pass_, options, arrays, need=need)
     binding.problem.program.on_numpy()  # refuses a score that only a GPU computes
     return binding

@@ -32,7 +32,8 @@ class CallSlice(NamedTuple):
     def view_of(self, array: Array, axes: int) -> Array:
         """The view of an optional input that is broadcast to the first axes of the scores."""
         own = (self.batches, self.heads, self.rows, slice(None))[axes - array.ndim : axes]
-        return array[tuple(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True))]
+        # With the ellipsis, an array without axes stays an array: the core reads no NumPy scalars.
+        return array[(..., *(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True)))]
 
 
 def slices(count: int, size: int) -> list[slice]:

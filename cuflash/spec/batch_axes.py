@@ -256,6 +256,12 @@ def _full_shapes(
     return {name: out if name.endswith("out") else lse for name in _FULL}
 
 
+def shape_of_lse(layout: str, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of lse of a call on such q, k and v."""
+    shapes = {name: tuple(arrays[name].shape) for name in INPUTS}
+    return _full_shapes(shapes, layout, _broadcast(shapes))["lse"]
+
+
 def _check(
     shapes: Mapping[str, tuple[int, ...]],
     layout: str,

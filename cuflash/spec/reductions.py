@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.arrays.array_info import FLOAT8, check_array
-from cuflash.arrays.checks import as_integer, value_error
+from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order
+from cuflash.arrays.checks import as_integer, counted, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.call import Backend, prepare
@@ -42,6 +42,7 @@ class Reduction(NamedTuple):
     arrays: dict[str, Any]
     lengths: tuple[int, ...] | None  # of the caller's batch axes, where they became one
     imported: Any  # the caller's library; None where its arrays are those of the backend
+    has_heads: bool = True  # without, the caller's arrays are matrices, which a batch axis gives an axis of heads
 
     @property
     def module(self) -> ModuleType:
@@ -51,7 +52,7 @@ class Reduction(NamedTuple):
     def exported(self, x: Array) -> Any:
         """A result, whose first axis is the batch, as the caller gets it."""
         if self.lengths is not None:
-            x = x.reshape(*self.lengths, *x.shape[1:])
+            x = x.reshape(*self.lengths, *x.shape[1 if self.has_heads else 2 :])
         return x if self.imported is None else self.imported.export(x, None)
 
 
@@ -66,11 +67,13 @@ def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) 
     weights = given.pop("weights", None)
     if weights is not None:
         check_array("weights", weights, tuple(given["lse"].shape), given["lse"].dtype.name)
+        check_byte_order("weights", weights.dtype)
         given["dlse"] = weights
     one = as_one_call(options, given, (), module_of(given["q"]))
-    if one is not None:
-        given = one.inputs((0,) * len(one.axes.lengths))
-    return Reduction(call.backend, options, given, None if one is None else one.axes.lengths, call.imported)
+    if one is None:
+        return Reduction(call.backend, options, given, None, call.imported)
+    lengths, has_heads = one.axes.lengths, given["lse"].ndim > 1 + len(one.axes.lengths)
+    return Reduction(call.backend, options, one.inputs((0,) * len(lengths)), lengths, call.imported, has_heads)
 
 
 def check_not_streamed(method: str, k: Any) -> None:
@@ -107,10 +110,13 @@ def widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_of(k: Array, rows: Array, layout: str) -> int:
     """How many query heads share a key/value head, by the shapes of k and of lse."""
-    if k.ndim < 3 or rows.ndim < 2:
+    if rows.ndim < 2:
         return 1
-    heads_kv = k.shape[-2 if layout == "bshd" else -3]
-    return max(1, rows.shape[-2] // heads_kv) if heads_kv and rows.shape[-2] % heads_kv == 0 else 1
+    heads_kv = 1 if k.ndim < 3 else k.shape[-2 if layout == "bshd" else -3]
+    heads = rows.shape[-2]
+    if heads % heads_kv if heads_kv else heads:
+        raise value_error("k", counted(heads_kv, "head"), f"a divisor of the {counted(heads, 'head')} of q")
+    return max(1, heads // heads_kv) if heads_kv else 1
 
 
 def as_rows_of_values(factors: Array, group: int, columns: int, layout: str, dtype: Any) -> Array:

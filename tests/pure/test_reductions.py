@@ -124,6 +124,7 @@ Q, K = RNG.standard_normal((3, 1, 4, 70, 16), np.float32), RNG.standard_normal((
 ATTENTION: Any = cuflash.FlashAttention(causal=True)
 LSE = ATTENTION.forward(Q, K, None).lse
 WEIGHTS = RNG.standard_normal(LSE.shape, np.float32)
+SUMS = ATTENTION.column_sums(Q, K, LSE)
 
 
 def test_batch_axes_are_those_of_lse():
@@ -144,6 +145,56 @@ def test_batch_axes_are_those_of_lse():
             dk[b] += of_one.dk
             np.testing.assert_allclose(gradients.dweights[a, b], of_one.dweights, rtol=0, atol=1e-5)
     np.testing.assert_allclose(gradients.dk, dk, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@settings(max_examples=examples(80), deadline=None)
+@given(length=st.integers(0, 50), count=st.sampled_from((1, 3)))
+def test_a_length_without_axes_is_that_of_arrays_without_a_batch(ndim, length, count):
+    q, k = RNG.standard_normal((2, *(4,) * (ndim - 2), 50, 8))
+    attn = cuflash.FlashAttention(causal="lengths")
+    lengths = {"kv_lengths": np.array(length)}
+    lse = attn.forward(q, k, None, **lengths).lse
+    own = (q, k[..., :length, :], lse)
+    sums, largest = attn.column_sums(q, k, lse, **lengths), attn.column_max(q, k, lse, **lengths)
+    assert sums.shape == largest.shape == k.shape[:-1]
+    assert not sums[..., length:].any()
+    bottom_right = cuflash.FlashAttention(causal=True)
+    np.testing.assert_allclose(sums[..., :length], bottom_right.column_sums(*own), atol=1e-12)
+    np.testing.assert_allclose(largest[..., :length], bottom_right.column_max(*own), atol=1e-12)
+    for x, expected in zip(attn.top_keys(q, k, lse, count, **lengths), bottom_right.top_keys(*own, count), strict=True):
+        np.testing.assert_allclose(x, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@settings(max_examples=examples(160), deadline=None)
+@given(
+    axes=st.sampled_from(
+        [((), (1,)), ((), (2, 1)), ((1,), ()), ((4,), ()), ((2, 4), ()), ((2, 4), (2,)), ((4,), (3, 2))]
+    ),
+    length=st.none() | st.integers(0, 30),
+)
+def test_q_and_k_may_have_axes_that_the_other_has_not(layout, axes, length):
+    q, k = (RNG.standard_normal((*own, rows, 8)) for own, rows in zip(axes, (20, 30), strict=True))
+    optional = {} if length is None else {"kv_lengths": np.array(length)}
+    given = [x.swapaxes(-3, -2) if layout == "bshd" and x.ndim > 2 else x for x in (q, k)]
+    attn = cuflash.FlashAttention(layout=layout)
+    lse = attn.forward(*given, None, **optional).lse
+    k = k if k.ndim < 3 or q.ndim < 3 else k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
+    weights = np.exp(q @ k.swapaxes(-2, -1) * 8**-0.5 - np.where(lse == -np.inf, 0, lse)[..., None])
+    if length is not None:
+        weights[..., length:] = 0
+    dsums = RNG.standard_normal((*lse.shape[:-1], 30))
+    gradients = attn.column_sums_backward(dsums, *given, lse, need=("dq", "dk", "dweights"), **optional)
+    assert (gradients.dq.shape, gradients.dk.shape) == (given[0].shape, given[1].shape)
+    for got, expected in (
+        (attn.column_sums(*given, lse, **optional), weights.sum(axis=-2)),
+        (attn.column_max(*given, lse, **optional), weights.max(axis=-2)),
+        (attn.top_keys(*given, lse, 3, **optional).weights, -np.sort(-weights, axis=-1)[..., :3]),
+        (gradients.dweights, (weights @ dsums[..., None])[..., 0]),
+    ):
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
 def test_equal_scores_give_the_lower_index():
@@ -186,7 +237,25 @@ def test_dropout_does_not_change_weights():
             NotImplementedError,
             "k: got streamed keys for column_max, expected an array in the memory of q",
         ),
+        (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS.astype(">f4")), TypeError, "weights: got dtype >f4"),
         (lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE), ValueError, "dsums: got shape"),
+        (lambda: ATTENTION.column_sums_backward(SUMS.astype(">f4"), Q, K, LSE), TypeError, "dsums: got dtype >f4"),
+        (lambda: ATTENTION.column_sums_backward(SUMS, Q, K, LSE[0]), ValueError, "lse: got shape"),
+        (
+            lambda: ATTENTION.column_sums_backward(SUMS.astype(float), Q, K, LSE.astype(float), need=("dlse",)),
+            TypeError,
+            "lse: got dtype float64, expected float32",
+        ),
+        (
+            lambda: ATTENTION.column_sums_backward(SUMS, Q[0, 0, 0, 0], K, LSE),
+            ValueError,
+            "q: got 1-D shape .*, expected an array of two axes or more",
+        ),
+        (
+            lambda: ATTENTION.column_sums_backward(SUMS, Q, K[:, [0, 1, 0]], LSE),
+            ValueError,
+            "k: got 3 heads, expected a divisor of the 4 heads of q",
+        ),
         (
             lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE, need=("dsinks",), sinks=LSE[0, 0, :, 0]),
             ValueError,

@@ -103,6 +103,18 @@ def test_scalars_of_terms_are_arrays_without_axes(way, dtype, bias, visible, len
     assert got["out"].any() == bool(visible and length)
 
 
+@settings(max_examples=20)
+@given(st.sampled_from(DTYPES), st.sampled_from([True, False, np.True_, np.False_]), st.sampled_from([1, SEQLEN]))
+def test_a_mask_without_axes_acts_with_a_mask_function(dtype, visible, reach):
+    """The function hides no pair, so that it gives no mask of pairs, or all but those of the diagonal."""
+    attn, arrays = cuflash.FlashAttention(mask=mask), arrays_of(dtype)
+    functions = {"reach": reach, "is_open": False}
+    got = results_of(attn, arrays, {"mask": visible, **functions}, ("dq", "dk", "dv"))
+    expected = results_of(attn, arrays, {"mask": np.full((SEQLEN, SEQLEN), visible), **functions}, ("dq", "dk", "dv"))
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, expected[name])
+
+
 def test_a_parameter_of_a_score_is_trained():
     """NumPy makes a scalar of an array without axes in the first step."""
     attn: Any = cuflash.FlashAttention(score=lambda s, i, j, *, gamma: s - gamma * cuflash.abs(i - j))
