@@ -407,8 +407,8 @@ class FlashAttention(Reductions[FunctionT]):
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
         want : collection of {"max", "entropy"}, optional
-            Reductions of each row of scores to return besides out and lse: the largest score, without the sink; and the
-            entropy of the weights before dropout, ``-sum(P * log(P))``, with that of the sink among them.
+            Row reductions to return besides out and lse. "max": the largest score of each row; the sink does not count.
+            "entropy": ``-sum(P * log(P))`` of the weights before dropout, with the weight of the sink among them.
         **score_args : array
             The arrays that `score` and `mask` read, by the names that these have for them: of the dtype of q or of lse,
             int32, int64 or bool, any strides, up to four axes. An index outside of an axis counts as the nearest one.
@@ -526,14 +526,14 @@ class FlashAttention(Reductions[FunctionT]):
         dV, and on dP. The gradient of the bias is dS, summed over the axes along which the bias broadcasts; that of a
         slope is ``-sum(dS * abs(i + d - j))``. With x = ``scale * dot(q[i], k[j])``, t = ``tanh(x / softcap)`` and
         ``1 - t ** 2`` a factor of dS on its way to dQ, dK and here (1 without softcap), those of scale and softcap are
-        ``sum(dS * (1 - t ** 2) * dot(q[i], k[j]))`` and ``sum(dS * (t - x / softcap * (1 - t ** 2)))``. Terms of the
-        sum ``dmax * max`` and ``dentropy * entropy`` add to dS, the latter ``-P * (log(P) + entropy) * dentropy``.
+        ``sum(dS * (1 - t ** 2) * dot(q[i], k[j]))`` and ``sum(dS * (t - x / softcap * (1 - t ** 2)))``. With dmax and
+        dentropy, ``dmax * max + dentropy * entropy`` adds to the sum, ``-P * (log(P) + entropy) * dentropy`` to dS.
 
         Parameters
         ----------
         dout : array
-            Gradient with respect to out, of its shape and dtype; None, as out and dv are, where v is. dout, out, lse
-            and dlse do not broadcast: pass ``numpy.broadcast_to(dout, out.shape)``.
+            Gradient with respect to out, of its shape and dtype. If v is None, dout and out are None, too, and so is
+            dv. dout, out, lse and dlse do not broadcast: pass ``numpy.broadcast_to(dout, out.shape)``.
         q, k, v : array
             As `forward` took them.
         out, lse : array
@@ -550,9 +550,9 @@ class FlashAttention(Reductions[FunctionT]):
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
         dmax : array, optional
-            Gradient with respect to max, with the shape and dtype of lse; the first key with the largest score gets it.
+            Gradient with respect to max, like lse: the first of the keys with the largest score gets it.
         entropy, dentropy : array, optional
-            The entropy that `forward` returned, and the gradient with respect to it, of its shape and dtype.
+            The entropy that `forward` returned, which dentropy needs, and the gradient with respect to it, like lse.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that are wanted, in any order; only these are computed. "dscale" may always be among them, and
             "dbias", "dalibi_slopes", "dsoftcap" and "dsinks" where there is a bias, and so on.

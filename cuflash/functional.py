@@ -215,8 +215,8 @@ def logsumexp(
     causal, scale, window, softcap, layout, precision, block_size, score, mask :
         As `attention` takes them.
     **arrays : array, optional
-        bias, kv_lengths, alibi_slopes, sinks and so on, as `FlashAttention.forward` takes them, what functions read,
-        and lse, to be written to.
+        bias, kv_lengths, alibi_slopes, sinks and so on, as `FlashAttention.forward` takes them; the arrays that `score`
+        and `mask` read; and lse, an array to write to.
 
     Returns
     -------

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cuflash.spec.inputs import ScoreGradients
 
     class ColumnGradients(ScoreGradients[Any, Any, Any]):
-        """Those of column sums, which have two more."""
+        """The gradients of column sums: those of `backward`, then dlse and dweights."""
 
         dlse: Any
         dweights: Any
@@ -65,7 +65,8 @@ class Reductions(Preparation[FunctionT]):
         q, k : array
             As `forward` takes them; there are no values.
         lse : array
-            As `forward` returned it: (..., num_heads, seqlen_q). If k are some of the keys only, that of all keys.
+            As `forward` returned it: (..., num_heads, seqlen_q). It may be that of more keys than k has: P are then the
+            weights of the keys in k among all of these.
         weights : array, optional
             Shape and dtype of lse: the factor of each query; 1 by default. Zeros leave queries out, such as padding.
         **optional_inputs : array
@@ -82,7 +83,7 @@ class Reductions(Preparation[FunctionT]):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `forward` does, and with streamed keys; on the GPU also with a `block_table`, or if k is fp8.
+            As `forward` does, and with streamed keys; on the GPU also with a `block_table`.
 
         See Also
         --------
@@ -149,9 +150,9 @@ class Reductions(Preparation[FunctionT]):
         Returns
         -------
         TopKeys
-            ``indices`` into the axis of keys of k (of packed sequences, of all keys; with a `block_table`, of those of
-            the batch entry), and ``weights``. Of equal scores the lower index comes first. A query that attends to
-            fewer keys has -1 and 0 after them.
+            ``indices`` and ``weights``. An index counts along the axis of keys of k: with packed sequences from the
+            first key of all sequences, with a `block_table` from the first key of the batch entry. Of equal scores the
+            lower index comes first. Where a query attends to fewer than `count` keys, index -1 and weight 0 follow.
 
         Raises
         ------
@@ -188,11 +189,10 @@ class Reductions(Preparation[FunctionT]):
         need: Collection[str] = ("dq", "dk"),
         **optional_inputs: Array,
     ) -> ColumnGradients:
-        """Gradients of ``sum(dsums * column_sums)``, where lse is an input like q and k.
+        """Gradients of ``sum(dsums * column_sums)``, with lse as an input like q and k.
 
-        lse depends on q and k itself. The gradients of that come from the backward pass of lse, from the dlse that this
-        method returns: ``attn.backward(None, q, k, None, None, lse, dlse=dlse)``. The sum of both is the gradient of
-        column sums as functions of q and k alone.
+        lse depends on q and k itself. For the gradients with respect to q and k alone, ask for "dlse" as well, and add
+        the gradients through lse: ``attn.backward(None, q, k, None, None, lse, dlse=dlse)``.
 
         Parameters
         ----------

@@ -69,7 +69,8 @@ struct ChunkedGradient {
       multiply_chunk(s, shifted(own, stage), shifted(streamed, stage));
     }
   }
-  // Adds the products of dS and the streamed rows. `ds` was written before the barrier of the first step.
+  // Adds the products of dS and the streamed rows. Warps read the dS of others: the barrier in `ring.next` separates
+  // this from the stores.
   template <class Ring>
   CUFLASH_DEVICE void add_products(Ring& ring, const Slice& slice, const Real (&ds)[kMTiles][kNTiles][4]) {
     store_fragments<Order::kPlain, kRowS, kWarpsD>(s_ds, warp_row, warp_d, ds, [](int, int) { return (Real)1; });

@@ -4,7 +4,8 @@
 //
 // A block owns kBlockN keys of one query head and iterates over the tiles of queries. Rows of P' are keys, so that a
 // lane adds the weights of its keys in registers; the four lanes that share a key meet once, after the last tile. That
-// fixes the order of additions. helpers/backward_preprocess.cu, which sees no values, leaves -w in the place of delta.
+// fixes the order of additions. Without values delta is -dlse, and w comes as dlse: helpers/backward_preprocess.cu
+// leaves -w in the place of delta.
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"

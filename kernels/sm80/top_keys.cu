@@ -1,12 +1,12 @@
 // The strongest keys of each query, on mma.sync tensor cores (compute capability 8.0 and later): of the scores of a row
 // the largest, with their keys, and weights exp(S - lse).
 //
-// A block owns kBlockM queries of one head and iterates over the tiles of keys; a warp owns 16 of its rows. Each row has
-// a buffer of candidates in shared memory: scores that are above the threshold of the row are appended. Where buffers
-// have no space for another tile, the four lanes of each row look for a higher threshold by bisection, and keep what
-// reaches it: at least `count` candidates. So the threshold rises, and ever fewer scores pass: of n random keys about
-// count * log(n) do. Where many scores are equal, no threshold helps; then the warp sorts the buffer and keeps the first
-// `count`. Candidates are ordered by score and key, so that no order of tiles changes the result.
+// A block owns kBlockM queries of one head and iterates over the tiles of keys; a warp owns 16 of its rows. Each row
+// has a buffer of candidates in shared memory: scores that are above the threshold of the row are appended. Where
+// buffers have no space for another tile, the four lanes of each row look for a higher threshold by bisection, and keep
+// what reaches it: at least `count` candidates. So the threshold rises, and ever fewer scores pass: of n random keys
+// about count * log(n) do. Where many scores are equal, no threshold helps; then the warp sorts the buffer and keeps
+// the first `count`. Candidates are ordered by score and key, so that no order of tiles changes the result.
 #include "common/softmax/backward.cuh"
 #include "common/config.cuh"
 #include "common/io/operands.cuh"

@@ -1,11 +1,11 @@
-// Reductions of the attention weights over the queries, in half precision on compute capability 9.0, with wgmma and TMA:
+// Reductions of the attention weights over the queries, in half precision, with wgmma and TMA (compute capability 9.0):
 //
 //   P' = exp(K Q' - lse)    sums = P' w  or  sums = rowmax(P')        (X' is X transposed; rows of X' are keys)
 //
 // A block owns kBlockN keys of one query head, 64 for each consumer warpgroup. The last warp, the producer, loads tiles
 // of queries and their statistics. Two blocks are resident on an SM: while one warpgroup makes exponentials, the
 // products of others run. A producer of one warp leaves consumers 112 registers, and none is moved between roles.
-// helpers/backward_preprocess.cu, which sees no values, leaves -w in the place of delta.
+// Without values delta is -dlse, and w comes as dlse: helpers/backward_preprocess.cu leaves -w in the place of delta.
 //
 //   barrier      one phase is over when            who waits
 //   k_full       K has arrived                     consumers, before the first P'
@@ -25,7 +25,8 @@
 constexpr int kConsumers = kBlockN / 64;
 constexpr int kQueryTiles = kBlockM / 8;  // n-tiles of 8 queries
 static_assert(kNumWarps == 4 * kConsumers + 1, "the consumers and a producer");
-static_assert(kBlockM == 2 * kGroupRows, "the only tile of queries with which a device gave right sums at once");
+static_assert(kBlockM == 2 * kGroupRows,
+              "with 64 queries a first launch gave wrong sums, for a reason that was not found: sm90/tiles.py");
 static_assert(!kIsPacked, "rows of other sequences would have to be cleared");
 
 // Shared memory: K, the rings of Q and of row statistics, barriers.

@@ -32,8 +32,8 @@ struct DqTurns {
     }
   }
 
-  // Warpgroup. A thread of the second warp waits for this block's turns, and a thread of the third ends them: each takes
-  // as long as a memory access.
+  // Warpgroup. A thread of the second warp waits for this block's turns, and a thread of the third ends them: each
+  // takes as long as a memory access.
   CUFLASH_DEVICE void keep(const Params& params, const BackwardWork& tile, u32 thread) const {
     if (thread != 32 && thread != 64) return;
     At at;

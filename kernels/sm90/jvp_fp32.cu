@@ -1,8 +1,8 @@
-// Attention and its tangent in float32 on compute capability 9.0 (Hopper), with wgmma and TMA. The formulas are those of
-// sm90/jvp.cu, the products those of sm90/forward_fp32.cu: every array and every tangent comes split into bf16 terms
-// (helpers/split_fp32.cu), and a product is the sum of the products of their terms. Tensor cores cut sums off instead of
-// rounding them. So they sum P V and P (tS - c) V + P tV of each tile of keys by themselves, small products first, and
-// other instructions add these to O and A with rounding.
+// Attention and its tangent in float32 on compute capability 9.0 (Hopper), with wgmma and TMA. The formulas are those
+// of sm90/jvp.cu, the products those of sm90/forward_fp32.cu: every array and every tangent comes split into bf16 terms
+// (helpers/split_fp32.cu), and a product is the sum of the products of their terms. Tensor cores truncate sums instead
+// of rounding them. So they sum P V and P (tS - c) V + P tV of one tile of keys only, small products first, and FADD,
+// which rounds, adds these to O and A.
 //
 // The kernel is persistent, with a producer and consumers as in sm90/forward_fp32.cu. For each tile of keys a consumer,
 // which owns 64 queries, goes through
@@ -11,10 +11,10 @@
 //   [2] P = exp(S - m) and l, P (tS - c) and r, both split into terms in registers
 //   [3] O += P V and A += P (tS - c) V + P tV
 //
-// During [2] of one consumer the tensor cores multiply for another one.
+// Exponentials and splitting in [2] use no tensor cores: during [2] of one consumer these multiply for the other one.
 //
-// The barriers are those of sm90/forward_fp32.cu: the terms of tQ come with those of Q, a term of tK with that of K, and a
-// term of tV with that of V.
+// The barriers are those of sm90/forward_fp32.cu: the terms of tQ come with those of Q, a term of tK with that of K,
+// and a term of tV with that of V.
 #include "common/config.cuh"
 #include "common/io/bf16_split.cuh"
 #include "common/io/fragments.cuh"
@@ -33,8 +33,8 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
-// Whether the products for O and for A are in flight together. Registers are too few for their sums next to the terms of
-// many keys.
+// Whether the products for O and for A are in flight together. Registers are too few for their sums next to the terms
+// of many keys.
 constexpr bool kSumsTogether = kBlockN <= 48;
 
 // Shared memory: the terms of Q and of tQ, the rings of the terms of K and tK and of V and tV, and barriers.

@@ -8,7 +8,7 @@
 constexpr bool kIsMax = CUFLASH_COLUMN_MAX;           // else a sum
 constexpr bool kHasFactors = CUFLASH_COLUMN_FACTORS;  // of rows: the w of a sum; else 1
 
-static_assert(kPairsStats, "a lane reads lse of two queries, and not always -w");
+static_assert(kPairsStats, "two lse are neighbours, so that a lane loads no -w where it has none");
 
 // lse of two neighbouring queries and, if rows have factors, their -w.
 CUFLASH_DEVICE void load_stats(u32 address, Real (&stats)[4]) {
@@ -16,7 +16,7 @@ CUFLASH_DEVICE void load_stats(u32 address, Real (&stats)[4]) {
   if constexpr (kHasFactors && !kIsMax) ptx::load_shared_x2(address + 2 * sizeof(Real), (Real(&)[2])stats[2]);
 }
 
-// What a lane has of its keys: two of each m-tile.
+// Sums or maxima over the queries of a lane's columns of P', of its two keys of each m-tile.
 template <int m_tiles>
 struct Columns {
   Real value[m_tiles][2];
@@ -76,7 +76,8 @@ CUFLASH_DEVICE void add_tile(const Weights& weights, Real (&p)[m_tiles][n_tiles]
         }
     }
   };
-  // One body of code serves both where products are scores but for their factor.
+  // Where scores are products times a factor, scores relative to the row sums take the place of the products of large
+  // rows, so that the code that computes weights is compiled once.
   if (large) {
     if constexpr (!kScaleInExponent) {
       add_weights(Constant<true>{});

@@ -13,7 +13,8 @@
 // Weights of exponents below this one are 0, as those of hidden pairs are, and so are their terms of r.
 constexpr Real kLeastExponent = -1024;
 
-// The reductions of some scores: of a tile, until it is known that it is not done again.
+// Row reductions over a lane's columns of some scores. The lazy maximum may compute the weights of a tile twice, so
+// those of a tile are added to those of the row only when its weights are final.
 template <int m_tiles, bool made = kReducesMax || kReducesEntropy>
 struct TileReductions {
   i32 weight_bits[m_tiles][2];  // of the largest weight, over this lane's columns only, as is the moment
@@ -39,15 +40,15 @@ struct TileReductions {
   }
 };
 
-// Without reductions, nothing is left of them.
+// No code and no registers where no row reductions are wanted.
 template <int m_tiles>
 struct TileReductions<m_tiles, false> {
   CUFLASH_DEVICE void add_weight(int, int, Real, Real, bool) {}
   CUFLASH_DEVICE void add_largest(int, int, Real, Real) {}
 };
 
-// Those of rows. `by_weights` says that the largest score is that of the largest weight, which costs less where the
-// maxima of tiles are not known.
+// Row reductions over all tiles. `by_weights`: the largest score follows from the largest weight, which costs less
+// where the softmax step does not compute the maximum of each tile.
 template <int m_tiles, bool natural, bool by_weights, bool made = kReducesMax || kReducesEntropy>
 struct RowReductions : TileReductions<m_tiles> {
   using TileReductions<m_tiles>::moment;
