@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+import cuflash.gpu
 from cuflash import preparation
 from cuflash.frameworks import call
 from cuflash.gpu.replay import of_thread
@@ -84,6 +85,8 @@ def contiguous(shape):
 class View:
     """A tensor as an array of CuPy."""
 
+    __cuda_array_interface__: Any = None  # which says whose array this is
+
     def __init__(self, shape, dtype, pointer, strides):
         self.shape, self.dtype, self.data, self.strides = tuple(shape), np.dtype(dtype), pointer, strides
         self.ndim, self.itemsize = len(shape), self.dtype.itemsize
@@ -145,6 +148,7 @@ class Machine:
         self._patch, self._arch = monkeypatch, arch
 
     def __enter__(self):
+        self._patch.setattr(cuflash.gpu, "backend", None, raising=False)  # and afterwards what was there
         self._context = launcher(self._arch, computes=False)
         self._launcher = self._context.__enter__()
         self.backend: Any = sys.modules["cuflash.gpu.backend"]
@@ -283,6 +287,23 @@ CASES: dict[str, Any] = {
     "bias": ({"softcap": 3.0}, {}, {"bias": ((4, 130, 150), FLOAT32), "sinks": ((4,), FLOAT32)}),
     "dropout": ({"dropout": 0.25}, {}, {"mask": ((130, 150), torch.bool)}),
     "score": ({"score": gradual}, {}, {"table": ((4,), FLOAT32)}),
+    "lse alone": ({"causal": True}, {"v": (2, 2, 150, 0)}, {}),
+    "no queries": ({}, {"q": (2, 4, 0, 64)}, {}),
+    "pages": (
+        {},
+        {"k": (9, 2, 64, 64), "v": (9, 2, 64, 64)},
+        {"block_table": ((2, 3), INT32), "kv_lengths": ((2,), INT32)},
+    ),
+    "fp8": (
+        {},
+        {},
+        {
+            "k": ((2, 2, 150, 64), torch.float8_e4m3fn),
+            "v": ((2, 2, 150, 64), torch.float8_e4m3fn),
+            "k_scale": ((2, 2), FLOAT32),
+            "v_scale": ((2, 2), FLOAT32),
+        },
+    ),
     "packed": (
         {"causal": True},
         {"q": (4, 130, 64), "k": (2, 150, 64), "v": (2, 150, 64)},
@@ -326,6 +347,7 @@ def test_a_repeated_launch_gives_kernels_what_the_usual_way_gives_them(name, whi
     try:
         _, was_usual = machine.run(which, own, first, **random)
     except NotImplementedError:
+        assert name in ("pages", "fp8")
         pytest.skip("no such pass")
     assert was_usual
     is_kept = len(machine.backend._repeated) == 1
@@ -336,7 +358,7 @@ def test_a_repeated_launch_gives_kernels_what_the_usual_way_gives_them(name, whi
         found, was_usual = machine.run(which, own, there, **own_random)
         assert was_usual != is_kept
         assert found == machine.usual(which, own, there, **own_random)
-        assert found[1]
+        assert found[1] or name == "no queries"
         assert all(launch[4] == number for launch in found[1])
 
 
