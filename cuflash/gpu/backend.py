@@ -119,7 +119,7 @@ class _Launch:
 
 
 _launches: dict[tuple, _Launch] = {}
-_repeated: dict[tuple, RepeatedLaunch] = {}  # by the forms of their arrays
+_repeated: dict[tuple, RepeatedLaunch] = {}  # by the signature of their arrays
 # Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
 # numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
 _calls = itertools.count(secrets.randbits(47))
@@ -547,9 +547,9 @@ def _record(
 class RepeatedLaunch:
     """A launch that later calls repeat by the addresses of their arrays, without views of these as arrays of CuPy.
 
-    It serves arrays of the same form as those of the first call: they have the same shapes, strides, dtypes and device,
-    the same addresses modulo 16, and k and v begin at one address if they did. Results share no memory with other
-    arrays.
+    It serves arrays with the signature of those of the first call: the same shapes, strides, dtypes and device, the
+    same addresses modulo 16, and k and v that begin at one address, or do not, as before. Results share no memory with
+    other arrays.
     """
 
     __slots__ = ("_device_id", "_launch", "_mapped", "_order", "_seqlen_k", "results")
@@ -594,14 +594,14 @@ class RepeatedLaunch:
                 runtime.setDevice(before)
 
 
-def repeated(form: tuple) -> RepeatedLaunch | None:
-    """The launch that a call on arrays of a form can repeat; None if it has to go the usual way."""
-    return _repeated.get(form) if of_thread.recording is None else None
+def repeated(signature: tuple) -> RepeatedLaunch | None:
+    """The launch that a call on arrays of a signature can repeat; None if it has to go the usual way."""
+    return _repeated.get(signature) if of_thread.recording is None else None
 
 
 @contextmanager
-def remembered(form: tuple, arrays: Sequence[Any], results: Any) -> Iterator[None]:
-    """A context in which a call is made whose launch calls on arrays of the same form repeat.
+def remembered(signature: tuple, arrays: Sequence[Any], results: Any) -> Iterator[None]:
+    """A context in which a call is made whose launch calls on arrays of the same signature repeat.
 
     `arrays` are all that the caller gives, those of results among them. A launch is remembered only if it does all of
     the work of the call: without copies, on these very arrays and no others.
@@ -621,7 +621,7 @@ def remembered(form: tuple, arrays: Sequence[Any], results: Any) -> Iterator[Non
         return
     device_id = own["q"].data.device_id
     order = [numbers[x] for x in given]
-    _keep(_repeated, form, RepeatedLaunch(launch, order, seqlen_k, mapped, device_id, results))
+    _keep(_repeated, signature, RepeatedLaunch(launch, order, seqlen_k, mapped, device_id, results))
 
 
 # ---- What is prepared once -------------------------------------------------------------------------------------------

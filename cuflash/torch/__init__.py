@@ -10,8 +10,9 @@ Each pass is an operator, ``torch.ops.cuflash.forward``, ``backward``, ``jvp`` a
 sees. Each has a `torch.autograd.Function`, which says what its derivative is in terms of the others. Without a compiler
 the functions compute at once, because a call through the dispatcher costs as much as a small pass.
 
-Tensors in host memory are viewed as NumPy arrays, those in CUDA memory as CuPy arrays, without a copy. On a GPU the
-kernels run on PyTorch's current stream, in memory of its allocator.
+Tensors in host memory are viewed as NumPy arrays, those in CUDA memory as CuPy arrays, without a copy; repeated
+calls on a GPU launch by their addresses alone. There the kernels run on PyTorch's current stream, in memory of its
+allocator.
 """
 
 from __future__ import annotations

@@ -128,14 +128,14 @@ _FIRST_NAMES = ("q", "k", "v")
 
 
 def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
-    """The results of a pass. Where tensors of such a form were seen before, their addresses are enough to launch it."""
+    """The results of a pass. For tensors whose signature was seen before, addresses are enough to launch it."""
     q = tensors[0]
     if not q.is_cuda:
         raise TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
     cupy, backend, index = _cupy(), backend_of("cupy"), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    form, addresses = _form_of(which, call, tensors)
-    repeated = backend.repeated(form)
+    signature, addresses = _signature_of(which, call, tensors)
+    repeated = backend.repeated(signature)
     if repeated is not None:
         found = _repeat(repeated, call.attn.options.random(seed, offset), stream, tensors, addresses)
         if found is not None:
@@ -153,23 +153,23 @@ def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tens
             arrays[name] = cupy_view(x)
         method = getattr(call.attn, which)
         if _is_repeatable(call, tensors, results):
-            with backend.remembered(form, tuple(arrays.values()), _models_of(call, tensors, results)):
+            with backend.remembered(signature, tuple(arrays.values()), _models_of(call, tensors, results)):
                 method(**keywords, **arrays)
         else:
             method(**keywords, **arrays)
     return tuple(results.values())
 
 
-def _form_of(which: str, call: Call, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
+def _signature_of(which: str, call: Call, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
     """What a launch depends on besides the addresses of tensors, and these. It is computed before every launch."""
-    form: list[Any] = [which, call]
+    signature: list[Any] = [which, call]
     addresses = []
     for x in tensors:
         address = x.data_ptr()
         addresses.append(address)
-        form += (x.shape, x.stride(), x.dtype, x.get_device(), address & 15, x.is_neg())
-    form.append(addresses[1] == addresses[2])  # then v may be the first columns of k
-    return tuple(form), addresses
+        signature += (x.shape, x.stride(), x.dtype, x.get_device(), address & 15, x.is_neg())
+    signature.append(addresses[1] == addresses[2])  # then v may be the first columns of k
+    return tuple(signature), addresses
 
 
 def _is_repeatable(call: Call, tensors: Tensors, results: Mapping[str, Tensor]) -> bool:

@@ -218,7 +218,7 @@ def repeats(monkeypatch):
 def usual(compute):
     """What a function computes if no launch is repeated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "repeated", lambda form: None)
+        patch.setattr(backend, "repeated", lambda signature: None)
         return compute()
 
 
@@ -284,7 +284,7 @@ def test_repeated_launches_with_every_seed_and_option(repeats):
     assert not torch.equal(results[2][0], results[3][0])
 
 
-def test_misaligned_tensors_and_values_in_keys_are_other_forms(repeats):
+def test_misaligned_tensors_and_values_in_keys_are_other_signatures(repeats):
     """Each is launched by kernels of its own, also where the others are remembered."""
     (q, k, v), shape = (x.detach() for x in xs_of("bfloat16", 0)), (2, 4, 130, 64)
     shifted = torch.cat([q.new_zeros(1), q.reshape(-1)])[1:].view(shape)
