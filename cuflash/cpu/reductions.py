@@ -147,8 +147,9 @@ class ReductionJob(fallback.Job):
             both = np.concatenate([best, scores], axis=-1)
             every = np.concatenate([indices, np.broadcast_to(keys, scores.shape)], axis=-1)
             best, indices = largest_of(both, every, count)
-        indices[best == -np.inf] = -1
-        for result, x in zip(into, (indices, weights(best)), strict=True):
+        is_none, of_best = best == -np.inf, weights(best)
+        indices[is_none], of_best[is_none] = -1, 0  # NaN, if lse is
+        for result, x in zip(into, (indices, of_best), strict=True):
             own = result[self.at_rows]
             own[...] = x.reshape(own.shape)
 

@@ -32,8 +32,8 @@ class CallSlice(NamedTuple):
     def view_of(self, array: Array, axes: int) -> Array:
         """The view of an optional input that is broadcast to the first axes of the scores."""
         own = (self.batches, self.heads, self.rows, slice(None))[axes - array.ndim : axes]
-        # With the ellipsis, an array without axes stays an array: the core reads no NumPy scalars.
-        return array[(..., *(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True)))]
+        index = tuple(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True))
+        return array[index] if index else array  # an array without axes stays one: the core reads no NumPy scalars
 
 
 def slices(count: int, size: int) -> list[slice]:

@@ -207,6 +207,20 @@ def test_equal_scores_give_the_lower_index():
         np.testing.assert_array_equal(row, [*range(50 * first, 50 * first + 50), *range(50 * second, 50 * second + 10)])
 
 
+@settings(max_examples=examples(80), deadline=None)
+@given(row=st.integers(0, 4), count=st.integers(1, 64), dtype=st.sampled_from(("float16", "float32", "float64")))
+def test_a_row_of_nan_has_no_strongest_keys(row, count, dtype):
+    q, k = (RNG.standard_normal((rows, 8)).astype(dtype) for rows in (5, 40))
+    attn = cuflash.FlashAttention()
+    expected = attn.top_keys(q, k, attn.forward(q, k, None).lse, count)
+    q[row] = np.nan
+    indices, weights = attn.top_keys(q, k, attn.forward(q, k, None).lse, count)
+    assert (indices[row] == -1).all() and (weights[row] == 0).all()
+    others = np.arange(5) != row
+    np.testing.assert_array_equal(indices[others], expected.indices[others])
+    np.testing.assert_array_equal(weights[others], expected.weights[others])
+
+
 def test_sums_of_some_keys_take_the_lse_of_all():
     attn = cuflash.FlashAttention()
     q, k = RNG.standard_normal((2, 4, 60, 8), np.float32)
