@@ -43,6 +43,15 @@ def check_tangent_names(options: Options) -> None:
             raise value_error("score", f"arrays named {name} and t{name}", "names that differ by more than a t")
 
 
+def check_names_of_method(method: str, options: Options, own: Iterable[str]) -> None:
+    """Raise ValueError for names of arrays, or of their gradients, that are those of a method's `own` arguments."""
+    for name in options.score_args:
+        for used in (name, f"d{name}"):
+            if used in own:
+                expected = f"another name, for {method}: {used} is an argument or a result of its own"
+                raise value_error("score", f"an array named {name}", expected)
+
+
 def check_given(method: str, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()) -> dict[str, Any]:
     """The arrays of a call's functions, and of their gradients, by name; None for results that are not given.
 
