@@ -12,10 +12,11 @@ from cuflash.spec.keywords import checked, unexpected_keyword
 from cuflash.spec.options import Options, beside_score_error
 
 MOST_AXES = 4
-# Names that a function cannot give to its arrays, because the passes have arguments of these names.
-RESERVED = frozenset(
-    (*PassArrays.__annotations__, "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget")
-)
+# Names that a function cannot give to its arrays: passes have arguments of these names, tangents among them, and splits
+# of a problem give each other row sums.
+_OF_PASSES = (*PassArrays.__annotations__, *JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__)
+_OTHERS = ("self", "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget", "row_sums")
+RESERVED = frozenset((*_OF_PASSES, *_OTHERS))
 
 
 def check_names(options: Options) -> None:
