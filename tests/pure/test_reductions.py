@@ -178,7 +178,7 @@ def test_q_and_k_may_have_axes_that_the_other_has_not(layout, axes, length):
     q, k = (RNG.standard_normal((*own, rows, 8)) for own, rows in zip(axes, (20, 30), strict=True))
     optional = {} if length is None else {"kv_lengths": np.array(length)}
     given = [x.swapaxes(-3, -2) if layout == "bshd" and x.ndim > 2 else x for x in (q, k)]
-    attn = cuflash.FlashAttention(layout=layout)
+    attn: Any = cuflash.FlashAttention(layout=layout)
     lse = attn.forward(*given, None, **optional).lse
     k = k if k.ndim < 3 or q.ndim < 3 else k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
     weights = np.exp(q @ k.swapaxes(-2, -1) * 8**-0.5 - np.where(lse == -np.inf, 0, lse)[..., None])
