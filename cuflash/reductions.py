@@ -21,6 +21,7 @@ from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import INPUTS, OptionalArrays
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.spec.reductions import (
     as_rows_of_values,
     as_values,
@@ -31,7 +32,7 @@ from cuflash.spec.reductions import (
     prepare_reduction,
 )
 from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
-from cuflash.spec.score_args import checked_with_score_args
+from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
 
 
 OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
+# What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
+OWN_ARGUMENTS = {
+    "column_sums": ("weights", *COLUMN_SUMS.default),
+    "column_max": COLUMN_MAX.default,
+    "top_keys": ("count", *TOP_KEYS.default),
+    "column_sums_backward": ("weights", "dsums", *OF_COLUMN_SUMS),
+}
 WIDE_COLUMNS = 8  # columns of values on a GPU, so that rows of 16-bit numbers have 16 bytes
 
 
@@ -172,8 +180,8 @@ class Reductions(Preparation[FunctionT]):
         >>> indices[:2].tolist(), weights[0].tolist()
         ([[0, -1], [0, 1]], [1.0, 0.0])
         """
-        wanted = checked_count(count)
         given = self._given("top_keys", optional_inputs)
+        wanted = checked_count(count)
         call = prepare_reduction("top_keys", self.options, {"q": q, "k": k, "lse": lse} | given)
         found = _reductions_of(call.backend).top_keys(call.options, call.arrays, wanted)
         return TopKeys(*map(call.exported, found))
@@ -255,6 +263,7 @@ class Reductions(Preparation[FunctionT]):
         return named_tuple_of((*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
 
     def _given(self, method: str, optional_inputs: dict[str, Array]) -> dict[str, Array | None]:
+        check_names_of_method(method, self.options, OWN_ARGUMENTS[method])
         return checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
 
 

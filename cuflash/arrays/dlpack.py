@@ -224,7 +224,8 @@ def _library_of(name: str, array: object) -> str:
         return "numpy"
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.core.Tracer):
-        remedy = "an array with values: within jax.jit, jax.grad, jax.vmap and the like call cuflash.jax.attention"
+        doors = "cuflash.jax.attention or cuflash.jax.logsumexp"
+        remedy = f"an array with values: within jax.jit, jax.grad, jax.vmap and the like call {doors}"
         raise type_error(name, f"{_spell(array)}, which JAX traces and which has no values yet", remedy)
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         value = f" {array!r}" if isinstance(array, (bool, int, float, complex, str)) else ""

@@ -59,6 +59,7 @@ def _by_numpy(reason: str) -> str:
 
 def forward(
     problem: Problem,
+    /,
     q: Array,
     k: Array,
     v: Array,
@@ -102,6 +103,7 @@ def forward(
 
 def backward(
     problem: Problem,
+    /,
     dout: Array,
     q: Array,
     k: Array,
@@ -146,6 +148,7 @@ def backward(
 
 def jvp(
     problem: Problem,
+    /,
     q: Array,
     k: Array,
     v: Array,
@@ -176,6 +179,7 @@ def jvp(
 
 def backward_jvp(
     problem: Problem,
+    /,
     dout: Array,
     q: Array,
     k: Array,
@@ -207,7 +211,7 @@ def backward_jvp(
     return tuple(results.values())
 
 
-def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:
+def row_sums(problem: Problem, /, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:
     """Row max and row sum, over the keys of a slice, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
     found = of_rows.to_fill(lse)
     if problem.has_float8:  # which have no backward pass

@@ -12,10 +12,11 @@ from cuflash.spec.keywords import checked, unexpected_keyword
 from cuflash.spec.options import Options, beside_score_error
 
 MOST_AXES = 4
-# Names that a function cannot give to its arrays, because the passes have arguments of these names.
-RESERVED = frozenset(
-    (*PassArrays.__annotations__, "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget")
-)
+# Names that a function cannot give to its arrays: passes have arguments of these names, tangents among them, and splits
+# of a problem give each other row sums.
+_OF_PASSES = (*PassArrays.__annotations__, *JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__)
+_OTHERS = ("self", "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget", "row_sums")
+RESERVED = frozenset((*_OF_PASSES, *_OTHERS))
 
 
 def check_names(options: Options) -> None:
@@ -41,6 +42,15 @@ def check_tangent_names(options: Options) -> None:
             raise value_error("score", f"an array named {name}", f"another name: {used} is an argument of its own")
         if f"t{name}" in options.score_args:
             raise value_error("score", f"arrays named {name} and t{name}", "names that differ by more than a t")
+
+
+def check_names_of_method(method: str, options: Options, own: Iterable[str]) -> None:
+    """Raise ValueError for names of arrays, or of their gradients, that are those of a method's `own` arguments."""
+    for name in options.score_args:
+        for used in (name, f"d{name}"):
+            if used in own:
+                expected = f"another name, for {method}: {used} is an argument or a result of its own"
+                raise value_error("score", f"an array named {name}", expected)
 
 
 def check_given(method: str, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def test_q_and_k_may_have_axes_that_the_other_has_not(layout, axes, length):
     q, k = (RNG.standard_normal((*own, rows, 8)) for own, rows in zip(axes, (20, 30), strict=True))
     optional = {} if length is None else {"kv_lengths": np.array(length)}
     given = [x.swapaxes(-3, -2) if layout == "bshd" and x.ndim > 2 else x for x in (q, k)]
-    attn = cuflash.FlashAttention(layout=layout)
+    attn: Any = cuflash.FlashAttention(layout=layout)
     lse = attn.forward(*given, None, **optional).lse
     k = k if k.ndim < 3 or q.ndim < 3 else k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
     weights = np.exp(q @ k.swapaxes(-2, -1) * 8**-0.5 - np.where(lse == -np.inf, 0, lse)[..., None])
@@ -234,6 +234,43 @@ def test_dropout_does_not_change_weights():
     plain, dropped = cuflash.FlashAttention(), cuflash.FlashAttention(dropout=0.5)
     lse = plain.forward(q, k, None).lse
     np.testing.assert_array_equal(plain.column_sums(q, k, lse), dropped.column_sums(q, k, lse))
+
+
+def _weighted(s, i, j, *, weights):
+    return s + weights[j]
+
+
+def _counted(s, i, j, *, count):
+    return s + count[j]
+
+
+def _summed(s, i, j, *, sums):
+    return s + sums[j]
+
+
+@pytest.mark.parametrize(
+    ("score", "call"),
+    [
+        (_weighted, lambda attn, x: attn.column_sums(Q, K, LSE, weights=x)),
+        (_weighted, lambda attn, x: attn.column_sums_backward(SUMS, Q, K, LSE, weights=x, need=("dweights",))),
+        (_counted, lambda attn, x: attn.top_keys(Q, K, LSE, count=x)),
+        (_summed, lambda attn, x: attn.column_sums_backward(SUMS, Q, K, LSE, sums=x, need=("dsums",))),
+    ],
+)
+def test_arrays_of_a_score_with_names_of_arguments_are_refused(score, call):
+    with pytest.raises(ValueError, match=r"score: got an array named \w+, expected another name, for "):
+        call(cuflash.FlashAttention(score=score), np.ones(K.shape[-2], np.float32))
+
+
+def test_other_reductions_take_arrays_of_a_score_by_these_names():
+    x = RNG.standard_normal((1, K.shape[-2]), np.float32)
+    attn, plain = cuflash.FlashAttention(score=_weighted), cuflash.FlashAttention()
+    for name in ("column_max", "top_keys"):
+        own, expected = (
+            getattr(a, name)(Q, K, LSE, *([3] if name == "top_keys" else []), **optional)
+            for a, optional in ((attn, {"weights": x[0]}), (plain, {"bias": x}))
+        )
+        np.testing.assert_allclose(own, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash.cpu import core, fallback
 from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.sampling import examples
 from tests.scored import Scored, scored, steep
 
 
@@ -144,6 +146,27 @@ def test_calls_that_do_not_fit_are_refused(call, error, message):
     attn, q, k, v, _ = problem_of(score=weighted)
     with pytest.raises(error, match=message):
         call(lambda **arrays: attn.forward(q, k, v, **arrays), arrays_of())
+
+
+@pytest.mark.parametrize("name", ["self", "row_sums", "tq", "tout", "tdlse"])
+def test_names_of_arguments_of_passes_are_refused(name):
+    with pytest.raises(ValueError, match=f"score: got an array named {name}, expected another name"):
+        cuflash.FlashAttention(score=eval(f"lambda s, i, j, *, {name}: s * {name}[j]"))
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(name=st.sampled_from(["problem", "pass_", "options", "random", "arrays", "delta", "given", "sums", "weights"]))
+def test_names_within_the_package_are_free(name):
+    """They are those of parameters of functions that the arrays pass through."""
+    q, k, v, dout, x = np.random.default_rng(0).standard_normal((5, 2, 12, 4))
+    found = []
+    for used in (name, "gamma"):
+        attn: Any = cuflash.FlashAttention(score=eval(f"lambda s, i, j, *, {used}: cuflash.tanh(s) * {used}[0, j, 0]"))
+        out, lse = attn.forward(q, k, v, **{used: x})
+        gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", f"d{used}"), **{used: x})
+        found.append((out, *gradients, *attn.jvp(q, k, v, tq=q, **{used: x})))
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(own, expected)
 
 
 def test_objects_that_do_not_fit_are_refused():
