@@ -43,6 +43,13 @@ template <class T> struct TangentBuffers {
         if (!has_cap(call)) tanhs = nullptr;
         if (!has_cap(call) || !call.is_backward) cap_slopes = nullptr;
     }
+    // The same for rows from r on of a group.
+    TangentBuffers from_row(long r) const {
+        TangentBuffers of_rows = *this;
+        for (T **x : {&of_rows.tanhs, &of_rows.products, &of_rows.tproducts, &of_rows.cap_slopes})
+            if (*x) *x += r * SCORES_STRIDE<T>;
+        return of_rows;
+    }
 };
 
 // Computes the tangents of products of q and k, for rows from r0 on.
@@ -64,7 +71,7 @@ inline void multiply_tangents(const Call &call, const Call &tangents, long num_r
 template <class T>
 __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tangents, const Entry &entry,
                                                const Block &block, long r0, long num_rows, long first, long count,
-                                               long padded, long next, T *ts, TangentBuffers<T> &buffers) {
+                                               long padded, long next, T *ts, const TangentBuffers<T> &buffers) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const Vector<T> scale = splat(T(size_of_scale(call))), of_scale = splat(tangent_of_scale<T>(tangents));
     const Vector<T> inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
@@ -115,10 +122,15 @@ inline void finish_both(const Call &call, const Call &tangents, const Scaling<T>
     };
     if (ts && buffers.has_products) copy(scores, buffers.products);
     if (ts && buffers.has_sums) copy(ts, buffers.tproducts);
-    finish_decode_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies,
-                            buffers.tanhs);
-    if (ts && buffers.acts_on_tangents)
-        finish_tangents(call, tangents, entry, block, r0, num_rows, first, count, padded, next, ts, buffers);
+    for (long r = 0; r < num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
+        const long few = smaller(FEW_OF_GROUP, num_rows - r);
+        const TangentBuffers<T> of_rows = buffers.from_row(r);
+        finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, count, padded, next,
+                                scores + r * SCORES_STRIDE<T>, copies, of_rows.tanhs);
+        if (ts && buffers.acts_on_tangents)
+            finish_tangents(call, tangents, entry, block, r0 + r, few, first, count, padded, next,
+                            ts + r * SCORES_STRIDE<T>, of_rows);
+    }
 }
 
 }  // namespace
