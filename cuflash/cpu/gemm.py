@@ -39,21 +39,19 @@ class Products:
         moved: Array | None = None,
     ) -> None:
         batch, heads, *_ = k.shape
-        self.scaled, self.moved, self._scale = scaled, moved, scaled.dtype.type(scale)
-        self._k = k[:, :, None]
-        self._q = self._of_rows(q, batch, heads)
-        tangents = tangents or {}
-        self._tscale = scaled.dtype.type(tangents.get("tscale", 0))
-        self._tq = self._of_rows(tangents["tq"], batch, heads) if "tq" in tangents else None
-        self._tk = tangents["tk"][:, :, None] if "tk" in tangents else None
-
-    def _of_rows(self, x: Array, batch: int, heads: int) -> Array:
-        """An array over queries, where heads that share keys have an axis."""
-        return x.astype(self.scaled.dtype).reshape(batch, heads, -1, *x.shape[2:])
+        dtype, given = scaled.dtype, {"q": q, "k": k} | dict(tangents or {})
+        self.scaled, self.moved, self._scale = scaled, moved, dtype.type(scale)
+        self._tscale = dtype.type(given.pop("tscale", 0))
+        # Heads that share keys have an axis.
+        own = {
+            name: x.astype(dtype, copy=False).reshape(batch, heads, -1 if name[-1] == "q" else 1, *x.shape[2:])
+            for name, x in given.items()
+        }
+        self._q, self._k, self._tq, self._tk = own["q"], own["k"], own.get("tq"), own.get("tk")
 
     def write(self, tile: Tile) -> None:
         """Compute those of a tile."""
-        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._keys(self._k, tile)
+        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
         multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(shape)[tile.index])
         if self.moved is None:
             return
@@ -63,23 +61,20 @@ class Products:
             tq += self._tq[..., tile.own_rows, :] * self._scale
         multiply(tq, k.swapaxes(-2, -1), moved)
         if self._tk is not None:
-            moved += product(q * self._scale, self._keys(self._tk, tile).swapaxes(-2, -1))
-
-    def _keys(self, x: Array, tile: Tile) -> Array:
-        return x[..., tile.own_keys, :].astype(self._q.dtype)
+            moved += product(q * self._scale, self._tk[..., tile.own_keys, :].swapaxes(-2, -1))
 
     def tangents_of_gradients(
         self, tile: Tile, dscaled: Array, moved: Array, wanted: Collection[str]
     ) -> dict[str, Array]:
         """What a tile adds to those of tdq and tdk that are wanted, from the gradients of all scaled products, and the
         tangents of these."""
-        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._keys(self._k, tile)
+        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
         ds, tds = (x.reshape(shape)[tile.index] for x in (dscaled, moved))
         own, by_moved, found = tds * self._scale + ds * self._tscale, ds * self._scale, {}
         if "tdq" in wanted:
             tdq = product(own, k)
             if self._tk is not None:
-                tdq += product(by_moved, self._keys(self._tk, tile))
+                tdq += product(by_moved, self._tk[..., tile.own_keys, :])
             found["tdq"] = tdq.reshape(len(tdq), -1, *tdq.shape[3:])
         if "tdk" in wanted:
             tdk = product(own.swapaxes(-2, -1), q)
@@ -90,7 +85,7 @@ class Products:
 
     def gradients(self, tile: Tile, dscaled: Array, wanted: Collection[str]) -> dict[str, Array]:
         """What a tile adds to those of dq and dk that are wanted, from the gradients of all scaled products."""
-        q, k = self._q[..., tile.own_rows, :], self._keys(self._k, tile)
+        q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
         own = dscaled.reshape(*self._q.shape[:4], -1)[tile.index] * self._scale
         found = {}
         if "dq" in wanted:

@@ -322,17 +322,19 @@ class Prepared:
         if problem is None:
             own = (arrays[name] for name in INPUTS)
             problem = prepared.problems[names] = make_problem(self._options(call_slice), *own, **optional_inputs)
+        dbias = results.get("dbias")
         if of_products and self.pass_.has_tangents:
             given = {
                 name: x for name, x in arrays.items() if name in (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums")
             }
-            given |= {**optional_inputs, "dbias": call.take("dbias", pairs.shape, self.dtype)}
+            dbias = call.take("dbias", pairs.shape, self.dtype)
+            given |= {**optional_inputs, "dbias": dbias}
             core.run(problem, given, BACKWARD, *call.random)
         core.run(problem, {**arrays, **optional_inputs, **tangents, **results}, self.pass_, *call.random)
         if call.sums:
             self._add_reads(call, pairs, tiles, results["dbias"], products)
-        if products is not None and of_products:
-            self._write_of_products(call, pairs, tiles, products, of_products)
+        if products is not None and dbias is not None and of_products:
+            self._write_of_products(call, pairs, tiles, dbias, products, of_products)
 
     def _options(self, call_slice: CallSlice) -> Options:
         """The options of a slice."""
@@ -380,7 +382,9 @@ class Prepared:
             own = of_tile
             if "mask" in own and not is_mixed[tile.blocks].any():
                 own = {name: root for name, root in own.items() if name != "mask"}
-            inputs = tile.inputs(None if products is None else products.scaled) | _moved(tile, pairs, products)
+            inputs = tile.inputs(None if products is None else products.scaled)
+            if self.tangent is not None:
+                inputs |= _moved(tile, pairs, products)
             values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
                 optional_inputs[name][tile.index] = x
@@ -427,11 +431,17 @@ class Prepared:
         _for_each(sum_tile, tiles, add)
 
     def _write_of_products(
-        self, call: _Call, pairs: Pairs, tiles: list[Tile], products: Products, results: Mapping[str, Array]
+        self,
+        call: _Call,
+        pairs: Pairs,
+        tiles: list[Tile],
+        dbias: Array,
+        products: Products,
+        results: Mapping[str, Array],
     ) -> None:
         """Write gradients of q and k, or their tangents, which follow from that of the bias, tile after tile."""
         sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
-        by_s, dbias = [cast("Node", self.program.by_s)], call.take("dbias", pairs.shape, self.dtype)
+        by_s = [cast("Node", self.program.by_s)]
         has_tangents = self.pass_.has_tangents
         tdbias = call.take("tdbias", pairs.shape, self.dtype) if has_tangents else dbias
         if self.by_tangents is not None:
@@ -439,7 +449,9 @@ class Prepared:
 
         def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
             own, tangent = dbias[tile.index], tdbias[tile.index]
-            inputs = tile.inputs(products.scaled) | _moved(tile, pairs, products)
+            inputs = tile.inputs(products.scaled)
+            if self.by_tangents is not None:
+                inputs |= _moved(tile, pairs, products)
             slope, *moved = evaluate(by_s, inputs, call.score_args, self.dtype)
             if has_tangents:
                 tangent *= np.where(tangent == 0, 0, slope)

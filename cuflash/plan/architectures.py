@@ -47,5 +47,7 @@ FAMILIES: dict[type[Tile], Family[Any]] = {
         *DQ_FAMILIES,
         *SCORES_FAMILIES,
         *BIAS_FAMILIES,
+        *COLUMN_FAMILIES,
+        *TOP_FAMILIES,
     )
 }

@@ -151,7 +151,7 @@ def test_memory_of_second_derivatives(tmp_path):
     memory.draw(plt, records, tmp_path / "memory.svg")
     assert "double backward" in (tmp_path / "memory.svg").read_text()
     text = memory.markdown(records)
-    assert "MiB beside inputs and results, jvp / double backward." in text
+    assert "MiB besides inputs and results, jvp / double backward." in text
     assert "| seqlen | dense formula | cuflash | formula : cuflash |" in text
 
 

@@ -43,7 +43,6 @@ MUTANTS = (
     *row_reductions.MUTANTS,
     *float8.MUTANTS,
     *tangents.MUTANTS,
-    *reductions.MUTANTS,
 )
 MIN_CAUGHT = 0.9
 
