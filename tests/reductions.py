@@ -151,3 +151,44 @@ def _judge_ties(indices, distinct):
             assert (own[own >= 0] == which + distinct * np.arange((own >= 0).sum())).all(), (
                 "of equal scores a later key"
             )
+
+
+def gradient_problem(dtype):
+    """A case, dsums, q, k, lse and weights, and the gradients that `judge_gradients` knows."""
+    case = ct.Case(
+        seqlen_q=150, seqlen_k=230, batch=2, num_heads=4, num_heads_kv=2, head_dim=64, dtype=dtype, causal=True
+    )
+    arrays, rng = inputs_of(case), np.random.default_rng(0)
+    lse = lse_of(attention_of(case), arrays)
+    dsums = rng.standard_normal((*lse.shape[:-1], case.seqlen_k), np.float32)
+    weights = rng.standard_normal(lse.shape, np.float32)
+    return case, (dsums, arrays["q"], arrays["k"], lse, weights), ("dq", "dk", "dscale", "dlse", "dweights")
+
+
+def judge_gradients(case, weights, dsums, found):
+    """Hold gradients of column sums to what the rule leaves each weight: errors of weights add up.
+
+    The case has no options but bounds, and layout "bhsd". dS is P w dsums, because lse is an input of its own. The
+    passes that make gradients take w and dsums in the dtype of q.
+    """
+    expected = Expected(case, weights)
+    p, p_tolerance = expected.weight_matrix()
+    q, k = (expected.arrays[name].astype(np.float64) for name in "qk")
+    scale, w, d = case.problem.scale, weights.astype(np.float64)[..., None], dsums.astype(np.float64)[..., None, :]
+    ds, s = p * w * d, q @ k.swapaxes(-2, -1)
+    eps = float(np.finfo(inputs_of(case)["q"].dtype).eps)
+    tolerance = p_tolerance * abs(w * d) + eps * abs(ds)
+    groups = (*k.shape[:-3], case.num_heads_kv, -1, *k.shape[-2:])
+    right = {
+        "dq": (scale * ds @ k, scale * tolerance @ abs(k)),
+        "dk": tuple(
+            scale * (x.swapaxes(-2, -1) @ y).reshape(groups).sum(axis=-3) for x, y in ((ds, q), (tolerance, abs(q)))
+        ),
+        "dscale": (np.sum(ds * s), np.sum(tolerance * abs(s))),
+        "dlse": (-ds.sum(axis=-1), tolerance.sum(axis=-1)),
+        "dweights": ((p * d).sum(axis=-1), ((p_tolerance + eps * p) * abs(d)).sum(axis=-1)),
+    }
+    for name, x in found.items():
+        value, allowed = right[name]
+        rounding = float(np.finfo(x.dtype).eps) * abs(value)
+        _assert_within(x.astype(np.float64), value, allowed + rounding)

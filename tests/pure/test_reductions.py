@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
-from tests.reductions import attention_of, inputs_of, judge, lse_of
+from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
 from tests.sampling import examples, sample
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
@@ -322,3 +322,15 @@ def test_other_reductions_take_arrays_of_a_score_by_these_names():
 def test_what_is_refused(call, error, message):
     with pytest.raises(error, match=f"^{message}"):
         call()
+
+
+@pytest.mark.parametrize(
+    "way", [way for _, way in (NUMPY, *INSTRUCTION_SETS)], ids=[name for name, _ in (NUMPY, *INSTRUCTION_SETS)]
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_keep_the_oracle_rule(dtype, way):
+    case, given_arrays, need = gradient_problem(dtype)
+    dsums, *_, weights = given_arrays
+    with way_taken(way):
+        found = attention_of(case).column_sums_backward(*given_arrays, need=need)
+    judge_gradients(case, weights, dsums, found._asdict())
