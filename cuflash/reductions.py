@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 
 OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
+_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not
 # What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
 OWN_ARGUMENTS = {
     "column_sums": ("weights", *COLUMN_SUMS.default),
@@ -243,13 +244,10 @@ class Reductions(Preparation[FunctionT]):
         (100, 8)
         """
         given = self._given("column_sums_backward", optional_inputs)
-        own, gradients = _own_and_others(need)
+        own, gradients = _own_and_others(need, self.options.score_gradients)
         results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
         names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
         check_not_streamed("column_sums_backward", k)
-        for name in ("dv", "dsinks"):
-            if name in names:
-                raise value_error("need", name, "gradients of the column sums; sinks act through lse alone: dlse")
         if given["block_table"] is not None:
             raise NotImplementedError(
                 "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
@@ -267,10 +265,16 @@ class Reductions(Preparation[FunctionT]):
         return checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
 
 
-def _own_and_others(need: Collection[str]) -> tuple[tuple[str, ...], Collection[str]]:
+def _own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
     """The gradients that only column sums have, and the others."""
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", typed(need), "a collection of names of gradients")
+    known = (*(name for name in GRADIENTS if name not in _NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
+    for name in need:
+        if name in _NOT_OF_COLUMN_SUMS:
+            raise value_error("need", name, "gradients of the column sums; sinks act through lse alone: dlse")
+        if name not in known:
+            raise value_error("need", repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
     return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
 
 

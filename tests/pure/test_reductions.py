@@ -313,6 +313,11 @@ def test_other_reductions_take_arrays_of_a_score_by_these_names():
             "need: got dsinks, expected gradients of the column sums",
         ),
         (
+            lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE, need=("dq", "dweight")),
+            ValueError,
+            "need: got 'dweight', expected 'dq', 'dk', 'dbias', 'dalibi_slopes', 'dscale', 'dsoftcap', 'dlse' or 'dwei",
+        ),
+        (
             lambda: ATTENTION.column_sums_backward(LSE, Q, cuflash.quantize(K).array, LSE, k_scale=np.float32(1)),
             NotImplementedError,
             "k: got dtype float8_e4m3fn for column_sums_backward",
