@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
-from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.cpu import reductions as on_numpy
 from cuflash.preparation import Preparation, backend_of
@@ -31,7 +30,7 @@ from cuflash.spec.reductions import (
     of_rows,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.results import Array, TopKeys, check_need, named_tuple_of, needed
 from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
 from cuflash.spec.type_variables import FunctionT
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 
 OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
-_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not
+_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not: sinks act through lse alone
 # What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
 OWN_ARGUMENTS = {
     "column_sums": ("weights", *COLUMN_SUMS.default),
@@ -267,14 +266,8 @@ class Reductions(Preparation[FunctionT]):
 
 def _own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
     """The gradients that only column sums have, and the others."""
-    if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", typed(need), "a collection of names of gradients")
     known = (*(name for name in GRADIENTS if name not in _NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
-    for name in need:
-        if name in _NOT_OF_COLUMN_SUMS:
-            raise value_error("need", name, "gradients of the column sums; sinks act through lse alone: dlse")
-        if name not in known:
-            raise value_error("need", repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
+    check_need(need, known)
     return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
@@ -293,6 +293,15 @@ def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     return tuple(pass_ for pass_ in PASSES if pass_.name in passes)
 
 
+def check_need(need: Collection[str], known: Sequence[str]) -> None:
+    """Raise TypeError or ValueError unless these are names of gradients, of those that a method gives."""
+    if isinstance(need, str) or not isinstance(need, Collection):
+        raise type_error("need", typed(need), "a collection of names of gradients")
+    for name in need:
+        if name not in known:
+            raise value_error("need", repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
+
+
 def needed(
     need: Collection[str],
     given: Mapping[str, Any],
@@ -304,13 +313,8 @@ def needed(
 
     `score_args` are those of arrays that the score reads. With the prefix "t" the names are those of tangents.
     """
-    if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", typed(need), "a collection of names of gradients")
     every = tuple(f"{prefix}{name}" for name in (*GRADIENTS, *score_args))
-    for name in need:
-        if name not in every:
-            listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"
-            raise value_error("need", repr(name), listed)
+    check_need(need, every)
     wanted = tuple(name for name in every if name in need or results.get(name) is not None)
     for own, name in INPUT_OF_GRADIENT.items():
         gradient = f"{prefix}{own}"
