@@ -302,7 +302,7 @@ SUITES = {
         cases=tuple(_decode(b, n, m) for b, n in ((16, 8192), (1, 131072)) for m in (1, 4, 16)),
         peers=("cudnn", "fa2"),
         passes=("forward",),
-        about="decode: few queries against a long KV cache; read the bytes per second",
+        about="decode against a long KV cache; read the bytes per second",
     ),
     "decode-wide": Suite(
         kind="gpu",
@@ -326,7 +326,7 @@ SUITES = {
         cases=(_decode(16, 8192, 1), _decode(16, 8192, 4), _decode(2, 8192, 512)),
         peers=("cuflash-pages16", "cuflash-pages64", "cuflash-pages256"),
         passes=("forward",),
-        about="keys in pages of 16, 64 and 256, compared with keys in one piece; few queries, and many",
+        about="keys in pages of 16, 64 and 256, compared with keys in one piece; decode and prefill",
     ),
     "float8": Suite(
         kind="gpu",
