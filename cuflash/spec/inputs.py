@@ -6,6 +6,7 @@ kernels' argument, `need`, the interface and test strategies iterate over the ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict
@@ -228,9 +229,9 @@ class Numbers:
     scale: float | None = None
     softcap: float | None = None
 
-    @property
+    @functools.cached_property
     def numbers(self) -> dict[str, Any]:
-        """The numbers by name."""
+        """The numbers by name, not to be written to."""
         return {name: getattr(self, name) for name in NUMBERS}
 
 
