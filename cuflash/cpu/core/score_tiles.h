@@ -11,7 +11,9 @@ namespace {
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
-constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 16 ? 24 : 12;  // rows whose scores are computed at a time
+constexpr long GROUP = HAS_TILES                                  ? 64
+                       : NUM_REGISTERS == 16 || HAS_LANE_PRODUCTS ? 24
+                                                                  : 12;  // rows whose scores are computed at a time
 constexpr long FEW_OF_GROUP = 16;  // rows that are finished at a time, in the first cache
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
