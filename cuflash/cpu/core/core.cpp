@@ -1,6 +1,4 @@
 // The interface to Python.
-#include <sys/syscall.h>
-#include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -13,6 +11,13 @@
 #include "small_head_calls.h"
 #include "threads.h"
 
+// setup.py names the targets that are left out; without it, in a test of this file, all but the baseline are.
+#define IS_LEFT_OUT(name) extern const Kernels kernels_##name = {};
+#if !defined(LEFT_OUT)
+#define LEFT_OUT IS_LEFT_OUT(avx2) IS_LEFT_OUT(avx512) IS_LEFT_OUT(avx512_bfloat16) IS_LEFT_OUT(amx)
+#endif
+LEFT_OUT
+
 namespace {
 
 struct Target {
@@ -21,23 +26,29 @@ struct Target {
 };
 
 #if defined(__x86_64__)
-// What a processor has by leaf 7 of CPUID. Compilers that do not know instructions do not know their names either.
-struct Leaf7 {
-    bool has_bfloat16 = false, has_tiles = false;
-    Leaf7() {
-        unsigned a, b, c, d;
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
-        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) has_bfloat16 = a >> 5 & 1;
+// What a processor has, by CPUID, and what the system saves the registers of. Compilers that do not know instructions do
+// not know their names either, and not all have `__builtin_cpu_supports` on every system.
+struct Features {
+    bool has_avx2 = false, has_avx512 = false, has_bfloat16 = false, has_tiles = false;
+    Features() {
+        unsigned a, b, c, d, saved, unused;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;  // the system says what it saves
+        asm volatile("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+        const bool has_fma = (c >> 12 & 1) && (c >> 29 & 1);  // and conversions of float16
+        const bool saves_avx = (saved & 0x6) == 0x6;
+#if defined(__APPLE__)
+        const bool saves_avx512 = saves_avx;  // from their first use on
+#else
+        const bool saves_avx512 = (saved & 0xe6) == 0xe6;
+#endif
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        has_avx2 = saves_avx && has_fma && (b >> 5 & 1);
+        constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+        has_avx512 = has_avx2 && saves_avx512 && (b & AVX512) == AVX512;
+        has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) has_bfloat16 = has_avx512 && (a >> 5 & 1);
     }
 };
-
-// Whether the system lets this process use tile registers. It is queried once.
-bool may_use_tiles() {
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
-    if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
-    return answer == 1;
-}
 
 #if defined(MODEL_OF_TILES)
 constexpr bool HAS_MODEL = true;
@@ -49,18 +60,13 @@ constexpr bool HAS_MODEL = false;
 // The best target that was built and that this processor can run; the `limit` best of all targets are left out.
 Target target_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    static const Leaf7 leaf;
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    const bool has_bfloat16 = has_avx512 && leaf.has_bfloat16;
-    if (&kernels_amx && has_bfloat16 && limit < 1 && (HAS_MODEL || (leaf.has_tiles && may_use_tiles())))
+    static const Features found;
+    if (kernels_amx.prepare && found.has_bfloat16 && limit < 1 && (HAS_MODEL || (found.has_tiles && may_use_tiles())))
         return Target{"AMX", &kernels_amx};
-    if (&kernels_avx512_bfloat16 && has_bfloat16 && limit < 2)
+    if (kernels_avx512_bfloat16.prepare && found.has_bfloat16 && limit < 2)
         return Target{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (&kernels_avx512 && has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
-    if (&kernels_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
-        return Target{"AVX2", &kernels_avx2};
+    if (kernels_avx512.prepare && found.has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
+    if (kernels_avx2.prepare && found.has_avx2 && limit < 4) return Target{"AVX2", &kernels_avx2};
     return Target{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
     return Target{"NEON", &kernels_baseline};
@@ -209,22 +215,21 @@ int end(Running *running) {
 // memory of Python's would when the interpreter exits.
 struct CallerScratch {
     static constexpr long CALLER_BYTES = 1 << 20;
-    static inline pthread_key_t key;
-    static inline bool has_key = false;  // there may be too many of others
-    void *memory;                        // null if there is none
+    static inline ThreadMemory kept;
+    void *memory;  // null if there is none
     bool is_kept;
 
     explicit CallerScratch(long bytes) {
-        static pthread_once_t once = PTHREAD_ONCE_INIT;
-        pthread_once(&once, [] { has_key = pthread_key_create(&key, free) == 0; });
-        memory = has_key && bytes <= CALLER_BYTES ? pthread_getspecific(key) : nullptr;
+        static Once once;
+        once.run([] { kept.make(); });
+        memory = bytes <= CALLER_BYTES ? kept.get() : nullptr;
         is_kept = memory;
         if (is_kept) return;
         memory = allocate_scratch(bytes < CALLER_BYTES ? CALLER_BYTES : bytes);
-        is_kept = memory && has_key && bytes <= CALLER_BYTES && pthread_setspecific(key, memory) == 0;
+        is_kept = memory && bytes <= CALLER_BYTES && kept.set(memory);
     }
     ~CallerScratch() {
-        if (!is_kept) free(memory);
+        if (!is_kept) free_aligned(memory);
     }
 };
 
@@ -261,8 +266,6 @@ long most_threads(const Running &running, long num_threads) {
 }
 
 }  // namespace
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // The sources that the library was built from.
 EXPORTED const char *cuflash_sources() { return SOURCES; }
@@ -325,11 +328,11 @@ EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCal
 EXPORTED int cuflash_wait(const LongCall *call, int milliseconds) {
     if (!call->running) return true;
     Running &running = *call->running;
-    const timespec until = after_milliseconds(milliseconds);
-    int error = 0;
-    pthread_mutex_lock(&running.mutex);
-    while (!is_done(running) && error == 0) error = pthread_cond_timedwait(&running.changed, &running.mutex, &until);
-    pthread_mutex_unlock(&running.mutex);
+    const Deadline until = after_milliseconds(milliseconds);
+    bool is_early = true;
+    running.mutex.lock();
+    while (!is_done(running) && is_early) is_early = running.changed.wait(running.mutex, until);
+    running.mutex.unlock();
     return is_done(running);
 }
 
