@@ -68,6 +68,8 @@ TARGETS = {
     },
     "other": {"baseline": []},
 }
+# For tests, with -DMODEL_OF_TILES in CXXFLAGS: AVX2 computes what AMX does.
+MODEL_OF_AMX = ["-mavx2", "-mfma", "-mf16c", "-DONLY_BFLOAT16"]
 LEVELS = {"x86_64": {"baseline": QUICKLY_BUILT}, "other": {}}
 # As `cuflash_processor` of the core says them.
 NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bfloat16": "AVX-512 with bfloat16", "amx": "AMX"}
@@ -175,6 +177,8 @@ class BuildCore(build_ext):
         machine = "x86_64" if triple.partition("-")[0] in ("x86_64", "amd64") else "other"
         targets, levels = TARGETS[machine], LEVELS[machine]
         flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
+        if "amx" in targets and "-DMODEL_OF_TILES" in flags_of_user:
+            targets = targets | {"amx": MODEL_OF_AMX}
         flags = [*FLAGS, *system.flags, *(MINGW_GCC if triple.endswith("mingw32") else [])]
         begun = time.monotonic()
         print(

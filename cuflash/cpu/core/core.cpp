@@ -1,8 +1,4 @@
 // The interface to Python.
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -25,66 +21,25 @@ struct Target {
     const Kernels *kernels;
 };
 
-#if defined(__x86_64__)
-// What a processor has, by CPUID, and what the system saves the registers of. Compilers that do not know instructions do
-// not know their names either, and not all have `__builtin_cpu_supports` on every system.
-struct Features {
-    bool has_avx2 = false, has_avx512 = false, has_bfloat16 = false, has_tiles = false;
-    Features() {
-        unsigned a, b, c, d, saved, unused;
-        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;  // the system says what it saves
-        asm volatile("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
-        const bool has_fma = (c >> 12 & 1) && (c >> 29 & 1);  // and conversions of float16
-        const bool saves_avx = (saved & 0x6) == 0x6;
-#if defined(__APPLE__)
-        const bool saves_avx512 = saves_avx;  // from their first use on
-#else
-        const bool saves_avx512 = (saved & 0xe6) == 0xe6;
-#endif
-        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-        has_avx2 = saves_avx && has_fma && (b >> 5 & 1);
-        constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-        has_avx512 = has_avx2 && saves_avx512 && (b & AVX512) == AVX512;
-        has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
-        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) has_bfloat16 = has_avx512 && (a >> 5 & 1);
-    }
-};
-
-#if defined(MODEL_OF_TILES)
-constexpr bool HAS_MODEL = true;
-#else
-constexpr bool HAS_MODEL = false;
-#endif
-#endif
-
 // The best target that was built and that this processor can run; the `limit` best of all targets are left out.
-Target target_of_processor([[maybe_unused]] int limit) {
-#if defined(__x86_64__)
-    static const Features found;
-    if (kernels_amx.prepare && found.has_bfloat16 && limit < 1 && (HAS_MODEL || (found.has_tiles && may_use_tiles())))
-        return Target{"AMX", &kernels_amx};
+Target target_of_processor(int limit) {
+    const Processor &found = processor();
+    if (kernels_amx.prepare && found.has_tiles && limit < 1 && may_use_tiles()) return Target{"AMX", &kernels_amx};
     if (kernels_avx512_bfloat16.prepare && found.has_bfloat16 && limit < 2)
         return Target{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
     if (kernels_avx512.prepare && found.has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
     if (kernels_avx2.prepare && found.has_avx2 && limit < 4) return Target{"AVX2", &kernels_avx2};
-    return Target{"SSE2", &kernels_baseline};
-#elif defined(__aarch64__)
-    return Target{"NEON", &kernels_baseline};
-#else
-    return Target{"generic", &kernels_baseline};
-#endif
+    return Target{found.baseline, &kernels_baseline};
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
 // forward pass of float16, both without tangents.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
-#if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
     const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents;
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
-#endif
     return *kernels;
 }
 

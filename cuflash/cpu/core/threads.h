@@ -4,6 +4,7 @@
 
 #include <fenv.h>
 
+#include "simd/processor.h"
 #include "system/system.h"
 #include "targets.h"
 
@@ -50,15 +51,6 @@ struct Running {
     long num_workers = 0;
     Worker *workers[];
 };
-
-// Lets the other thread of the core work.
-inline void rest() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 void *allocate_scratch(long bytes) { return allocate_aligned(64, bytes + 64); }
 

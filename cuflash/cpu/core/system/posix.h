@@ -7,11 +7,8 @@
 #include <time.h>
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
@@ -33,20 +30,6 @@ inline void free_aligned(void *memory) { free(memory); }
 inline void use_large_pages([[maybe_unused]] void *memory, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__)
     madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-}
-
-// ---- registers ------------------------------------------------------------------------------------------------------
-
-// Whether the system lets this process use tile registers of AMX. It is queried once.
-inline bool may_use_tiles() {
-#if defined(__linux__) && defined(__x86_64__)
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
-    if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
-    return answer == 1;
-#else
-    return false;
 #endif
 }
 

@@ -27,10 +27,6 @@ inline void *allocate_aligned(int64_t alignment, int64_t bytes) { return _aligne
 inline void free_aligned(void *memory) { _aligned_free(memory); }
 inline void use_large_pages(void *, int64_t) {}  // they take a privilege that users do not have
 
-// ---- registers ------------------------------------------------------------------------------------------------------
-
-inline bool may_use_tiles() { return false; }  // AMX is not tried
-
 // ---- time -----------------------------------------------------------------------------------------------------------
 
 inline int64_t nanoseconds_now() {
