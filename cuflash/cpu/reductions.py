@@ -19,6 +19,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.reductions import as_rows_of_values, of_values, widened
+from cuflash.spec.row_sums import in_units
 
 Array = NDArray[Any]
 
@@ -49,7 +50,8 @@ def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[A
     problem, arrays = _bound(TOP_KEYS, options, arrays)
     split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, count)
     indices, weights = np.full(split, -1, np.int32), np.zeros(split, problem.softmax_dtype)
-    for call, (batches, rows, keys) in zip(fallback.calls(problem, arrays), _places(problem, arrays), strict=True):
+    calls = fallback.calls(problem, _in_units(problem, arrays))
+    for call, (batches, rows, keys) in zip(calls, _places(problem, arrays), strict=True):
         into = (indices[batches, :, :, rows], weights[batches, :, :, rows])
         pick = functools.partial(ReductionJob.pick, first_key=keys.start or 0, into=into)
         _run(problem, pick, call.jobs(ReductionJob))
@@ -61,13 +63,23 @@ def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[A
 
 
 def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Problem, dict[str, Any]]:
-    """The problem of a reduction, checked, without fp8; and its arrays."""
+    """The problem of a reduction, checked, without fp8; and its arrays.
+
+    They may have row sums (`cuflash.spec.row_sums`) where q and k are a slice of a problem.
+    """
     given = dict(arrays)
+    sums = given.pop("row_sums", None)
     problem = backend.bound(pass_, options, given, ()).problem
     if problem.has_float8:
         given = widened(options, given)
         problem = backend.bound(pass_, options, given, ()).problem
-    return problem, given
+    return problem, given if sums is None else {**given, "row_sums": sums}
+
+
+def _in_units(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, with row sums as tiles of `fallback` read them."""
+    sums = arrays.get("row_sums")
+    return {**arrays} if sums is None else {**arrays, "row_sums": in_units(sums, 1.0, problem.softmax_dtype)}
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -102,7 +114,8 @@ def _of_columns(problem: Problem, arrays: Mapping[str, Any], work: Callable[...,
     """A reduction over rows, which no order of threads changes."""
     split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
     found = np.zeros(split, problem.softmax_dtype)
-    for call, (batches, _, keys) in zip(fallback.calls(problem, arrays), _places(problem, arrays), strict=True):
+    calls = fallback.calls(problem, _in_units(problem, arrays))
+    for call, (batches, _, keys) in zip(calls, _places(problem, arrays), strict=True):
         own = found[batches, :, :, keys]
 
         def take(result: Any, own: Array = own) -> None:

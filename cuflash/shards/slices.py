@@ -21,6 +21,7 @@ from cuflash.arrays.dlpack import module_of
 from cuflash.arrays.fp8 import Float8Array
 from cuflash.arrays.memory_ranges import Band, Span
 from cuflash.cpu import backend as cpu_backend
+from cuflash.cpu import reductions as on_cpu
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
@@ -89,6 +90,11 @@ class Slices:
     def backend(self) -> ModuleType:
         return cpu_backend if self.is_on_cpu else importlib.import_module("cuflash.gpu.backend")
 
+    @functools.cached_property
+    def reductions(self) -> ModuleType:
+        """The module that reduces attention weights."""
+        return on_cpu if self.is_on_cpu else importlib.import_module("cuflash.gpu.reductions")
+
     def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
         """The options of a call on a slice, with the diagonal and the indices of dropout of the whole problem."""
         diagonal = None if self.starts is not None else queries[0] + self.band.diagonal - keys[0]
@@ -147,6 +153,20 @@ class Slices:
         of_call = dict.fromkeys(NAMES) | self.score_args(options, queries, keys, arrays["q"]) | arrays
         del of_call["block_table"]
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
+
+    def reduce(
+        self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass, count: tuple[int, ...] = ()
+    ) -> tuple[Array, ...]:
+        """The results of a reduction of the weights of a slice; `count` is how many keys `TOP_KEYS` finds of a row.
+
+        The weights are those among all keys, whose lse is given.
+        """
+        options = self.options_of(queries, keys)
+        of_call = self.score_args(options, queries, keys, arrays["q"]) | arrays
+        given = {name: x for name, x in self._packed(of_call).items() if x is not None}
+        found = getattr(self.reductions, pass_.name)(options, given, *count)
+        found = found if isinstance(found, tuple) else (found,)
+        return found if self.starts is None else tuple(x[None] for x in found)
 
     def of_all(self, options: Options, queries: Span, keys: Span, q: Array, pass_: Pass) -> dict[str, Array]:
         """What every call of a pass gets whole: what functions read, and the tangents of this and of numbers."""

@@ -15,6 +15,7 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
+from cuflash.shards.reductions import merge_top_keys
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import INPUTS, MOVABLE_BROADCAST, NAMES
@@ -163,6 +164,33 @@ class StreamedPass:
             call = functools.partial(self._call_backward, step.chunk, wanted)
             sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
+
+    def columns(self, result: Host) -> None:
+        """Fill what a reduction over queries gives, (batch, num_heads, seqlen_k), in host memory."""
+        whole, run = {"columns": result[..., None]}, self._with_row_sums()
+        self._clear_unseen(whole)
+        for step in self._steps(whole):
+            step.buffers["columns"][..., 0] = run._reduced(step)[0]
+
+    def top_keys(self, indices: Array, weights: Array) -> None:
+        """Fill indices and weights of the strongest keys, (batch, num_heads, seqlen_q, count) each."""
+        indices[...], weights[...] = -1, 0
+        run = self._with_row_sums()
+        for step in self._steps({}):
+            rows = slice(*step.chunk.queries)
+            found = run._reduced(step, indices.shape[-1])
+            merge_top_keys(indices[:, :, rows], weights[:, :, rows], *found, first_key=step.chunk.keys[0])
+
+    def _with_row_sums(self) -> StreamedPass:
+        """The same with the row sums of rows whose lse is large, if it is that of these keys."""
+        lse = dlpack.on_host(self.arrays["lse"])
+        if self.is_whole or not row_sums.has_large(lse, self.slices.large_lse):
+            return self
+        arrays = {**self.arrays, "row_sums": row_sums.explaining(self._row_sums(), lse)}
+        return replace(self, slices=replace(self.slices, arrays=arrays))
+
+    def _reduced(self, step: ChunkStep, *count: int) -> tuple[Array, ...]:
+        return self.slices.reduce(*step.chunk, self.arrays_of(step, of_softmax=False), self.pass_, count)
 
     def _call_backward(self, chunk: Chunk, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         return self.slices.backward(*chunk, need, arrays, self.pass_)
