@@ -12,7 +12,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,8 @@ from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
-    FORWARD_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    ROW_REDUCTIONS_AND_GRADIENTS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
 )
@@ -54,11 +52,10 @@ _INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KN
 # How many axes an input is broadcast to: the first ones of the scores, up to its last one.
 _INPUT_AXES = {row.name: SCORES.index(row.shapes[-1][-1]) + 1 if row.shapes else row.strides for row in _INPUTS}
 _OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(row.gradient for row in _INPUTS))
-UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
-    **{name: 3 for name in OVER_ROWS if name not in ROW_REDUCTIONS_AND_GRADIENTS},
+    **dict.fromkeys(OVER_ROWS, 3),
     **_INPUT_AXES,
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
@@ -213,15 +210,7 @@ def why_not(problem: Problem | None = None) -> str | None:
     if isinstance(library, str):
         return library
     unknown = [] if problem is None else [name for name in problem.acting if name not in KNOWN]
-    if problem is not None:
-        unknown += [name for name in problem.row_reductions if name in UNKNOWN]
     return f"it knows no {' and no '.join(unknown)}" if unknown else None
-
-
-def why_not_results(wanted: Collection[str]) -> str | None:
-    """Why the core does not compute these results of any problem; None if it does."""
-    unknown = [name for name in wanted if name in UNKNOWN]
-    return f"it computes no {' and no '.join(unknown)}" if unknown else None
 
 
 def processor() -> str:

@@ -7,8 +7,9 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT
 
 // clang-format off
 enum Array {
-    Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES, KV_LENGTHS, SINKS, CU_SEQLENS_Q,
-    CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, ROW_SUMS, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS,
+    Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, MAX, DMAX, ENTROPY, DENTROPY, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES,
+    KV_LENGTHS, SINKS, CU_SEQLENS_Q, CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, ROW_SUMS, DBIAS,
+    DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS,
     SCALE, SOFTCAP,  // numbers of a call; their tangents are arrays
     NUM_ARRAYS
 };
@@ -47,3 +48,4 @@ struct Call {
 // Whether k and v are fp8.
 inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }
+inline bool has_row_reductions(const Call &call) { return call.arrays[MAX] || call.arrays[ENTROPY]; }

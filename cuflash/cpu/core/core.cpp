@@ -117,7 +117,8 @@ struct Changing {
 
 inline bool is_result(const Call &call, int64_t array) {
     if (array == ROW_SUMS) return call.finds_row_sums;
-    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
+    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS
+                            : array == OUT || array == LSE || array == MAX || array == ENTROPY;
 }
 
 // Whether an array has no elements.
