@@ -27,8 +27,9 @@ from cuflash.spec.outputs import (
     OVER_ROWS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
+    WEIGHT_REDUCTION_ROWS,
 )
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -59,6 +60,7 @@ AXES = {
     **_INPUT_AXES,
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
+    **{row.name: row.strides for row in WEIGHT_REDUCTION_ROWS},
     **dict.fromkeys(_NUMBERS, 0),  # whose tangents are arrays
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
@@ -81,7 +83,7 @@ class _Call(ctypes.Structure):
             for name in (
                 "dropout_steps",
                 *("dropout_row", "dropout_column", "dropout_head", "dropout_heads"),
-                "num_given",
+                *("num_top_keys", "num_given"),
             )
         ),
         *((name, ctypes.c_double) for name in (*_NUMBERS, "kept_scale")),
@@ -375,7 +377,7 @@ def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) ->
     """A `struct Call` up to what changes from call to call, of arrays like these."""
     call = _Call(
         bytes=ctypes.sizeof(_Call),
-        is_backward=pass_ in (BACKWARD, BACKWARD_JVP),
+        is_backward=pass_ not in (FORWARD, JVP),
         has_tangents=pass_.has_tangents,
         finds_row_sums=pass_ is BACKWARD and "dout" not in given,
         dtype=DTYPES.index(problem.dtype),
@@ -395,6 +397,7 @@ def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) ->
         dropout_head=problem.origin.head,
         dropout_heads=problem.origin.num_heads,
         kept_scale=problem.kept_scale,
+        num_top_keys=given["key_indices"].shape[-1] if "key_indices" in given else 0,
     )
     for name in problem.given(_NUMBERS):
         setattr(call, name, getattr(problem, name))

@@ -155,7 +155,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    const bool has_dout = !call.finds_row_sums;
+    const bool has_dout = call.arrays[DOUT];
     if (uses_bf16x2<T>(call)) {
         load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
         if (has_dout)
@@ -455,6 +455,58 @@ template <class T> inline void pack_scores(const Block &block, const Visible &vi
     }
 }
 
+// Calls body(r, s, columns, at) with the scores s of each row of a block for keys of a tile from the key `at` on, in
+// whole vectors. Rows for which is_needed(r) is false may be left out. The rows and the tile are loaded.
+template <class T, class N, class F>
+inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                               long first, long count, BackwardBuffers<T> &buffers, N is_needed, F body) {
+    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    for (long r0 = 0, n; r0 < rows_of(block); r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
+        bool any_needed = false;
+        for (long r = r0; r < r0 + n; ++r) any_needed |= is_needed(r);
+        if (here <= 0 || !any_needed) continue;
+        T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
+        multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, s);
+        for (long r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
+            if (r % FEW_OF_GROUP == 0)
+                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
+                                        columns, next_bias, s, buffers.added, nullptr);
+            body(r0 + r, s, columns, at);
+        }
+    }
+}
+
+// The same for all keys that rows of a block attend to, whose tiles it loads.
+template <class T, class N, class F>
+inline void for_scores(const Work &work, const Scaling<T> &scaling, const Block &block, BackwardBuffers<T> &buffers,
+                       N is_needed, F body) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[block.entry];
+    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    for (long first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
+        if (work.stopped.load(std::memory_order_relaxed)) return;
+        const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+        if (!any_visible(call, entry, block, first, count)) continue;
+        load_key_tile(call, entry, block.head_kv, first, count, buffers);
+        for_scores_of_tile(call, scaling, entry, block, first, count, buffers, is_needed, body);
+    }
+}
+
+// Row max and row sum of rows of a block, as scores are added.
+template <class T> struct RowSumsSoFar {
+    T row_max[BACKWARD_ROWS];
+    double sums[BACKWARD_ROWS] = {};
+    RowSumsSoFar() {
+        for (T &x : row_max) x = T(-__builtin_inf());
+    }
+    void add(const Scaling<T> &scaling, long r, const T *s, long columns) {
+        add_exponentials(scaling, s, columns, row_max[r], sums[r]);
+    }
+};
+
 // Finds what rows of a block have to know of all of their keys before weights are computed: the sums of those whose lse
 // is large and, for gradients with respect to maxima, the first key with the largest score.
 template <class T> inline void find_row_sums(Work &work, char *memory, const Block &block) {
@@ -462,52 +514,29 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
     BackwardBuffers<T> buffers(work, memory);
-    const long num_rows = rows_of(block), next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
-    T row_maxima[BACKWARD_ROWS], largest[BACKWARD_ROWS];
-    double sums[BACKWARD_ROWS] = {};
-    for (long r = 0; r < num_rows; ++r) row_maxima[r] = largest[r] = T(-__builtin_inf());
+    const long num_rows = rows_of(block);
+    RowSumsSoFar<T> sums;
+    T largest[BACKWARD_ROWS];
+    for (T &x : largest) x = T(-__builtin_inf());
     load_queries(work, entry, block, buffers);
     const bool finds_maxima = call.arrays[DMAX];
-    auto any_needed = [&](long r0, long count) {
-        bool any = finds_maxima;
-        for (long r = r0; r < r0 + count; ++r) any |= is_large(buffers.lse[r]);
-        return any;
-    };
-    if (!any_needed(0, num_rows)) return;
-    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (long first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
-        if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
-        if (!any_visible(call, entry, block, first, count)) continue;
-        load_key_tile(call, entry, block.head_kv, first, count, buffers);
-        for (long r0 = 0, n; r0 < num_rows; r0 += n) {
-            n = rows_of_group(call, block, r0, GROUP);
-            const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-            const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
-            if (here <= 0 || !any_needed(r0, n)) continue;
-            T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
-            multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns,
-                          s);
-            for (long r = 0; r < n; r += FEW_OF_GROUP)
-                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
-                                        columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
-            for (long r = 0; r < n; ++r) {
-                const T *of_row = s + r * SCORES_STRIDE<T>;
-                if (finds_maxima) find_first_max(of_row, columns, at, largest[r0 + r], buffers.first_max[r0 + r]);
-                if (is_large(buffers.lse[r0 + r]))
-                    add_exponentials(scaling, of_row, columns, row_maxima[r0 + r], sums[r0 + r]);
-            }
-        }
-    }
+    auto is_needed = [&](long r) { return finds_maxima || is_large(buffers.lse[r]); };
+    bool any_needed = false;
+    for (long r = 0; r < num_rows; ++r) any_needed |= is_needed(r);
+    if (!any_needed) return;
+    for_scores(work, scaling, block, buffers, is_needed, [&](long r, const T *s, long columns, long at) {
+        if (finds_maxima) find_first_max(s, columns, at, largest[r], buffers.first_max[r]);
+        if (is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
+    });
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         if (finds_maxima) work.first_max[index_of_row(call, entry, row)] = buffers.first_max[r];
         if (!is_large(buffers.lse[r])) continue;
         if (call.finds_row_sums)
-            write_row_sum(call, scaling, entry, row, row_maxima[r], sums[r]);
+            write_row_sum(call, scaling, entry, row, sums.row_max[r], sums.sums[r]);
         else
             row_sum<T>(work, entry, row) =
-                explained_sum(call, scaling, row.head, buffers.lse[r], row_maxima[r], sums[r]);
+                explained_sum(call, scaling, row.head, buffers.lse[r], sums.row_max[r], sums.sums[r]);
     }
 }
 
