@@ -108,7 +108,6 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + moment);
 }
 
-#if defined(__AVX512BF16__)
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops, class R>
 inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
@@ -130,17 +129,14 @@ inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<floa
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
         const Vector<float> p0 = weight_of(j, 0), p1 = weight_of(j + N, 1);
-        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)kept_of(p1, j + N), (__m512)kept_of(p0, j));
-        store(packed + j / 2, (Vector<float>)both);
+        store(packed + j / 2, round_to_bfloat16<float>(kept_of(p0, j), kept_of(p1, j + N)));
     }
     if (j < num_keys) {
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)kept_of(weight_of(j, 0), j));
-        memcpy((void *)(packed + j / 2), &rounded, sizeof rounded);
+        store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(weight_of(j, 0), j)));
     }
     store(l, load(l) + (sums[0] + sums[1]));
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
 }
-#endif
 
 // The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`, and
 // what keys have summed shrinks.
@@ -252,13 +248,11 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
         with_options(r0 + r, [&](auto drops, auto reductions) {
             exponentials<T>(drops, reductions, scaling, row, columns, row_max, l, o, dim, kept, kept_scale);
         });
-#if HAS_TILES
-        if (terms == 2) {
-            split_to_bf16x2((float *)row, columns, (float *)p + 2 * r * KEYS_BF16X2_STRIDE,
-                            (float *)p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
-            between();
-        }
-#endif
+        if constexpr (MAY_USE_TILES<T>)
+            if (terms == 2) {
+                split_to_bf16x2(row, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
+                between();
+            }
     }
 }
 
