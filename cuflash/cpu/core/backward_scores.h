@@ -360,6 +360,18 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
     with_weights(scaling, lse, row_sum, softmax_by);
 }
 
+// The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
+// whose errors would not average out. `values` has space for both rows.
+template <class T>
+inline double exact_product(const Call &call, const Entry &entry, Row row, long head_kv, long key, long dim,
+                            T *values) {
+    load_row(row_address(call, Q, entry, row), call.dtype, call.strides[Q][3], call.head_dim, values);
+    load_keys(call, K, entry, head_kv, key, 1, call.head_dim, values + dim, dim, 1);
+    double sum = 0;
+    for (long d = 0; d < call.head_dim; ++d) sum += double(values[d]) * double(values[dim + d]);
+    return call.scale < 0 ? -sum : sum;
+}
+
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
 // gradient of scores with their bias, else that of scale q k^T. Hidden scores of the rows and keys that it returns have
 // zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the
@@ -405,7 +417,12 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                         slopes_at_once ? tanhs : nullptr, p, ds);
             if (call.arrays[DMAX]) {
                 const long j = buffers.first_max[r0 + r] - at;
-                if (j >= 0 && j < columns) ds[j] += buffers.dmax[r0 + r];
+                if (j >= 0 && j < columns) {
+                    ds[j] += buffers.dmax[r0 + r];
+                    if (products)
+                        products[j] = T(exact_product(call, entry, row, block.head_kv, buffers.first_max[r0 + r],
+                                                      buffers.sizes.dim, buffers.dq));
+                }
             }
             if (for_bias) continue;
             put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
