@@ -33,12 +33,12 @@ Target target_of_processor(int limit) {
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
-// forward pass of float16, both without tangents.
+// forward pass of float16; but no tangents, and no reductions of the weights, which are computed in float32.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
-    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents;
+    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents && !reduces_weights(call);
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
     return *kernels;
 }
@@ -78,7 +78,8 @@ struct Changing {
 
 inline bool is_result(const Call &call, int64_t array) {
     if (array == ROW_SUMS) return call.finds_row_sums;
-    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
+    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS
+                            : array == OUT || array == LSE || array == MAX || array == ENTROPY;
 }
 
 // Whether an array has no elements.

@@ -227,6 +227,7 @@ template <class T> struct Scaling {
     bool acts_on_scores;
     T factor;
     T rise;          // the row max is raised if a score is above it by more than this: by a factor of e^8 of its weight
+    T least;         // a score that is below the row max by more than this has no weight
     double natural;  // a score times this is an exponent of e
     explicit Scaling(const Call &call) {
         acts_on_scores = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
@@ -234,6 +235,7 @@ template <class T> struct Scaling {
         factor = T(natural * 1.4426950408889634);
         const double most = 1e30;
         rise = T(8 / natural < most ? 8 / natural : most);
+        least = -T(-double(Vectors<T>::LOWEST) / factor < most ? -double(Vectors<T>::LOWEST) / factor : most);
     }
 };
 

@@ -86,6 +86,7 @@ struct Work {
     double *sums = nullptr;                 // partial sums of gradients that are numbers
     char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
     char *row_sums = nullptr;               // sums of rows, if lse of any of them is large
+    long *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
     LargeMemory *packed_keys = nullptr;     // tiles of k and v, where blocks share them
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
     void *allocated[12] = {};
