@@ -12,6 +12,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
 from cuflash.arrays.dlpack import module_of
 from cuflash.cpu import reductions as on_numpy
@@ -24,15 +26,17 @@ from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.spec.reductions import (
     as_rows_of_values,
     as_values,
-    check_not_streamed,
     checked_count,
     group_of,
+    keys_of,
     of_rows,
     prepare_reduction,
 )
 from cuflash.spec.results import Array, TopKeys, check_need, named_tuple_of, needed
 from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
+from cuflash.spec.streamed import Streamed
 from cuflash.spec.type_variables import FunctionT
+from cuflash.streaming import reductions as of_streamed
 
 if TYPE_CHECKING:
     from cuflash.spec.inputs import ScoreGradients
@@ -71,7 +75,7 @@ class Reductions(Preparation[FunctionT]):
         Parameters
         ----------
         q, k : array
-            As `forward` takes them; there are no values.
+            As `forward` takes them; there are no values. Streamed keys are ``cuflash.streamed(k, None)``.
         lse : array
             As `forward` returned it: (..., num_heads, seqlen_q). It may be that of more keys than k has: P are then the
             weights of the keys in k among all of these.
@@ -84,14 +88,15 @@ class Reductions(Preparation[FunctionT]):
         -------
         array
             (..., num_heads, seqlen_k) in every layout, float32 (float64 for float64); 0 of keys that no query attends
-            to. For the sums over a group of query heads, add up the heads that share a key/value head.
+            to. For the sums over a group of query heads, add up the heads that share a key/value head. Of streamed keys
+            in host memory, as dk is.
 
         Raises
         ------
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `forward` does, and with streamed keys; on the GPU also with a `block_table`.
+            As `forward` does; on the GPU also with a `block_table`.
 
         See Also
         --------
@@ -110,7 +115,7 @@ class Reductions(Preparation[FunctionT]):
         """
         given = self._given("column_sums", optional_inputs)
         call = prepare_reduction("column_sums", self.options, {"q": q, "k": k, "lse": lse, "weights": weights} | given)
-        return call.exported(_reductions_of(call.backend).column_sums(call.options, call.arrays))
+        return call.exported(_reductions_of(call.backend).column_sums(call.options, call.arrays), of_keys=True)
 
     def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
         """The largest attention weight that each key receives: ``max_i P[i, j]``, where ``P = exp(S - lse)``.
@@ -141,7 +146,7 @@ class Reductions(Preparation[FunctionT]):
         """
         given = self._given("column_max", optional_inputs)
         call = prepare_reduction("column_max", self.options, {"q": q, "k": k, "lse": lse} | given)
-        return call.exported(_reductions_of(call.backend).column_max(call.options, call.arrays))
+        return call.exported(_reductions_of(call.backend).column_max(call.options, call.arrays), of_keys=True)
 
     def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
         """The strongest keys of each query: indices and attention weights of the `count` largest, the largest first.
@@ -160,7 +165,8 @@ class Reductions(Preparation[FunctionT]):
         TopKeys
             ``indices`` and ``weights``. An index counts along the axis of keys of k: with packed sequences from the
             first key of all sequences, with a `block_table` from the first key of the batch entry. Of equal scores the
-            lower index comes first. Where a query attends to fewer than `count` keys, index -1 and weight 0 follow.
+            lower index comes first; of streamed keys in several chunks, so it does of equal weights. Where a query
+            attends to fewer than `count` keys, index -1 and weight 0 follow.
 
         Raises
         ------
@@ -205,7 +211,7 @@ class Reductions(Preparation[FunctionT]):
         Parameters
         ----------
         dsums : array
-            Gradient with respect to the column sums: (..., num_heads, seqlen_k), dtype of lse.
+            Gradient with respect to the column sums: (..., num_heads, seqlen_k), dtype of lse, in the memory of k.
         q, k, lse, weights : array
             As `column_sums` took them.
         need : collection of str, default ("dq", "dk")
@@ -246,13 +252,12 @@ class Reductions(Preparation[FunctionT]):
         own, gradients = _own_and_others(need, self.options.score_gradients)
         results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
         names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
-        check_not_streamed("column_sums_backward", k)
         if given["block_table"] is not None:
             raise NotImplementedError(
                 "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k"
             )
-        arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
+        arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
         found = _ColumnSums(call).gradients(own)
         exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
@@ -278,6 +283,8 @@ class _ColumnSums:
         own = dict(call.arrays)
         lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
         k, xp = own["k"], module_of(own["q"])
+        streamed = k if isinstance(k, Streamed) else None
+        k = k if streamed is None else streamed.array
         if k.dtype.name in FLOAT8:
             raise NotImplementedError(
                 f"k: got dtype {k.dtype} for column_sums_backward, expected numbers of at least 16 bits: give "
@@ -287,7 +294,7 @@ class _ColumnSums:
         check_array("lse", lse, shape_of_lse(self.layout, own), softmax_dtype_of(own["q"].dtype.name))
         check_byte_order("lse", lse.dtype)
         self.group = group_of(k, lse, self.layout)
-        self.columns = self.group if call.backend == "numpy" else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
+        self.columns = self.group if xp is np else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
         keys = k.shape[-3 if self.layout == "bshd" and k.ndim > 2 else -2]
         check_array("dsums", dsums, (*lse.shape[:-1], keys), lse.dtype.name)
         check_byte_order("dsums", dsums.dtype)
@@ -295,7 +302,8 @@ class _ColumnSums:
             check_array("weights", weights, tuple(lse.shape), lse.dtype.name)
             check_byte_order("weights", weights.dtype)
         self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
-        self.inputs = {**own, "v": as_values(dsums, self.group, self.columns, self.layout, k.dtype)}
+        v = as_values(dsums, self.group, self.columns, self.layout, k.dtype)
+        self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
         self.call, self.backend = call, backend_of(call.backend)
 
     def gradients(self, own: tuple[str, ...]) -> list[Any]:
@@ -304,17 +312,21 @@ class _ColumnSums:
         if self.call.need:
             q = self.inputs["q"]
             dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, q.dtype)
-            arrays = {**self.inputs, "lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
-            arrays |= {} if self.call.backend == "numpy" else {"dlse": None}
+            of_rows = {"lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
+            arrays = {**self.inputs, **of_rows, **self._absent("dlse")}
             found += self.backend.backward(self.call.options, arrays, self.call.need)
         if own:
             means = self._means()
             found += [-self.factors * means if name == "dlse" else means for name in own]
         return found
 
+    def _absent(self, *names: str) -> dict[str, None]:
+        """What a call on a GPU is told that it has not."""
+        return dict.fromkeys(names) if self.call.backend == "cupy" else {}
+
     def _means(self) -> Array:
         """``sum_j P[i, j] * dsums[j]`` of each row."""
-        arrays = self.inputs if self.call.backend == "numpy" else {**self.inputs, "out": None, "lse": None}
+        arrays = {**self.inputs, **self._absent("out", "lse")}
         out, lse = self.backend.forward(self.call.options, arrays, need=OUTPUTS)
         xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
         is_empty = self.lse == -xp.inf
@@ -324,4 +336,6 @@ class _ColumnSums:
 @functools.cache
 def _reductions_of(backend: Backend) -> ModuleType:
     """The module that reduces weights of arrays of one backend."""
-    return on_numpy if backend == "numpy" else importlib.import_module("cuflash.gpu.reductions")
+    if backend == "numpy":
+        return on_numpy
+    return of_streamed if backend == "streamed" else importlib.import_module("cuflash.gpu.reductions")

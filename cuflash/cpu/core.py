@@ -34,7 +34,8 @@ from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
-LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
+_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+LIBRARY = Path(__file__).parent / "core" / f"libcuflash{_SUFFIX}"
 NOTE = "build.txt"  # next to it, where something was not built
 # In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
 # that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.

@@ -200,12 +200,12 @@ class Tile(NamedTuple):
 class OnlineSoftmax:
     """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far.
 
-    `step` also keeps what row reductions are made of: the largest score, and the sum of exp(S - m) (S - m).
+    `reduce` also keeps the row reductions, or what they are made of: the sum of exp(S - m) (S - m).
     """
 
     def __init__(self, sinks: Array) -> None:
         self.row_max, self.row_sum = sinks, (sinks != -np.inf).astype(sinks.dtype)
-        self.largest, self.row_moment = np.full_like(sinks, -np.inf), np.zeros_like(sinks)
+        self.max, self.row_moment = np.full_like(sinks, -np.inf), np.zeros_like(sinks)
 
     def step(self, scores: Array) -> tuple[Array, Array]:
         """exp(S - m) of a tile, in place of its scores; and the factor of what tiles before this one have summed."""
@@ -224,7 +224,7 @@ class OnlineSoftmax:
         moment = (_exponentials(scores.copy(), base) * exponents).sum(axis=-1, keepdims=True)
         kept = np.where(self.row_sum == 0, 0, np.exp(old - base))
         self.row_moment = kept * (self.row_moment + (old - base) * self.row_sum) + moment
-        self.largest = np.maximum(self.largest, tile_max)
+        self.max = np.maximum(self.max, tile_max)
 
     @property
     def entropy(self) -> Array:
@@ -400,9 +400,8 @@ class Job:
             o = o * factor + product(weights, self.of_keys("v", tile))
         self.write("out", o / np.where(softmax.row_sum == 0, 1, softmax.row_sum))
         self.write("lse", softmax.row_max + np.log(softmax.row_sum))
-        for name, x in (("max", softmax.largest), ("entropy", softmax.entropy)):
-            if name in self.problem.row_reductions:
-                self.write(name, x)
+        for name in self.problem.row_reductions:
+            self.write(name, getattr(softmax, name))
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 

@@ -38,8 +38,10 @@ def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any,
             f"block_table: got one for {pass_} on the GPU, expected None: gather the pages of each batch entry into "
             "contiguous k"
         )
-    given = dict(arrays)
+    given, sums = dict(arrays), None
+    if "row_sums" in given:  # of a problem that q and k are a slice of
+        sums = backend.PartialRowSums(given, given.pop("row_sums"))
     if any(given[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
         given = widened(options, given)
         given["v"] = given["k"][..., :0]
-    return backend._call(pass_, options, given, pass_.default, (0, 0))
+    return backend._call(pass_, options, given, pass_.default, (0, 0), sums)

@@ -21,6 +21,7 @@ from cuflash.arrays.dlpack import module_of
 from cuflash.arrays.fp8 import Float8Array
 from cuflash.arrays.memory_ranges import Band, Span
 from cuflash.cpu import backend as cpu_backend
+from cuflash.cpu import reductions as on_cpu
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
@@ -89,6 +90,11 @@ class Slices:
     def backend(self) -> ModuleType:
         return cpu_backend if self.is_on_cpu else importlib.import_module("cuflash.gpu.backend")
 
+    @functools.cached_property
+    def reductions(self) -> ModuleType:
+        """The module that reduces attention weights."""
+        return on_cpu if self.is_on_cpu else importlib.import_module("cuflash.gpu.reductions")
+
     def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
         """The options of a call on a slice, with the diagonal and the indices of dropout of the whole problem."""
         diagonal = None if self.starts is not None else queries[0] + self.band.diagonal - keys[0]
@@ -107,8 +113,16 @@ class Slices:
         first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
         return (*first, self.first_head, self.first_entry)
 
-    def forward(self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass = FORWARD) -> dict[str, Array]:
-        """out and lse of a slice; out has the dtype of the softmax if `arrays` has an out of this dtype.
+    def forward(
+        self,
+        queries: Span,
+        keys: Span,
+        arrays: dict[str, Array],
+        pass_: Pass = FORWARD,
+        reductions: Collection[str] = (),
+    ) -> dict[str, Array]:
+        """out and lse of a slice, and `reductions` of its rows; out has the dtype of the softmax if `arrays` has an out
+        of this dtype.
 
         The pass `jvp` gives their tangents, too, where tout is as out is. On a device, `arrays` may have memory for the
         pairs of lse and what its rounding leaves, in place of lse.
@@ -118,10 +132,11 @@ class Slices:
         if pairs is not None:
             arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
         options = self.options_of(queries, keys, wide)
-        of_call = dict.fromkeys((*NAMES, *pass_.default)) | self.of_all(options, queries, keys, arrays["q"], pass_)
+        names = (*pass_.default, *pass_.row_reductions_of(reductions))
+        of_call = dict.fromkeys((*NAMES, *names)) | self.of_all(options, queries, keys, arrays["q"], pass_)
         call = getattr(self.backend, pass_.name)
-        found = call(options, self._packed(of_call | arrays), self.random)
-        return self._unpacked(dict(zip(pass_.default, found, strict=True)))
+        found = call(options, self._packed(of_call | arrays), self.random, names)
+        return self._unpacked(dict(zip(names, found, strict=True)))
 
     def backward(
         self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array], pass_: Pass = BACKWARD
@@ -147,6 +162,20 @@ class Slices:
         of_call = dict.fromkeys(NAMES) | self.score_args(options, queries, keys, arrays["q"]) | arrays
         del of_call["block_table"]
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
+
+    def reduce(
+        self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass, count: tuple[int, ...] = ()
+    ) -> tuple[Array, ...]:
+        """The results of a reduction of the weights of a slice; `count` is how many keys `TOP_KEYS` finds of a row.
+
+        The weights are those among all keys, whose lse is given.
+        """
+        options = self.options_of(queries, keys)
+        of_call = self.score_args(options, queries, keys, arrays["q"]) | arrays
+        given = {name: x for name, x in self._packed(of_call).items() if x is not None}
+        found = getattr(self.reductions, pass_.name)(options, given, *count)
+        found = found if isinstance(found, tuple) else (found,)
+        return found if self.starts is None else tuple(x[None] for x in found)
 
     def of_all(self, options: Options, queries: Span, keys: Span, q: Array, pass_: Pass) -> dict[str, Array]:
         """What every call of a pass gets whole: what functions read, and the tangents of this and of numbers."""

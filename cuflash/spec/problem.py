@@ -661,7 +661,7 @@ def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand
 
 def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int) -> dict[str, Any]:
     """The numbers of a problem by name, checked to be in the ranges of its dtype; None for those that are not given."""
-    numbers = options.numbers
+    numbers = dict(options.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = head_dim**-0.5
     for row in NUMBER_ROWS:

@@ -42,6 +42,7 @@ class Reduction(NamedTuple):
     arrays: dict[str, Any]
     lengths: tuple[int, ...] | None  # of the caller's batch axes, where they became one
     imported: Any  # the caller's library; None where its arrays are those of the backend
+    imported_keys: Any  # the same of results that lie over the keys
     has_heads: bool = True  # without, the caller's arrays are matrices, which a batch axis gives an axis of heads
 
     @property
@@ -49,17 +50,17 @@ class Reduction(NamedTuple):
         """NumPy or CuPy."""
         return module_of(self.arrays["q"])
 
-    def exported(self, x: Array) -> Any:
+    def exported(self, x: Array, *, of_keys: bool = False) -> Any:
         """A result, whose first axis is the batch, as the caller gets it."""
         if self.lengths is not None:
             x = x.reshape(*self.lengths, *x.shape[1 if self.has_heads else 2 :])
-        return x if self.imported is None else self.imported.export(x, None)
+        imported = self.imported_keys if of_keys else self.imported
+        return x if imported is None else imported.export(x, None)
 
 
 def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) -> Reduction:
     """The call on the arrays of the caller by name: q, k, lse, weights or None, and the optional inputs."""
-    check_not_streamed(method, arrays["k"])
-    own = {**arrays, "v": None}
+    own = {**arrays, "k": keys_of(arrays["k"]), "v": None}
     call = prepare(replace(options, dropout=0.0), own, (*INPUTS, "lse"), (), rewrites=False)
     rewrite = equivalent(call.options, call.given)
     options, given = (call.options, call.given) if rewrite is None else (rewrite.options, rewrite.arrays(call.given))
@@ -69,20 +70,21 @@ def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) 
         check_array("weights", weights, tuple(given["lse"].shape), given["lse"].dtype.name)
         check_byte_order("weights", weights.dtype)
         given["dlse"] = weights
-    one = as_one_call(options, given, (), module_of(given["q"]))
+    streamed = {name: x for name, x in given.items() if isinstance(x, Streamed)}
+    hosts = {name: x.array for name, x in streamed.items()}
+    own_keys = streamed["k"].imported if streamed else call.imported
+    one = as_one_call(options, given | hosts, (), module_of(given["q"]))
     if one is None:
-        return Reduction(call.backend, options, given, None, call.imported)
+        return Reduction(call.backend, options, given, None, call.imported, own_keys)
     lengths, has_heads = one.axes.lengths, given["lse"].ndim > 1 + len(one.axes.lengths)
-    return Reduction(call.backend, options, one.inputs((0,) * len(lengths)), lengths, call.imported, has_heads)
+    inputs = one.inputs((0,) * len(lengths))
+    inputs |= {name: x.with_array(inputs[name]) for name, x in streamed.items()}
+    return Reduction(call.backend, options, inputs, lengths, call.imported, own_keys, has_heads)
 
 
-def check_not_streamed(method: str, k: Any) -> None:
-    """Raise NotImplementedError for streamed keys."""
-    if isinstance(k, (Streamed, StreamedPair)):
-        raise NotImplementedError(
-            f"k: got streamed keys for {method}, expected an array in the memory of q: call it for chunks of the keys, "
-            "with the lse of all keys"
-        )
+def keys_of(k: Any) -> Any:
+    """The keys of a call without values, which takes those of `cuflash.streamed` as it returns them, too."""
+    return k.k if isinstance(k, StreamedPair) else k
 
 
 def checked_count(count: Any) -> int:

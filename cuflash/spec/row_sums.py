@@ -23,6 +23,8 @@ ABSENT, EMPTY = np.array([0.0, -1.0, 1.0]), np.array([-np.inf, 0.0, 1.0])  # no 
 # Of smaller ones, what is rounded off changes weights by 2^-18 at most; the backends have the same bound.
 LARGE_LSE = 128.0
 LARGE_ON_DEVICE = 1024.0  # where numbers have 16 bits
+# How far row sums may be from lse, relative to it, by what rounding a few times makes of it.
+ROUNDED_LSE = {"float32": 2.0**-21, "float64": 2.0**-50}
 
 
 def is_large(lse: Array, bound: float = LARGE_LSE) -> Array:
@@ -57,6 +59,14 @@ def of_lse(lse: Array) -> Array:
     """Row sums that say no more than lse does."""
     lse = np.asarray(lse, np.float64)
     return np.stack([lse, np.where(lse == -np.inf, 0.0, 1.0), np.ones_like(lse)], axis=-1)
+
+
+def explaining(row_sums: Array, lse: Array) -> Array:
+    """The row sums, without those that are not of all keys that lse is of: it may be that of more keys."""
+    with np.errstate(all="ignore"):
+        distance = abs(lse_of(row_sums) - lse)
+    is_other = (row_sums[..., 1] >= 0) & ~(distance <= ROUNDED_LSE[lse.dtype.name] * abs(lse))
+    return np.where(is_other[..., None], ABSENT, row_sums)
 
 
 def of_pairs(pairs: Array) -> Array:

@@ -14,6 +14,7 @@ from cuflash.spec import array_imports
 Array = Any
 OF_KEYS = ("dk", "dv", "tdk", "tdv")  # gradients, and their tangents, in host memory
 TANGENTS = ("tk", "tv")  # of keys and values, in host memory
+GIVEN_BY_KEY = (*TANGENTS, "dsums")  # arrays in host memory that calls take besides keys and values
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -79,7 +80,8 @@ def streamed(k: Array, v: Array | None, *, chunk: int | None = None) -> Streamed
     -------
     StreamedPair
         ``k`` and ``v``, which all methods of `cuflash.FlashAttention` take in place of k and v:
-        ``attn.forward(q, *cuflash.streamed(k, v))``.
+        ``attn.forward(q, *cuflash.streamed(k, v))``. Reductions of the attention weights, which take no values, take
+        both in place of k: ``attn.column_sums(q, cuflash.streamed(k, None), lse)``.
 
     Raises
     ------
@@ -179,8 +181,8 @@ def import_with_streamed(
     if k.chunk != v.chunk:
         raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
     present = {name: x for name, x in arrays.items() if x is not None and name not in ("k", "v")}
-    of_keys = {name: present.pop(name) for name in (*TANGENTS, *OF_KEYS) if name in present}
-    others = [name for name in required if name not in ("k", "v")]
+    of_keys = {name: present.pop(name) for name in (*GIVEN_BY_KEY, *OF_KEYS) if name in present}
+    others = [name for name in required if name not in ("k", "v", *of_keys)]
     own = array_imports.import_arguments(
         {**dict.fromkeys(others), **present},
         required=others,

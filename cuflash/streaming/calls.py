@@ -49,7 +49,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class Call:
     """A call whose arguments are checked against each other."""
 
     options: Options
@@ -69,7 +69,14 @@ class _Call:
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
         """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
-        return self.hosts[name] if name in self.hosts else _host_result(self.hosts[model_of(name)], device)
+        if name in self.hosts:
+            return self.hosts[name]
+        like = self.hosts[model_of(name)]
+        return self.new_host(model_of(name), like.shape, like.dtype, device)
+
+    def new_host(self, like: str, shape: tuple[int, ...], dtype: Any, device: Cuda | None) -> Host:
+        """A new array in host memory, pinned if one that is given is."""
+        return _new_host(self.hosts[like], shape, dtype, device)
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
@@ -130,7 +137,7 @@ def _forward(
 ) -> tuple[Array, ...]:
     if calls := _over_axes(options, arrays, need):
         return calls.run(lambda own, found: _forward(pass_, own, _streamed(found, arrays), random, need))
-    call = _checked(pass_, options, arrays, need)
+    call = checked(pass_, options, arrays, need)
     problem, dtype = call.problem, numpy_dtype(call.problem.softmax_dtype)
     with dlpack.on_device(call.given["q"]):
         results = {
@@ -138,7 +145,7 @@ def _forward(
             if row.is_of_rows
             else call.result(row.name, problem.out_shape, call.given["q"].dtype)
             for row in pass_.rows
-            if row.is_default
+            if row.is_default or row.name in need
         }
         call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
     return tuple(results.values())
@@ -150,7 +157,7 @@ def _backward(
 ) -> tuple[Array, ...]:
     if calls := _over_axes(options, arrays, need):
         return calls.run(lambda own, found: _backward(pass_, own, _streamed(found, arrays), need, random))
-    call = _checked(pass_, options, arrays, need)
+    call = checked(pass_, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
         run = call.run(pass_, random)
         results = {}
@@ -176,7 +183,7 @@ def plan(
     if calls := _over_axes(options, arrays, need):
         first = calls.inputs((0,) * len(calls.axes.lengths))
         return plan(calls.options, _streamed(first, arrays), need, passes).noted(calls.describe())
-    call = _checked(BACKWARD, options, arrays, need)
+    call = checked(BACKWARD, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in passes}
         note = call.problem.program.describe() if call.problem.has_functions else ""
@@ -211,7 +218,7 @@ def tune(
     if calls := _over_axes(options, arrays, DEFAULT_NEED):
         own = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
         return tune(calls.options, own, random, passes=passes, remember=remember, forget=forget)
-    call, how = _checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
+    call, how = checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
     if device_of(call.backend) is None:
         return cpu_backend.tune(options, {**call.given, **call.hosts}, random, passes=passes, **how)
     if not call.chunks:
@@ -254,7 +261,8 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
     device = device_of(_backend_of(arrays))
     for name in OF_KEYS:
         if name in results and name not in given:  # pinned, if its input is
-            given[name] = _host_result(hosts[model_of(name)], device)
+            like = hosts[model_of(name)]
+            given[name] = _new_host(like, like.shape, like.dtype, device)
     return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
 
 
@@ -268,9 +276,8 @@ def _backend_of(arrays: Mapping[str, Any]) -> dlpack.Backend:
     return "numpy" if isinstance(arrays["q"], np.ndarray) else "cupy"
 
 
-def _host_result(like: Host, device: Cuda | None) -> Host:
-    """A new array in host memory for the gradient of another one: pinned, if that is."""
-    return (device.pinned if device is not None and device.is_pinned(like) else np.empty)(like.shape, like.dtype)
+def _new_host(like: Host, shape: tuple[int, ...], dtype: Any, device: Cuda | None) -> Host:
+    return (device.pinned if device is not None and device.is_pinned(like) else np.empty)(shape, dtype)
 
 
 def _check_served(arrays: Mapping[str, Any]) -> None:
@@ -286,14 +293,8 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
         )
 
 
-def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _Call:
+def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Call:
     """The arguments of a call, checked against each other."""
-    if reduced := pass_.row_reductions_of((*results, *arrays)):
-        got = f"{reduced[0]} of streamed keys" if pass_ is FORWARD else f"d{reduced[0]} with streamed keys"
-        raise NotImplementedError(
-            f"{'want' if pass_ is FORWARD else f'd{reduced[0]}'}: got {got}, expected out and lse alone: row "
-            "reductions need all keys on one device; pass k and v without cuflash.streamed"
-        )
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")}
     hosts |= {name: arrays[name] for name in (*TANGENTS, *OF_KEYS) if name in arrays}
@@ -314,7 +315,7 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
     if sums_softmax(results):  # the first call gives these, for all queries
         keys_of_first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
-    return _Call(
+    return Call(
         options=options,
         backend=backend,
         given=own,

@@ -18,6 +18,7 @@ import cuflash
 from cuflash.arrays.array_info import ITEMSIZE, Operand, check_array, user_shape, view_4d, view_rows
 from cuflash.gpu.params import parameters
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.inputs import NUMBERS
 from cuflash.spec.options import Options, Origin
 from cuflash.spec.problem import make_problem
 
@@ -218,6 +219,16 @@ def test_numbers_of_any_type(value, convert):
 @given(st.sampled_from([np.float16, np.float32, ml_dtypes.bfloat16, np.int8, lambda x: Fraction(int(x), 3)]))
 def test_numbers_are_rounded_to_float64_at_most(convert):
     assert Options(scale=convert(3)).scale == float(convert(3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_options_keep_their_numbers(dtype):
+    """The scale that follows from a head dimension is not that of later problems with the same options."""
+    options = cuflash.FlashAttention().options
+    for head_dim in (1, 16, 64, 16):
+        x = np.empty((1, 4, head_dim), dtype)
+        assert make_problem(options, x, x, x).scale == head_dim**-0.5
+    assert options.numbers == dict.fromkeys(NUMBERS)
 
 
 @given(st.integers(0, 2**16 - 1), st.integers(1, 64), st.sampled_from(INTEGERS))

@@ -283,11 +283,6 @@ def test_other_reductions_take_arrays_of_a_score_by_these_names():
         (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS[0]), ValueError, "weights: got shape"),
         (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS.astype(float)), TypeError, "weights: got dtype float64"),
         (lambda: ATTENTION.column_sums(Q, K, LSE, bais=K), TypeError, r"column_sums\(\) got an unexpected keyword"),
-        (
-            lambda: ATTENTION.column_max(Q[0, 0], *cuflash.streamed(K[0], None)[:1], LSE[0, 0]),
-            NotImplementedError,
-            "k: got streamed keys for column_max, expected an array in the memory of q",
-        ),
         (lambda: ATTENTION.column_sums(Q, K, LSE, WEIGHTS.astype(">f4")), TypeError, "weights: got dtype >f4"),
         (lambda: ATTENTION.column_sums_backward(LSE, Q, K, LSE), ValueError, "dsums: got shape"),
         (lambda: ATTENTION.column_sums_backward(SUMS.astype(">f4"), Q, K, LSE), TypeError, "dsums: got dtype >f4"),

@@ -164,11 +164,6 @@ def test_what_is_wrong_is_named():
     for call in (lambda: ranks.forward(Q, K, V, want=("max",)), lambda: ranks.backward(*backward, dentropy=whole.lse)):
         with pytest.raises(NotImplementedError, match=r"ranks give none"):
             call()
-    keys = cuflash.streamed(K, V, chunk=32)
-    with pytest.raises(NotImplementedError, match=r"^want: got entropy of streamed keys"):
-        ATTENTION.forward(Q, *keys, want=("entropy",))
-    with pytest.raises(NotImplementedError, match=r"^dmax: got dmax with streamed keys"):
-        ATTENTION.backward(Q, Q, *keys, whole.out, whole.lse, dmax=whole.lse)
 
 
 @settings(max_examples=examples(20))

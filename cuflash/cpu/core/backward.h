@@ -4,8 +4,6 @@
 // waits for the job of the tile before, which began earlier. So no sum depends on the number of threads.
 #pragma once
 
-#include <sched.h>
-
 #include "bias_gradients.h"
 
 namespace {
@@ -57,7 +55,7 @@ struct AddingOrder {
     bool wait(long job, long steps) const {
         for (long n = 0; steps_before(job, steps) < steps; ++n) {
             if (work.stopped.load(std::memory_order_relaxed)) return false;
-            if (n > 100) sched_yield();
+            if (n > 100) yield_core();
         }
         return true;
     }

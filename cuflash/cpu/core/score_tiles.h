@@ -11,8 +11,8 @@ namespace {
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
-constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 16 ? 24 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 16;  // rows that are finished at a time, in the first cache
+// Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
+constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.

@@ -36,6 +36,13 @@ constexpr bool HAS_FMA = true, HAS_FLOAT16 = true;
 #else
 constexpr bool HAS_FMA = false, HAS_FLOAT16 = false;
 #endif
+// Instructions for products with one lane of a vector. NaN that is stored as float16 keeps its bits where there is an
+// instruction for it.
+#if defined(USES_NEON)
+constexpr bool HAS_LANE_PRODUCTS = true, HAS_FLOAT16_STORES = true;
+#else
+constexpr bool HAS_LANE_PRODUCTS = false, HAS_FLOAT16_STORES = false;
+#endif
 #if defined(USES_AVX512)
 constexpr bool HAS_SCALING = true;
 #else
@@ -60,6 +67,14 @@ inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
 inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
 inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
+
+// Calls `run` with 0, 1, ..., COUNT - 1, as types.
+template <int COUNT, class F> inline void for_each_of(F run) {
+    if constexpr (COUNT > 0) {
+        for_each_of<COUNT - 1>(run);
+        run(std::integral_constant<int, COUNT - 1>());
+    }
+}
 
 template <class T> struct Vectors;
 

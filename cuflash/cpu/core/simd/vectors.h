@@ -24,13 +24,8 @@ template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Ve
     if constexpr (COUNT == 1) {
         return x[0];
     } else {
-        Integers<T> even, odd;
-        for (int i = 0; i < LANES<T>; ++i) {
-            even[i] = 2 * i;
-            odd[i] = 2 * i + 1;
-        }
         const Vector<T> low = sums_of_lanes<T, COUNT / 2>(x), high = sums_of_lanes<T, COUNT / 2>(x + COUNT / 2);
-        return pick<T>(low, high, even) + pick<T>(low, high, odd);
+        return sums_of_neighbours<T>(low, high);
     }
 }
 
