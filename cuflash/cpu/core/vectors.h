@@ -30,6 +30,7 @@ template <> struct Vectors<float> {
     typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: its sum with x has the nearest integer in its low bits
     static constexpr int MANTISSA = 23;
     static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
@@ -48,6 +49,7 @@ template <> struct Vectors<double> {
     typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint64_t Bits __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52
     static constexpr int MANTISSA = 52;
     static constexpr double LOWEST = -960, HIGHEST = 1024;
@@ -203,9 +205,10 @@ template <class T> inline Vector<T> iota() {
 }
 
 // 2^n for an integer n, where `rounded` is n + Vectors::ROUNDER. The shift leaves n alone, because the low bits of
-// ROUNDER are zeros.
+// ROUNDER are zeros. The sum of bits may wrap, as that of signed integers must not.
 template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
-    return (Vector<T>)(((Integers<T>)rounded << Vectors<T>::MANTISSA) + (Integers<T>)splat(T(1)));
+    using Bits = typename Vectors<T>::Bits;
+    return (Vector<T>)(((Bits)rounded << Vectors<T>::MANTISSA) + (Bits)splat(T(1)));
 }
 
 // 2^x of numbers from -1/2 to 1/2.
@@ -395,8 +398,9 @@ template <int COUNT> inline void rough_tanh_of_each(Vector<float> (&x)[COUNT]) {
 template <class T> inline Vector<T> log(Vector<T> x) {
     constexpr T ROOT = T(0.7071067811865476);
     constexpr int MANTISSA = Vectors<T>::MANTISSA;
-    const Integers<T> exponents = ((Integers<T>)x - (Integers<T>)splat(ROOT)) >> MANTISSA;
-    const Vector<T> m = (Vector<T>)((Integers<T>)x - (exponents << MANTISSA));
+    using Bits = typename Vectors<T>::Bits;
+    const Integers<T> exponents = (Integers<T>)((Bits)x - (Bits)splat(ROOT)) >> MANTISSA;
+    const Vector<T> m = (Vector<T>)((Bits)x - ((Bits)exponents << MANTISSA));
     const Vector<T> n = __builtin_convertvector(exponents, Vector<T>);
     const Vector<T> one = splat(T(1)), less = m - one, y = less / (m + one), square = y * y;
     Vector<T> series = splat(T(2.0 / (2 * Vectors<T>::LOG_TERMS + 1)));
