@@ -46,6 +46,8 @@ TARGETS = {
     },
     "other": {"baseline": []},
 }
+# For tests, with -DMODEL_OF_TILES in CXXFLAGS: AVX2 computes what AMX does.
+MODEL_OF_AMX = ["-mavx2", "-mfma", "-mf16c", "-DONLY_BFLOAT16"]
 LEVELS = {"x86_64": {"baseline": QUICKLY_BUILT}, "other": {}}
 # As `cuflash_processor` of the core says them.
 NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bfloat16": "AVX-512 with bfloat16", "amx": "AMX"}
@@ -53,7 +55,7 @@ NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bfloat16": "AVX-512 with b
 
 def hash_of_sources() -> str:
     """As `cuflash.cpu.core` computes it, to tell whether the library was built of the sources beside it."""
-    files = sorted(path for path in Path(SOURCES).iterdir() if path.suffix in (".h", ".cpp"))
+    files = sorted(path for path in Path(SOURCES).rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -122,9 +124,11 @@ class BuildCore(build_ext):
             raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
         machine = "x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"
         targets, levels = TARGETS[machine], LEVELS[machine]
+        flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
+        if "amx" in targets and "-DMODEL_OF_TILES" in flags_of_user:
+            targets = targets | {"amx": MODEL_OF_AMX}
         units = {f"{name}.o": ["target.cpp", f"-DTARGET={name}", *flags] for name, flags in targets.items()}
         units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
-        flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
         # The texts of compilers that run side by side do not mix, and each of these is waited for.
         with ThreadPoolExecutor(len(units)) as pool:
             failures = dict(

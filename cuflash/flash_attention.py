@@ -16,7 +16,7 @@ from cuflash.preparation import backend_of
 from cuflash.reductions import Reductions
 from cuflash.score_mod import Score
 from cuflash.spec.call import prepare
-from cuflash.spec.inputs import INPUTS, BackwardJvpArrays, JvpArrays, NamedGradients, NamedGradientTangents
+from cuflash.spec.inputs import INPUTS, NamedGradients, NamedGradientTangents
 from cuflash.spec.keywords import explains_keywords
 from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Options, Window
 from cuflash.spec.outputs import (
@@ -25,6 +25,8 @@ from cuflash.spec.outputs import (
     OUTPUTS,
     REQUIRED_BY_BACKWARD,
     REQUIRED_BY_BACKWARD_JVP,
+    BackwardJvpArrays,
+    JvpArrays,
 )
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.results import (
@@ -45,16 +47,10 @@ from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFun
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.spec.inputs import (
-        ForwardArrays,
-        OfGradients,
-        OfThreeGradients,
-        OfThreeTangents,
-        ScoreGradients,
-        ScoreGradientTangents,
-    )
+    from cuflash.spec.inputs import ScoreGradients, ScoreGradientTangents
     from cuflash.spec.options import OptionArguments
-    from cuflash.spec.results import NamedForwardResult, NumpyForwardResult, NumpyJvpResult
+    from cuflash.spec.outputs import ForwardArrays, NamedForwardResult, OfGradients, OfThreeGradients, OfThreeTangents
+    from cuflash.spec.results import NumpyForwardResult, NumpyJvpResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)

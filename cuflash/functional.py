@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.distributed import ContextParallel
-    from cuflash.spec.inputs import OfHessian, OptionalArrays, ScoreGradientTangents, WithDlse, WithTangents
+    from cuflash.spec.inputs import OptionalArrays, ScoreGradientTangents, WithTangents
     from cuflash.spec.options import ForwardKeywords
+    from cuflash.spec.outputs import OfHessian, WithDlse
     from cuflash.spec.type_variables import Integer
 
     Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 from cuflash.arrays.checks import value_error
 from cuflash.cpu import backend as cpu_backend
 from cuflash.spec.call import Backend, prepare
-from cuflash.spec.inputs import INPUTS, AllPassArrays, InputsWithTangents, OptionalArrays, PassArrays
+from cuflash.spec.inputs import INPUTS, OptionalArrays, WithTangents
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, AllPassArrays, PassArrays
 from cuflash.spec.passes import DEFAULT_PASSES, FORWARD, JVP, Pass
 from cuflash.spec.results import Array, checked_passes, needed
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
@@ -101,7 +101,7 @@ class Preparation(Generic[FunctionT]):
     @overload
     def compile(
         self: Preparation[None], q: Array, k: Array, v: Array, *, passes: Collection[str] = ...,
-        need: Collection[str] = ..., **optional_inputs: Unpack[InputsWithTangents],
+        need: Collection[str] = ..., **optional_inputs: Unpack[WithTangents],
     ) -> None: ...
     @overload
     def compile(
@@ -160,7 +160,7 @@ class Preparation(Generic[FunctionT]):
     def tune(
         self: Preparation[None], q: Array, k: Array, v: Array, *, dout: Array | None = None, seed: int | None = None,
         offset: int | None = None, passes: Collection[str] = ..., remember: bool = True, forget: bool = False,
-        **optional_inputs: Unpack[InputsWithTangents],
+        **optional_inputs: Unpack[WithTangents],
     ) -> Tuning | None: ...
     @overload
     def tune(
@@ -256,7 +256,7 @@ class Preparation(Generic[FunctionT]):
         own = tuple(f"t{name[1:]}" for name in self.options.score_gradients)
         arrays = checked_with_score_args(
             method,
-            AllPassArrays if is_plan else InputsWithTangents,
+            AllPassArrays if is_plan else WithTangents,
             self.options,
             given,
             (*results, *(f"t{name}" for name in results), *own),

@@ -167,7 +167,7 @@ def build_note() -> str:
 
 def _hash_of_sources() -> str:
     """The hash of the sources next to the library, as in setup.py; empty where there are none, as in a wheel."""
-    files = sorted(path for path in LIBRARY.parent.glob("*") if path.suffix in (".h", ".cpp"))
+    files = sorted(path for path in LIBRARY.parent.rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 

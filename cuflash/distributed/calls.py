@@ -192,6 +192,7 @@ class Calls:
             assert heard.error is not None
             raise heard.error from None
 
+    @np.errstate(all="ignore")  # in warm-up runs, too: these compute with memory that no rank has sent anything to
     def _agreed(
         self, method: str, own: Callable[[], tuple[Call, Facts]], compute: Callable[[Call, Execution], Result]
     ) -> Result:
@@ -266,7 +267,6 @@ class Calls:
         if not run.is_warm and not dlpack.is_captured(run.arrays["q"]):
             compute(call, run.without_transfers())
 
-    @np.errstate(all="ignore")
     def _computed(
         self,
         call: Call,

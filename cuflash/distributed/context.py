@@ -35,8 +35,9 @@ from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFun
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.spec.inputs import OptionalArrays, ScoreGradients, WithDlse
+    from cuflash.spec.inputs import OptionalArrays, ScoreGradients
     from cuflash.spec.options import OptionsWithoutCausal
+    from cuflash.spec.outputs import WithDlse
     from cuflash.spec.results import NumpyForwardResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 

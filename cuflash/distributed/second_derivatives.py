@@ -19,7 +19,8 @@ from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFun
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.spec.inputs import OfHessian, ScoreGradientTangents, WithTangents
+    from cuflash.spec.inputs import ScoreGradientTangents, WithTangents
+    from cuflash.spec.outputs import OfHessian
     from cuflash.spec.results import NumpyJvpResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 

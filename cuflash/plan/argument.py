@@ -9,7 +9,13 @@ from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
 from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, ROW_REDUCTIONS_AND_GRADIENTS
+from cuflash.spec.outputs import (
+    NUMBER_GRADIENTS,
+    OVER_HEAD_DIM,
+    OVER_ROWS,
+    ROW_REDUCTION_SCRATCH,
+    ROW_REDUCTIONS_AND_GRADIENTS,
+)
 from cuflash.spec.problem import Problem
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -60,7 +66,7 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 # The arrays of `CUFLASH_ROW_REDUCTIONS`, which follow in passes with row reductions, and their strides.
 ROW_REDUCTION_ARRAYS = (
     *((name, 3) for name in ROW_REDUCTIONS_AND_GRADIENTS),
-    *((name, 0) for name in ("row_dentropy", "row_dmax", "row_first_max")),
+    *((name, 0) for name in ROW_REDUCTION_SCRATCH),
 )
 ROW_REDUCTION_BYTES = sum(8 + 8 * num_strides for _, num_strides in ROW_REDUCTION_ARRAYS)
 # The arrays of `CUFLASH_TANGENTS`, which follow in passes with tangents, and their strides.

@@ -20,6 +20,7 @@ from cuflash.plan.scores import (
 )
 from cuflash.plan.tiles import ROLES, Role, Tile, tile_bytes, tiles_at_once
 from cuflash.spec.inputs import OPTIONAL_INPUTS
+from cuflash.spec.outputs import ROW_REDUCTION_SCRATCH
 
 # Where more blocks cost extra work, a grid should have this many times the number of blocks that are resident at once.
 # The first number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value
@@ -315,7 +316,7 @@ def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]
     draft.scratch["row_stats"] = draft.heads * rows * 2
     draft.scratch["row_sums"] = draft.heads * rows * 2
     if problem.row_reductions:
-        draft.scratch |= dict.fromkeys(("row_dentropy", "row_dmax", "row_first_max"), draft.heads * rows)
+        draft.scratch |= dict.fromkeys(ROW_REDUCTION_SCRATCH, draft.heads * rows)
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}

@@ -112,7 +112,7 @@ def choose_plan(
 def _of_row_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
     """The macro of row reductions, with bits for those that a pass makes, or takes the gradients of."""
     bits = sum(1 << ROW_REDUCTIONS.index(name) for name in problem.row_reductions)
-    return {"CUFLASH_ROW_REDUCTIONS": bits << (0 if pass_ is FORWARD else len(ROW_REDUCTIONS))} if bits else {}
+    return {"CUFLASH_ROW_REDUCTIONS": bits << (0 if pass_ is FORWARD else 16)} if bits else {}
 
 
 def _has_keys_elsewhere(problem: Problem) -> bool:

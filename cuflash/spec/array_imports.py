@@ -12,7 +12,8 @@ import numpy as np
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import BFLOAT16, Imported, import_arrays
 from cuflash.arrays.fp8 import Float8Array
-from cuflash.spec.inputs import NAMES, NARROWED, PassArrays
+from cuflash.spec.inputs import NAMES, NARROWED
+from cuflash.spec.outputs import PassArrays
 from cuflash.spec.scalars import array_of, is_scalar
 
 _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and arrays that have those's shapes

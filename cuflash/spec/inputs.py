@@ -292,56 +292,6 @@ class OptionalArrays(TypedDict, total=False):
     v_scale: Any
 
 
-class ForwardArrays(OptionalArrays, total=False):
-    """The arrays of `FlashAttention.forward` besides q, k and v, as keyword arguments."""
-
-    out: Any
-    lse: Any
-    max: Any
-    entropy: Any
-
-
-class WithDlse(OptionalArrays, total=False):
-    """The optional inputs of a backward pass, as keyword arguments."""
-
-    dlse: Any
-
-
-class OfRowReductions(WithDlse, total=False):
-    """The optional inputs of a backward pass, and what it takes of `outputs.ROW_REDUCTIONS`, as keyword arguments."""
-
-    dmax: Any
-    entropy: Any
-    dentropy: Any
-
-
-class OfThreeGradients(OfRowReductions, total=False):
-    """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-
-
-class OfGradients(OfThreeGradients, total=False):
-    """The arrays of any backward pass, as keyword arguments."""
-
-    dbias: Any
-    dalibi_slopes: Any
-    dscale: Any
-    dsoftcap: Any
-    dsinks: Any
-
-
-class PassArrays(OfGradients, total=False):
-    """All arrays of the passes without tangents besides q, k and v, as keyword arguments."""
-
-    dout: Any
-    out: Any
-    lse: Any
-    max: Any
-
-
 class Tangents(TypedDict, total=False):
     """The tangents of inputs and numbers, as keyword arguments."""
 
@@ -359,45 +309,24 @@ class WithTangents(OptionalArrays, Tangents, total=False):
     """The optional inputs, and the tangents of all inputs and numbers, as keyword arguments."""
 
 
-class OfHessian(WithTangents, WithDlse, total=False):
-    """The arrays of `cuflash.hessian_vector_product` that it may be called without, as keyword arguments."""
+class InputGradients(TypedDict, total=False):
+    """The gradients of optional inputs and numbers, as keyword arguments."""
+
+    dbias: Any
+    dalibi_slopes: Any
+    dscale: Any
+    dsoftcap: Any
+    dsinks: Any
 
 
-class JvpArrays(WithTangents, total=False):
-    """The arrays of `FlashAttention.jvp` besides q, k and v, as keyword arguments."""
-
-    out: Any
-    lse: Any
-    tout: Any
-    tlse: Any
-
-
-class OfThreeTangents(OfHessian, total=False):
-    """The arrays of a pass that gives `outputs.DEFAULT_NEED_TANGENTS`, as keyword arguments."""
-
-    tdout: Any
-    tdlse: Any
-    tdq: Any
-    tdk: Any
-    tdv: Any
-
-
-class BackwardJvpArrays(OfThreeTangents, total=False):
-    """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
+class InputGradientTangents(TypedDict, total=False):
+    """The tangents of these gradients, as keyword arguments."""
 
     tdbias: Any
     tdalibi_slopes: Any
     tdscale: Any
     tdsoftcap: Any
     tdsinks: Any
-
-
-class AllPassArrays(PassArrays, JvpArrays, BackwardJvpArrays, total=False):
-    """All arrays of passes with and without tangents besides q, k and v, as keyword arguments."""
-
-
-class InputsWithTangents(OptionalArrays, Tangents, total=False):
-    """The optional inputs and tangents, as keyword arguments."""
 
 
 class NamedGradients(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar
 
-from cuflash.spec.inputs import BackwardJvpArrays, JvpArrays, OfGradients, OptionalArrays, Tangents
+from cuflash.spec.inputs import OptionalArrays, Tangents
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import OF_ROW_REDUCTIONS, ROW_REDUCTIONS
+from cuflash.spec.outputs import OF_ROW_REDUCTIONS, ROW_REDUCTIONS, BackwardJvpArrays, JvpArrays, OfGradients
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,9 +7,21 @@ Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
-from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, OPTIONAL_INPUTS, OptionalInput
+from cuflash.spec.inputs import (
+    CAPS,
+    INPUTS,
+    NUMBERS,
+    OPTIONAL_INPUTS,
+    InputGradients,
+    InputGradientTangents,
+    OptionalArrays,
+    OptionalInput,
+    WithTangents,
+)
+from cuflash.spec.type_variables import ArrayT, LseT
 
 _QUERIES = ("batch", "num_heads", "seqlen_q")
 _KEYS = ("batch", "num_heads_kv", "seqlen_k")
@@ -41,6 +53,10 @@ class Output:
     upstream : {"", "gradient", "optional", "required"}
         Whether the backward pass reads the result, and its gradient if there is one ("optional") or always; or, with
         "gradient", its gradient alone. A result that is no default is read only where its gradient is.
+    of_no_keys : float
+        Its value in a row that attends to no key.
+    scratch : tuple of str
+        What kernels store for each row on the way to its gradient: arrays in memory, one number a row.
     """
 
     name: str
@@ -52,6 +68,8 @@ class Output:
     strides: int = 3
     is_default: bool = False
     upstream: Literal["", "gradient", "optional", "required"] = ""
+    of_no_keys: float = 0.0
+    scratch: tuple[str, ...] = ()
 
     @property
     def has_head_dim(self) -> bool:
@@ -95,9 +113,16 @@ def _gradient_of_number(name: str) -> Output:
 # Results of the forward pass, in the order in which it gives them.
 FORWARD_ROWS = (
     Output(name="out", axes=(*_QUERIES, "head_dim_v"), dtype="input", is_default=True, upstream="required"),
-    Output(name="lse", axes=_QUERIES, dtype="softmax", is_default=True, upstream="optional"),
-    Output(name="max", axes=_QUERIES, dtype="softmax", upstream="gradient"),
-    Output(name="entropy", axes=_QUERIES, dtype="softmax", upstream="optional"),
+    Output(name="lse", axes=_QUERIES, dtype="softmax", is_default=True, upstream="optional", of_no_keys=-inf),
+    Output(
+        name="max",
+        axes=_QUERIES,
+        dtype="softmax",
+        upstream="gradient",
+        of_no_keys=-inf,
+        scratch=("row_dmax", "row_first_max"),
+    ),
+    Output(name="entropy", axes=_QUERIES, dtype="softmax", upstream="optional", scratch=("row_dentropy",)),
 )
 # Those of the backward pass, which gives gradients of arrays that a score reads after these.
 GRADIENT_ROWS = (
@@ -129,7 +154,8 @@ UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the
 
 OUTPUTS = tuple(row.name for row in FORWARD_ROWS if row.is_default)
 # What a forward pass gives on request: reductions of each row of scores. The passes with tangents do not know them.
-ROW_REDUCTIONS = tuple(row.name for row in FORWARD_ROWS if not row.is_default)
+ROW_REDUCTION_ROWS = tuple(row for row in FORWARD_ROWS if not row.is_default)
+ROW_REDUCTIONS = tuple(row.name for row in ROW_REDUCTION_ROWS)
 GRADIENTS = tuple(row.name for row in GRADIENT_ROWS)
 DEFAULT_NEED = tuple(row.name for row in GRADIENT_ROWS if row.is_default)
 NUMBER_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.is_number)
@@ -149,8 +175,8 @@ _OPTIONAL_DEFAULTS = tuple(row.gradient for row in FORWARD_ROWS if row.is_defaul
 # The same of row reductions: gradients, and those of the results that these need.
 OF_ROW_REDUCTIONS = tuple(
     name
-    for row in FORWARD_ROWS
-    if not row.is_default
+    for row in ROW_REDUCTION_ROWS
+    if row.upstream
     for name in ((row.gradient,) if row.upstream == "gradient" else (row.name, row.gradient))
 )
 TAKEN_BY_BACKWARD = (*REQUIRED_BY_BACKWARD, *_OPTIONAL_DEFAULTS, *OF_ROW_REDUCTIONS)
@@ -193,7 +219,8 @@ OVER_HEAD_DIM = (
     *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
 )
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
-ROW_REDUCTIONS_AND_GRADIENTS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.name in ROW_REDUCTIONS))
+ROW_REDUCTIONS_AND_GRADIENTS = _with_gradients(ROW_REDUCTION_ROWS)
+ROW_REDUCTION_SCRATCH = tuple(name for row in reversed(ROW_REDUCTION_ROWS) for name in row.scratch)
 # The same with their tangents.
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
@@ -201,3 +228,93 @@ MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
 OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_ROW_REDUCTIONS, "row_sums")
+
+# ---- the arrays of calls, for type checkers --------------------------------------------------------------------------
+
+
+class ForwardArrays(OptionalArrays, total=False):
+    """The arrays of `FlashAttention.forward` besides q, k and v, as keyword arguments."""
+
+    out: Any
+    lse: Any
+    max: Any
+    entropy: Any
+
+
+class WithDlse(OptionalArrays, total=False):
+    """The optional inputs of a backward pass, as keyword arguments."""
+
+    dlse: Any
+
+
+class OfRowReductions(WithDlse, total=False):
+    """The optional inputs of a backward pass, and what it takes of `ROW_REDUCTIONS`, as keyword arguments."""
+
+    dmax: Any
+    entropy: Any
+    dentropy: Any
+
+
+class OfThreeGradients(OfRowReductions, total=False):
+    """The arrays of a backward pass that gives `DEFAULT_NEED`, as keyword arguments."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class OfGradients(OfThreeGradients, InputGradients, total=False):
+    """The arrays of any backward pass, as keyword arguments."""
+
+
+class PassArrays(ForwardArrays, OfGradients, total=False):
+    """All arrays of the passes without tangents besides q, k and v, as keyword arguments."""
+
+    dout: Any
+
+
+class OfHessian(WithTangents, WithDlse, total=False):
+    """The arrays of `cuflash.hessian_vector_product` that it may be called without, as keyword arguments."""
+
+
+class JvpArrays(WithTangents, total=False):
+    """The arrays of `FlashAttention.jvp` besides q, k and v, as keyword arguments."""
+
+    out: Any
+    lse: Any
+    tout: Any
+    tlse: Any
+
+
+class OfThreeTangents(OfHessian, total=False):
+    """The arrays of a pass that gives `DEFAULT_NEED_TANGENTS`, as keyword arguments."""
+
+    tdout: Any
+    tdlse: Any
+    tdq: Any
+    tdk: Any
+    tdv: Any
+
+
+class BackwardJvpArrays(OfThreeTangents, InputGradientTangents, total=False):
+    """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
+
+
+class AllPassArrays(PassArrays, JvpArrays, BackwardJvpArrays, total=False):
+    """All arrays of passes with and without tangents besides q, k and v, as keyword arguments."""
+
+
+class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
+    """A named tuple of out, lse and the row reductions that were wanted; the others are no attributes of it."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
+
+    out: ArrayT
+    lse: LseT
+    max: LseT
+    entropy: LseT

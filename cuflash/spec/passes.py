@@ -18,6 +18,7 @@ from cuflash.spec.outputs import (
     MOVABLE,
     REQUIRED_BY_BACKWARD,
     REQUIRED_BY_BACKWARD_JVP,
+    ROW_REDUCTION_ROWS,
     TAKEN_BY_BACKWARD,
     TAKEN_BY_BACKWARD_JVP,
     TANGENT_ROWS,
@@ -92,8 +93,8 @@ class Pass:
 
     def row_reductions_of(self, names: Collection[str]) -> tuple[str, ...]:
         """The row reductions that a call with results and arrays of these names makes, or whose gradients it takes."""
-        rows = tuple(row for row in FORWARD_ROWS if not row.is_default)
-        return _names(tuple(row for row in rows if (row.gradient if self.rows[0].gradient_of else row.name) in names))
+        taken = self.rows[0].gradient_of
+        return _names(tuple(row for row in ROW_REDUCTION_ROWS if (row.gradient if taken else row.name) in names))
 
     def results_for(self, need: Collection[str]) -> tuple[str, ...]:
         """The names of its results in a call that wants these gradients: they, their tangents, or the default."""

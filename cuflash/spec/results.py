@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
-from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, ROW_REDUCTIONS
+from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, ROW_REDUCTIONS, NamedForwardResult
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
@@ -40,22 +40,6 @@ class ForwardResult(NamedTuple, Generic[ArrayT, LseT]):
 
     out: ArrayT
     lse: LseT
-
-
-class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
-    """A named tuple of out, lse and the row reductions that were wanted; the others are no attributes of it."""
-
-    __slots__ = ()
-
-    if TYPE_CHECKING:
-        _fields: ClassVar[tuple[str, ...]]
-
-        def _asdict(self) -> dict[str, Any]: ...
-
-    out: ArrayT
-    lse: LseT
-    max: LseT
-    entropy: LseT
 
 
 class Gradients(NamedTuple, Generic[ArrayT, KeyT, ValueT]):

@@ -7,9 +7,10 @@ from typing import Any
 
 from cuflash.arrays.array_info import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.arrays.checks import value_error
-from cuflash.spec.inputs import SCORE_OPTIONS, BackwardJvpArrays, JvpArrays, PassArrays
+from cuflash.spec.inputs import SCORE_OPTIONS
 from cuflash.spec.keywords import checked, unexpected_keyword
 from cuflash.spec.options import Options, beside_score_error
+from cuflash.spec.outputs import BackwardJvpArrays, JvpArrays, PassArrays
 
 MOST_AXES = 4
 # Names that a function cannot give to its arrays: passes have arguments of these names, tangents among them, and splits

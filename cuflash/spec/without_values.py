@@ -15,11 +15,13 @@ from cuflash.arrays.array_info import FLOAT8
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.inputs import INPUTS
+from cuflash.spec.outputs import FORWARD_ROWS
 
 # What lies over the columns of v, or belongs to it: without v none is given, and none is returned.
 OF_VALUES = ("v_scale", "out", "dout", "tv", "tout", "tdout", "dv", "tdv")
 _LIKE_OUT = ("out", "dout", "tout")
-_GRADIENTS = ("dlse", "tdlse", "dmax", "dentropy")  # of which a backward pass needs one
+# Gradients of which a backward pass needs one.
+_GRADIENTS = (*(f"{t}{row.gradient}" for row in FORWARD_ROWS if row.is_of_rows and row.upstream for t in ("", "t")),)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -45,7 +45,7 @@ from cuflash.arrays.fp8 import Float8Array
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
-from cuflash.spec.outputs import DEFAULT_NEED, ROW_REDUCTIONS
+from cuflash.spec.outputs import DEFAULT_NEED, ROW_REDUCTION_ROWS
 from cuflash.spec.problem import Problem, scales_of_rows
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def forward(
         Shape `problem.out_shape`, of `dtype`.
     lse : numpy.ndarray or cupy.ndarray
         Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
-    max, entropy : numpy.ndarray or cupy.ndarray
-        Those that are wanted, like lse.
+    *reductions : numpy.ndarray or cupy.ndarray
+        Those that are wanted, in the order of `outputs.ROW_REDUCTIONS`, like lse.
 
     See Also
     --------
@@ -117,8 +117,8 @@ def forward(
     xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
     out = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
     lse = xp.full(problem.lse_shape, -np.inf, compute)
-    of_none = {"max": -np.inf, "entropy": 0.0}  # rows of no sequence
-    reductions = {name: xp.full(problem.lse_shape, of_none[name], compute) for name in ROW_REDUCTIONS if name in want}
+    wanted = (row for row in ROW_REDUCTION_ROWS if row.name in want)  # also of rows of no sequence
+    reductions = {row.name: xp.full(problem.lse_shape, row.of_no_keys, compute) for row in wanted}
     for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
         with np.errstate(all="ignore"):
             out[head.index] = output(head.P, head.Z, head.V, dtype).astype(dtype)

@@ -76,13 +76,11 @@ constexpr bool kMovesSinks = CUFLASH_TANGENTS & 64, kMovesScale = CUFLASH_TANGEN
 constexpr bool kMovesSoftcap = CUFLASH_TANGENTS & 256;
 constexpr bool kMovesScores = CUFLASH_TANGENTS & ~(1 | 8);
 
-// Passes with row reductions (common/softmax/row_reductions.cuh): a bit for each that the forward pass gives, and
-// for each whose gradient the backward pass takes; 0 in all other passes.
+// Passes with row reductions: a bit for each that the forward pass gives (common/softmax/row_reductions.cuh), and 16
+// bits above it for each whose gradient the backward pass takes (common/softmax/row_reduction_gradients.cuh).
 #ifndef CUFLASH_ROW_REDUCTIONS
 #define CUFLASH_ROW_REDUCTIONS 0
 #endif
-constexpr bool kReducesMax = CUFLASH_ROW_REDUCTIONS & 1, kReducesEntropy = CUFLASH_ROW_REDUCTIONS & 2;
-constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 4, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 8;
 
 // Options. An option that is off leaves no instruction in the kernel.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;

@@ -1,7 +1,7 @@
 // Arrays of a call, and their elements by the definition of their dtype.
 #pragma once
 
-#include "convert.h"
+#include "rows.h"
 
 #include "check.h"
 
@@ -26,12 +26,18 @@ double element(const char *at, Dtype dtype) {
     float single;
     double whole;
     switch (dtype) {
-        case FLOAT16: return std::memcpy(&half, at, 2), number_of(half, 5, 10);
-        case BFLOAT16: return std::memcpy(&half, at, 2), number_of(half, 8, 7);
-        case FLOAT32: return std::memcpy(&single, at, 4), single;
-        case FLOAT64: return std::memcpy(&whole, at, 8), whole;
-        case FLOAT8_E4M3FN: return number_of(uint8_t(*at), 4, 3, true);
-        default: return number_of(uint8_t(*at), 5, 2);
+        case FLOAT16:
+            return std::memcpy(&half, at, 2), number_of(half, 5, 10);
+        case BFLOAT16:
+            return std::memcpy(&half, at, 2), number_of(half, 8, 7);
+        case FLOAT32:
+            return std::memcpy(&single, at, 4), single;
+        case FLOAT64:
+            return std::memcpy(&whole, at, 8), whole;
+        case FLOAT8_E4M3FN:
+            return number_of(uint8_t(*at), 4, 3, true);
+        default:
+            return number_of(uint8_t(*at), 5, 2);
     }
 }
 

@@ -43,15 +43,16 @@ struct Problem {
 
     static Problem any(Dtype dtype) {
         auto by_chance = [](int one_in) { return random_below(one_in) == 0; };
-        const long lengths[] = {1, 2, 5, 17, 64, 100, 130, 129 + random_below(IS_DENSE ? 300 : 20)}, dims[] = {1, 8, 16, 33, 64, 80};
+        const long lengths[] = {1, 2, 5, 17, 64, 100, 130, 129 + random_below(IS_DENSE ? 300 : 20)},
+                   dims[] = {1, 8, 16, 33, 64, 80};
         const bool is_plain = by_chance(3);  // as small heads are
         const long rows = lengths[random_below(8)], keys = lengths[random_below(8)];
         const bool is_causal = by_chance(3);
         return Problem(dtype, 1 + random_below(2), 1 + random_below(3), 1 + random_below(2), rows, keys,
                        dims[random_below(6)], dims[random_below(6)], !is_plain && by_chance(2),
                        !is_plain && by_chance(3), !is_plain && by_chance(3), !is_plain && by_chance(3), by_chance(3),
-                       by_chance(4) ? random_below(60) : NO_BOUND, is_causal ? 0 : NO_BOUND,
-                       by_chance(4) ? 2 : 1, by_chance(2) ? 0 : 3);
+                       by_chance(4) ? random_below(60) : NO_BOUND, is_causal ? 0 : NO_BOUND, by_chance(4) ? 2 : 1,
+                       by_chance(2) ? 0 : 3);
     }
     Problem(Dtype dtype, long batch, long group, long heads_kv, long rows, long keys, long dim, long dim_v,
             bool has_bias, bool has_mask, bool has_slopes, bool has_cap, bool has_sinks, long left, long right,
@@ -134,9 +135,12 @@ Expected expect(const Problem &p, bool rounds_weights) {
                               all_dout = numbers_of(p.dout);
     const long all = p.batch * p.heads, all_kv = p.batch * p.heads_kv;
     Expected e;
-    for (auto [x, count] :
-         {std::pair{&e.out, all * p.rows * p.dim_v}, {&e.lse, all * p.rows}, {&e.dq, all * p.rows * p.dim},
-          {&e.dk, all_kv * p.keys * p.dim}, {&e.dv, all_kv * p.keys * p.dim_v}, {&e.dsinks, p.heads}})
+    for (auto [x, count] : {std::pair{&e.out, all * p.rows * p.dim_v},
+                            {&e.lse, all * p.rows},
+                            {&e.dq, all * p.rows * p.dim},
+                            {&e.dk, all_kv * p.keys * p.dim},
+                            {&e.dv, all_kv * p.keys * p.dim_v},
+                            {&e.dsinks, p.heads}})
         x->assign(count, 0);
     e.most_out = e.out, e.most_lse = e.lse, e.most_dq = e.dq, e.most_dk = e.dk, e.most_dv = e.dv;
     e.most_dsinks = e.dsinks;
@@ -196,7 +200,8 @@ Expected expect(const Problem &p, bool rounds_weights) {
                     const double weight = most > -infinity ? std::exp(p.sinks.number(0, 0, 0, h) - lse) : 0;
                     e.dsinks[h] -= weight * delta;
                     e.most_dsinks[h] +=
-                        (4 * wrong + of_dtype + of_weights + unit * double(p.dim_v + p.rows)) * weight * of_delta + flushed;
+                        (4 * wrong + of_dtype + of_weights + unit * double(p.dim_v + p.rows)) * weight * of_delta +
+                        flushed;
                 }
                 for (long j = 0; j < p.keys; ++j) {
                     double dp = 0, of_dp = 0;
@@ -206,12 +211,14 @@ Expected expect(const Problem &p, bool rounds_weights) {
                         const long at = (head_kv * p.keys + j) * p.dim_v + d;
                         e.dv[at] += weights[j] * gradient;
                         e.most_dv[at] += (2 * wrong + of_weights + unit * double(p.rows * p.group + 8) + of_dtype) *
-                                             weights[j] * std::fabs(gradient) + flushed;
+                                             weights[j] * std::fabs(gradient) +
+                                         flushed;
                     }
                     const double of_ds = weights[j] * (of_dp + of_delta) * slope[j];
                     // 1 - tanh(x)^2 is rounded as a number of size 1.
-                    const double wrong_ds = (4 * wrong + unit * double(p.dim_v + 8) + of_dtype + 2 * of_weights) * of_ds +
-                                          (p.has_cap ? 8 * unit : 0) * weights[j] * (of_dp + of_delta) + flushed;
+                    const double wrong_ds =
+                        (4 * wrong + unit * double(p.dim_v + 8) + of_dtype + 2 * of_weights) * of_ds +
+                        (p.has_cap ? 8 * unit : 0) * weights[j] * (of_dp + of_delta) + flushed;
                     const double ds = weights[j] * (dp - delta) * slope[j] * p.scale;
                     for (long d = 0; d < p.dim; ++d) {
                         const double of_q = q[d], of_k = k[j * p.dim + d];
@@ -219,7 +226,8 @@ Expected expect(const Problem &p, bool rounds_weights) {
                         e.dq[row * p.dim + d] += ds * of_k;
                         e.dk[at] += ds * of_q;
                         const double of_sums = unit * double(p.rows * p.group + p.keys) + of_dtype;
-                        e.most_dq[row * p.dim + d] += p.scale * (wrong_ds + of_sums * of_ds) * std::fabs(of_k) + flushed;
+                        e.most_dq[row * p.dim + d] +=
+                            p.scale * (wrong_ds + of_sums * of_ds) * std::fabs(of_k) + flushed;
                         e.most_dk[at] += p.scale * (wrong_ds + of_sums * of_ds) * std::fabs(of_q) + flushed;
                     }
                 }
@@ -227,8 +235,8 @@ Expected expect(const Problem &p, bool rounds_weights) {
     return e;
 }
 
-void compare(const char *name, const AnyArray &got, const std::vector<double> &expected, const std::vector<double> &most,
-             const char *processor, const Problem &p) {
+void compare(const char *name, const AnyArray &got, const std::vector<double> &expected,
+             const std::vector<double> &most, const char *processor, const Problem &p) {
     long n = 0;
     for (long b = 0; b < got.sizes[0]; ++b)
         for (long h = 0; h < got.sizes[1]; ++h)

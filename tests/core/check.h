@@ -18,14 +18,14 @@ long num_checks = 0, num_failures = 0;
 constexpr long MOST_SHOWN = 20;
 
 // CHECK(condition, format, ...): the format and its arguments say for which values the condition fails.
-#define CHECK(condition, ...)                                                     \
-    do {                                                                          \
-        ++num_checks;                                                             \
-        if (!(condition) && ++num_failures <= MOST_SHOWN) {                       \
-            std::printf("%s:%d: not %s: ", __FILE__, __LINE__, #condition);       \
-            std::printf(__VA_ARGS__);                                             \
-            std::printf("\n");                                                    \
-        }                                                                         \
+#define CHECK(condition, ...)                                               \
+    do {                                                                    \
+        ++num_checks;                                                       \
+        if (!(condition) && ++num_failures <= MOST_SHOWN) {                 \
+            std::printf("%s:%d: not %s: ", __FILE__, __LINE__, #condition); \
+            std::printf(__VA_ARGS__);                                       \
+            std::printf("\n");                                              \
+        }                                                                   \
     } while (0)
 
 // What `main` returns: a test without a check is a failure, too.

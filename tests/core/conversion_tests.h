@@ -1,7 +1,7 @@
 // Conversions of all numbers of 16 and of 8 bits, by their definition; rows of any stride, and transposed tiles.
 #pragma once
 
-#include "bf16x2.h"
+#include "simd/bf16x2.h"
 
 #include "arrays.h"
 

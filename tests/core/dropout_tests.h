@@ -71,8 +71,8 @@ void test_known_vectors() {
 }
 
 bool is_kept(uint64_t seed, uint64_t offset, uint64_t head, long steps, long i, long j) {
-    const Four counter = {{uint32_t(4 * (j / 16) + j % 8 / 2), uint32_t(8 * (i / 16) + i % 8), uint32_t(head),
-                           uint32_t(offset)}};
+    const Four counter = {
+        {uint32_t(4 * (j / 16) + j % 8 / 2), uint32_t(8 * (i / 16) + i % 8), uint32_t(head), uint32_t(offset)}};
     const uint32_t word = philox(counter, uint32_t(seed), uint32_t(seed >> 32)).words[2 * (j % 2) + j % 16 / 8];
     return long(i % 16 < 8 ? word & 0xFFFF : word >> 16) >= steps;
 }

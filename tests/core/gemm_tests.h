@@ -14,7 +14,9 @@ template <class T> struct Operands {
     bool is_transposed;
     Memory<T> a, b, before, c;
 
-    static long extent(long count, long width, long stride) { return count && width ? (count - 1) * stride + width : 0; }
+    static long extent(long count, long width, long stride) {
+        return count && width ? (count - 1) * stride + width : 0;
+    }
     Operands(long rows, long columns, long length, bool is_transposed, long space)
         : rows(rows), columns(columns), length(length), a_stride((is_transposed ? rows : length) + space),
           b_stride(columns + space), c_stride(columns + space), is_transposed(is_transposed),

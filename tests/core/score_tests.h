@@ -35,7 +35,8 @@ template <class T> void test_finished_scores(const Options &options) {
                   random_below(4));
     AnyArray slopes(DTYPE<T>, {BATCH, HEADS, 1, 1});
     AnyArray mask(FLOAT8_E4M3FN, {one_or(BATCH), one_or(HEADS), one_or(ROWS), one_or(KEYS)}, 1 + random_below(2));
-    AnyArray block_mask(FLOAT8_E4M3FN, {BATCH, HEADS, ceil_div(ROWS, BLOCK_ROWS_OF_MASK), ceil_div(KEYS, BLOCK_KEYS_OF_MASK)});
+    AnyArray block_mask(FLOAT8_E4M3FN,
+                        {BATCH, HEADS, ceil_div(ROWS, BLOCK_ROWS_OF_MASK), ceil_div(KEYS, BLOCK_KEYS_OF_MASK)});
     for (AnyArray *x : {&mask, &block_mask})
         for (long i = 0; i < x->memory.count; ++i) x->memory[i] = random_bits() % 3 ? char(1 + random_below(255)) : 0;
     if (options.has_bias) bias.give(call, BIAS), call.bias_dtype = bias_dtype;
@@ -95,8 +96,14 @@ template <class T> void test_options() {
     for (long n = 0; n < (IS_DENSE ? 4000 : 300); ++n) {
         auto by_chance = [] { return random_bits() % 2 == 0; };
         const double scales[] = {0.125, 1, -0.3, 0};
-        const Options options = {by_chance(), by_chance(),     by_chance(), by_chance(),
-                                 by_chance(), by_chance(), scales[random_below(4)], random_below(100) - 20};
+        const Options options = {by_chance(),
+                                 by_chance(),
+                                 by_chance(),
+                                 by_chance(),
+                                 by_chance(),
+                                 by_chance(),
+                                 scales[random_below(4)],
+                                 random_below(100) - 20};
         test_finished_scores<T>(options);
     }
 }
@@ -139,7 +146,8 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
         const long num_keys = LANES<T> * (1 + random_below(MAX_KEYS / LANES<T>));
         for (long j = 0; j < num_keys; ++j) {
             const bool is_hidden = tile < hidden_tiles || random_below(5) == 0;
-            s[j] = is_hidden ? -std::numeric_limits<T>::infinity() : T(random_normal() * spread + spread * double(tile));
+            s[j] =
+                is_hidden ? -std::numeric_limits<T>::infinity() : T(random_normal() * spread + spread * double(tile));
             kept[j] = random_below(4) ? 0xFF : 0;
             all.push_back(double(s[j]) * scale);
         }
@@ -159,7 +167,8 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
     double most = -std::numeric_limits<double>::infinity(), sum = 0, mean = 0, size = 0;
     for (double x : all) most = x > most ? x : most;
     if (std::isinf(most)) {
-        CHECK(row_max == -std::numeric_limits<T>::infinity() && sum_of_lanes<T>(load(l.data)) == 0, "a row without keys");
+        CHECK(row_max == -std::numeric_limits<T>::infinity() && sum_of_lanes<T>(load(l.data)) == 0,
+              "a row without keys");
         return;
     }
     for (size_t j = 0; j < all.size(); ++j) {
@@ -176,15 +185,14 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
     // Tiny weights are 0: those less than 2^LOWEST, or by what the row max lags more.
     const double flushed = std::ldexp(double(all.size()) * 10 * std::exp(8), int(Vectors<T>::LOWEST));
     for (long d = 0; d < DIM; ++d)
-        CHECK(std::fabs(o[d] / got - mean / sum) <= 2 * most_wrong * size / sum + flushed, "o[%ld] is %.9g, expected %.9g", d,
-              o[d] / got, mean / sum);
+        CHECK(std::fabs(o[d] / got - mean / sum) <= 2 * most_wrong * size / sum + flushed,
+              "o[%ld] is %.9g, expected %.9g", d, o[d] / got, mean / sum);
 }
 
 template <class T> void test_softmax() {
     for (long n = 0; n < (IS_DENSE ? 300 : 30); ++n)
         for (double spread : {0.0, 1.0, 30.0, 1e4})
-            for (double scale : {0.125, 1.0})
-                test_softmax_steps<T>(spread, scale, n % 7, n % 2);
+            for (double scale : {0.125, 1.0}) test_softmax_steps<T>(spread, scale, n % 7, n % 2);
 }
 
 // Tiles of k and v: any dtype, strides and pages, with scales of keys; zeros follow.
@@ -215,7 +223,8 @@ template <class T> void test_packing(Dtype dtype, long dim, long step, long page
     const long first = 16 * random_below(4), count = 1 + random_below(KEYS - first), padded = round_up(count, LANES<T>);
     const long width = round_up(dim, LANES<T>), keys_stride = padded + 16;
     auto expected = [&](long j, long d) {
-        const long key = first + j, page = page_size ? order[key / page_size] : b, at = page_size ? key % page_size : key;
+        const long key = first + j, page = page_size ? order[key / page_size] : b,
+                   at = page_size ? key % page_size : key;
         const T x = T(k.number(page, head, at, d));
         return has_scales ? T(x * T(scales.number(page, head, at, 0))) : x;
     };

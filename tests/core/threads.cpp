@@ -119,8 +119,9 @@ void test_jobs_are_done_once() {
                     Plan plan(shape);
                     plan.work = work;
                     const int status = (is_long ? run_long : run)(plan, num_threads);
-                    CHECK(status == DONE && is_done_once(plan), "status %d, %ld jobs on %ld threads, %ld done, %ld wrong",
-                          status, plan.all(), num_threads, plan.num_done.load(), plan.num_failures.load());
+                    CHECK(status == DONE && is_done_once(plan),
+                          "status %d, %ld jobs on %ld threads, %ld done, %ld wrong", status, plan.all(), num_threads,
+                          plan.num_done.load(), plan.num_failures.load());
                 }
     for (bool is_long : {false, true}) {  // a call without a job
         Plan plan({});
@@ -206,8 +207,8 @@ void test_forked_processes() {
         if (child == 0) {
             Plan plan({7, 3});
             Plan of_long({7, 3});
-            const bool is_right = run(plan, 4) == DONE && is_done_once(plan) && run_long(of_long, 4) == DONE &&
-                                  is_done_once(of_long);
+            const bool is_right =
+                run(plan, 4) == DONE && is_done_once(plan) && run_long(of_long, 4) == DONE && is_done_once(of_long);
             _exit(is_right ? 0 : 1);
         }
         int status = 1;

@@ -1,18 +1,13 @@
 // Functions of vectors against those of the C library in a wider type, and permutations of lanes against loops.
 #pragma once
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 #include "check.h"
 
 namespace {
 namespace vector_tests {
 
-#if defined(__FMA__) || defined(__aarch64__)
-constexpr bool HAS_FMA = true;
-#else
-constexpr bool HAS_FMA = false;
-#endif
 // Where products are rounded before they are added, results are further off. With the checks of a sanitizer between
 // them, compilers do not fuse all.
 constexpr bool IS_FUSED = HAS_FMA && !IS_SANITIZED;
@@ -52,13 +47,15 @@ template <class T> using Wide = std::conditional_t<sizeof(T) == 4, double, long 
 
 template <class T> void test_exp2() {
     constexpr T LOWEST = Vectors<T>::LOWEST, HIGHEST = Vectors<T>::HIGHEST;
-    for_every_exponent<T>([](Vector<T> x) { return exp2<T>(x); }, [](T x, T y) {
-        if (std::isnan(x)) CHECK(std::isnan(y), "exp2(NaN) = %g", double(y));
-        if (x < LOWEST) CHECK(y == 0, "exp2(%g) = %g", double(x), double(y));
-        if (x >= HIGHEST) CHECK(std::isinf(y) && y > 0, "exp2(%g) = %g", double(x), double(y));
-        if (x >= LOWEST && x < HIGHEST - 1)
-            CHECK(units(y, std::exp2(Wide<T>(x))) <= UNITS_OF_EXP2, "exp2(%.17g) = %.17g", double(x), double(y));
-    });
+    for_every_exponent<T>([](Vector<T> x) { return exp2<T>(x); },
+                          [](T x, T y) {
+                              if (std::isnan(x)) CHECK(std::isnan(y), "exp2(NaN) = %g", double(y));
+                              if (x < LOWEST) CHECK(y == 0, "exp2(%g) = %g", double(x), double(y));
+                              if (x >= HIGHEST) CHECK(std::isinf(y) && y > 0, "exp2(%g) = %g", double(x), double(y));
+                              if (x >= LOWEST && x < HIGHEST - 1)
+                                  CHECK(units(y, std::exp2(Wide<T>(x))) <= UNITS_OF_EXP2, "exp2(%.17g) = %.17g",
+                                        double(x), double(y));
+                          });
     for (long n = 0; n < (IS_DENSE ? 4'000'000 : 200'000); ++n) {  // evenly over exponents, too
         const T x = T(random_uniform(LOWEST, HIGHEST - 1));
         const T y = of_one<T>([](Vector<T> x) { return exp2<T>(x); }, x);
@@ -127,13 +124,16 @@ template <class T> void test_tanh() {
 }
 
 template <class T> void test_log() {
-    for_every_exponent<T>([](Vector<T> x) { return log<T>(x); }, [](T x, T y) {
-        if (std::isnan(x)) CHECK(std::isnan(y), "log(NaN) = %g", double(y));
-        if (x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max())
-            CHECK(units(y, std::log(Wide<T>(x))) <= UNITS_OF_LOG, "log(%.17g) = %.17g", double(x), double(y));
-        if (!std::isnan(x))  // of one number: subnormal and negative ones, too
-            CHECK(units(log_of(x), std::log(Wide<T>(x))) <= UNITS_OF_LOG, "log_of(%.17g) = %.17g", double(x), double(log_of(x)));
-    });
+    for_every_exponent<T>([](Vector<T> x) { return log<T>(x); },
+                          [](T x, T y) {
+                              if (std::isnan(x)) CHECK(std::isnan(y), "log(NaN) = %g", double(y));
+                              if (x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max())
+                                  CHECK(units(y, std::log(Wide<T>(x))) <= UNITS_OF_LOG, "log(%.17g) = %.17g", double(x),
+                                        double(y));
+                              if (!std::isnan(x))  // of one number: subnormal and negative ones, too
+                                  CHECK(units(log_of(x), std::log(Wide<T>(x))) <= UNITS_OF_LOG, "log_of(%.17g) = %.17g",
+                                        double(x), double(log_of(x)));
+                          });
     for (long n = 0; n < (IS_DENSE ? 4'000'000 : 200'000); ++n) {  // around 1, where the logarithm is near 0
         const T x = T(random_uniform(0.5, 2));
         const T y = of_one<T>([](Vector<T> x) { return log<T>(x); }, x);
@@ -146,7 +146,8 @@ void test_exp_of() {
     for (long n = 0; n < 100'000; ++n) {
         const double x = random_uniform(-660, 705);
         // x / log(2) is rounded, and so is 1 / log(2): by 2^-53 of x and by an eighth of that.
-        CHECK(units(exp_of(x), std::exp((long double)x)) <= UNITS_OF_EXP2 + 1.13 * std::fabs(x), "exp(%.17g) = %.17g", x, exp_of(x));
+        CHECK(units(exp_of(x), std::exp((long double)x)) <= UNITS_OF_EXP2 + 1.13 * std::fabs(x), "exp(%.17g) = %.17g",
+              x, exp_of(x));
     }
     const double infinity = std::numeric_limits<double>::infinity();
     CHECK(exp_of(-infinity) == 0 && exp_of(0) == 1 && std::isinf(exp_of(infinity)), "limits of exp");
@@ -164,7 +165,8 @@ template <class T> void test_quotient() {
 // Single instructions, which NaN and signs go through as through the loops of which they take the place.
 template <class T> void test_comparisons() {
     const T nan = std::numeric_limits<T>::quiet_NaN(), infinity = std::numeric_limits<T>::infinity();
-    const T numbers[] = {T(0), T(-0.0), T(1), T(-1), T(3.5), infinity, -infinity, nan, std::numeric_limits<T>::denorm_min()};
+    const T numbers[] = {
+        T(0), T(-0.0), T(1), T(-1), T(3.5), infinity, -infinity, nan, std::numeric_limits<T>::denorm_min()};
     auto is_same = [](T x, T y) { return (std::isnan(x) && std::isnan(y)) || x == y; };
     for (T x : numbers)
         for (T y : numbers) {
@@ -240,16 +242,16 @@ template <class T> void test_transpose_square() {
     }
 }
 
-#if defined(__AVX512BF16__)
 // What is rounded to bfloat16 afterwards may be further off.
 void test_functions_for_bfloat16() {
-    for_every_exponent<float>([](Vector<float> x) { return exp2_of_half_less(x); }, [](float x, float y) {
-        if (std::isnan(x)) CHECK(std::isnan(y), "exp2(NaN) = %g", y);
-        if (x < Vectors<float>::LOWEST) CHECK(y == 0, "exp2(%g) = %g", x, y);
-        if (x > 129) CHECK(std::isinf(y), "exp2(%g) = %g", x, y);
-        if (x >= Vectors<float>::LOWEST && x < 127)
-            CHECK(units(y, std::exp2(double(x) - 0.5)) <= 2.5, "2^(%.9g - 1/2) = %.9g", x, y);
-    });
+    for_every_exponent<float>([](Vector<float> x) { return exp2_of_half_less(x); },
+                              [](float x, float y) {
+                                  if (std::isnan(x)) CHECK(std::isnan(y), "exp2(NaN) = %g", y);
+                                  if (x < Vectors<float>::LOWEST) CHECK(y == 0, "exp2(%g) = %g", x, y);
+                                  if (x > 129) CHECK(std::isinf(y), "exp2(%g) = %g", x, y);
+                                  if (x >= Vectors<float>::LOWEST && x < 127)
+                                      CHECK(units(y, std::exp2(double(x) - 0.5)) <= 2.5, "2^(%.9g - 1/2) = %.9g", x, y);
+                              });
     auto one = [](Vector<float> x) {
         Vector<float> values[] = {x};
         rough_tanh_of_each(values);
@@ -257,7 +259,6 @@ void test_functions_for_bfloat16() {
     };
     for_every_exponent<float>(one, [](float x, float y) { check_tanh(x, y, 5); });
 }
-#endif
 
 template <class T> void test_all() {
     test_exp2<T>();
@@ -274,9 +275,7 @@ void run() {
     test_all<float>();
     test_all<double>();
     test_exp_of();
-#if defined(__AVX512BF16__)
-    test_functions_for_bfloat16();
-#endif
+    if (HAS_BF16X2) test_functions_for_bfloat16();
 }
 
 }  // namespace vector_tests

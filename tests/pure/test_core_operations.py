@@ -27,8 +27,13 @@ if core.why_not() is not None:
 
 SOURCES, TESTS = core.LIBRARY.parent, CHECKOUT / "tests" / "core"
 # What sanitizers say before they end a process, and how they are asked to let an allocation fail.
-SANITIZERS = {"": "", "address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined", "thread": "-fsanitize=thread"}
+SANITIZERS = {
+    "": "",
+    "address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    "thread": "-fsanitize=thread",
+}
 OPTIONS = "allocator_may_return_null=1"
+MODEL = "-DMODEL_OF_TILES"
 OPTIMIZED = ["-O1", "-fexpensive-optimizations"]  # with which GCC fuses products and sums, as it does in the core
 
 
@@ -44,11 +49,11 @@ def targets() -> dict[str, list[str]]:
     """The targets that run here, the best one last, with their flags."""
     machine = "x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"
     names, here = of_setup()["NAMES"], set(core.instruction_sets())
-    found = {name: flags for name, flags in of_setup()["TARGETS"][machine].items() if names.get(name, "") in (*here, "")}
-    if "amx" not in found and "avx512_bfloat16" in found:
-        found["amx"] = of_setup()["TARGETS"][machine]["amx"]
-    if "amx" in found:
-        found["amx"] = [*found["amx"], "-DMODEL_OF_TILES"]
+    found = {
+        name: flags for name, flags in of_setup()["TARGETS"][machine].items() if names.get(name, "") in (*here, "")
+    }
+    if sampling.exhaustive and "avx2" in found:
+        found["amx"] = [*of_setup()["MODEL_OF_AMX"], MODEL]
     return found
 
 
@@ -73,7 +78,9 @@ def compile(compiler: str, sanitizer: str, target: str, sources: list[Path | str
     flags += [*(OPTIMIZED if gcc else OPTIMIZED[:1]), "-pthread", "-g1", f"-I{SOURCES}", f"-I{TESTS}"]
     flags += [*TARGETS[target], *SANITIZERS[sanitizer].split(), *(["-DSANITIZED"] if sanitizer else [])]
     flags += ["-DDENSE"] if sampling.exhaustive else []
-    ended = subprocess.run([compiler, *flags, *more, *map(str, sources), "-o", str(program)], capture_output=True, text=True)
+    ended = subprocess.run(
+        [compiler, *flags, *more, *map(str, sources), "-o", str(program)], capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr[-10_000:]
 
 
@@ -117,6 +124,6 @@ def test_calls(tmp_path, compiler, sanitizer):
             ]
         for job in jobs:
             job.result()
-        definitions = ['-DSOURCES=""', *(["-DMODEL_OF_TILES"] if "amx" in TARGETS else [])]
+        definitions = ['-DSOURCES=""', *([MODEL] if "amx" in TARGETS else [])]
         compile(compiler, sanitizer, "baseline", [tests, SOURCES / "core.cpp", *objects], program, *definitions)
     run(program)

@@ -42,7 +42,7 @@ class Sanitizer(NamedTuple):
 SANITIZERS = {
     "address, undefined": Sanitizer(
         flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined",
-        definitions="-DMODEL_OF_TILES",  # code for AMX, on any processor with products of bfloat16
+        definitions="-DMODEL_OF_TILES",  # code for AMX, on any processor with AVX2
         runtime="libasan.so",
         tests=f"not ({OF_THE_PROCESS} or {LONGEST})",
         environment={"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"},  # Python frees not all it has

@@ -15,9 +15,9 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.cpu.backend import CpuPlan
-from cuflash.spec.inputs import NAMES, OptionalArrays, PassArrays
+from cuflash.spec.inputs import NAMES, OptionalArrays
 from cuflash.spec.keywords import checked
-from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS, PassArrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -1,4 +1,7 @@
-"""Who may know whom: imports run one way, heavy modules stay where they belong, and GPU words stay in `kernels/ptx`."""
+"""Who may know whom: imports run one way, and heavy modules stay where they belong.
+
+Words of the GPU stay in `kernels/ptx`, and those of other instruction sets in `cuflash/cpu/core/simd`.
+"""
 
 import ast
 import re
@@ -14,6 +17,11 @@ PACKAGE = ROOT / "cuflash"
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
+}
+CORE = {
+    path.relative_to(PACKAGE / "cpu" / "core").as_posix(): path
+    for path in (PACKAGE / "cpu" / "core").rglob("*")
+    if path.suffix in (".h", ".cpp")
 }
 KERNELS = {path.relative_to(ROOT / "kernels").as_posix(): path for path in (ROOT / "kernels").rglob("*.cu*")}
 
@@ -76,6 +84,13 @@ FOR_TYPES = {"typing_extensions"}  # for a type checker
 GPU_WORDS = re.compile(
     r"\basm\b|\b__shared__\b|\b__syncthreads\w*|\b__syncwarp\b|\bthreadIdx\b|\bblockIdx\b|\bblockDim\b|\bgridDim\b"
     r"|\b__(?:shfl|ballot|any|all|activemask|match)_?\w*_?sync\b|\batomic[A-Z]\w+|\b__ld(?:g|cs|cg)\b|\b__global__\b"
+)
+
+# Intrinsics of the CPU and their headers, and conditions on instruction sets and architectures.
+CPU_WORDS = re.compile(
+    r"\b_(?:mm\d*|tile)_\w+|\b__m(?:mask)?\d+\w*|\b__builtin_(?:ia32|cpu|neon|aarch64)\w*|\basm\b"
+    r"|\bv[a-z0-9]+(?:_[a-z0-9]+)*_[fusp](?:8|16|32|64)\b|\b(?:float|u?int|poly)\d+x\d+(?:x\d)?_t\b"
+    r"|<(?:\w*intrin|arm_\w+|cpuid)\.h>|\b__(?:AVX|SSE|FMA|F16C|AMX|ARM_|x86_64|aarch64|i386|arm)\w*|\bUSES_\w+"
 )
 
 
@@ -199,6 +214,49 @@ def test_the_word_list_finds_what_it_is_for():
     ):
         assert GPU_WORDS.search(words)
     assert not GPU_WORDS.search("ptx::shuffle_xor(value, 1); thread_index(); plasma_asm2")
+
+
+# ---- the compiled core -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CORE if not n.startswith("simd/")))
+def test_words_of_instruction_sets_stay_in_the_simd_folder(name):
+    lines = code_of(CORE[name]).splitlines()
+    said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in CPU_WORDS.finditer(line)]
+    assert not said
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CORE if n.startswith("simd/")))
+def test_the_simd_folder_knows_no_attention(name):
+    own = re.findall(r'^\s*#\s*include\s+"([^"]+)"', code_of(CORE[name]), re.MULTILINE)
+    assert {f"simd/{other}" for other in own} <= set(CORE)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CORE if n.endswith(".h")))
+def test_headers_of_the_core_are_read_once(name):
+    assert "#pragma once" in CORE[name].read_text()
+
+
+def test_the_word_list_of_instruction_sets_finds_what_it_is_for():
+    for words in (
+        "_mm256_max_ps(x, y)",
+        "__m512bh both",
+        "__mmask16",
+        "_tile_release()",
+        "vfmaq_f32(sum, x, y)",
+        "vcvt_f32_f16(x)",
+        "vmulq_n_f32(x, y)",
+        "float32x4_t x",
+        "#include <arm_neon.h>",
+        "#if defined(__AVX512BF16__)",
+        "#elif defined(__x86_64__)",
+        'asm volatile("yield")',
+        "__builtin_ia32_pause()",
+    ):
+        assert CPU_WORDS.search(words)
+    assert not CPU_WORDS.search(
+        "add_product(sum, x, y); Vector<float> value; values_of_32; __builtin_prefetch(p, 0, 2)"
+    )
 
 
 def test_backends_have_the_same_functions():

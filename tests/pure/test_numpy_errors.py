@@ -13,6 +13,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.block_masks import local
+from cuflash.distributed.rank import Run
 from cuflash.score_mod import Traced, program_of
 from tests.scored import scored
 from tests.ways import every_way
@@ -147,6 +148,22 @@ def test_merging_streaming_and_ranks(dtype):
             return [x for results in pool.map(rank, cd.threads(2)) for x in results]
 
     strictly(ranks)
+
+
+@every_dtype
+def test_warm_up_runs_of_ranks(dtype, monkeypatch):
+    """Those of devices: nothing is received, so that arrays from other ranks have whatever numbers memory has."""
+    monkeypatch.setattr(Run, "is_warm", property(lambda run: False))
+    q, k, v = (extreme((2, 30, 8), dtype, seed) for seed in range(3))
+
+    def rank(comm):
+        split = cd.contiguous(30, 2)
+        own = [split.part(x, comm.rank) for x in (q, k, v)]
+        with np.errstate(all="raise"):
+            return both_passes(cd.ContextParallel(comm, split=split), *own)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, cd.threads(2)))
 
 
 def test_constants_of_any_size():

@@ -24,10 +24,7 @@ from cuflash.spec.inputs import (
     NUMBERS,
     OPTIONAL_INPUTS,
     NamedGradients,
-    OfGradients,
-    OfThreeGradients,
     OptionalArrays,
-    PassArrays,
 )
 from cuflash.spec.outputs import (
     DEFAULT_NEED,
@@ -40,6 +37,9 @@ from cuflash.spec.outputs import (
     REQUIRED_BY_BACKWARD,
     ROW_REDUCTIONS,
     TAKEN_BY_BACKWARD,
+    OfGradients,
+    OfThreeGradients,
+    PassArrays,
 )
 from cuflash.spec.problem import Problem
 from cuflash.spec.results import ForwardResult, Gradients

@@ -172,7 +172,7 @@ def test_an_editable_install_reads_the_checkout(build, tmp_path):
 def test_an_editable_install_builds_the_core_in_place(build, tmp_path):
     source, _, unpacked, _ = build("editable")
     assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
-    (source / "cuflash" / "cpu" / "core" / "vectors.h").write_text("")
+    (source / "cuflash" / "cpu" / "core" / "simd" / "vectors.h").write_text("")
     assert "other sources" in run_python(WHICH_CORE, tmp_path, str(unpacked))
 
 

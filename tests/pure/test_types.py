@@ -19,7 +19,7 @@ import pytest
 
 import cuflash
 import cuflash.distributed
-from cuflash.spec import inputs
+from cuflash.spec import inputs, outputs
 from tests.packages import CHECKOUT, builder
 from tests.sampling import sample
 
@@ -192,11 +192,11 @@ METHODS = [
             {
                 "forward": (),
                 "backward": (),
-                "jvp": (inputs.JvpArrays,),
-                "backward_jvp": (inputs.BackwardJvpArrays,),
-                "plan": (inputs.AllPassArrays,),
-                "compile": (inputs.InputsWithTangents,),
-                "tune": (inputs.InputsWithTangents,),
+                "jvp": (outputs.JvpArrays,),
+                "backward_jvp": (outputs.BackwardJvpArrays,),
+                "plan": (outputs.AllPassArrays,),
+                "compile": (inputs.WithTangents,),
+                "tune": (inputs.WithTangents,),
             },
         ),
         (

@@ -1,10 +1,8 @@
 // The soft cap: it turns products of q and k into scores. Gradients need its derivatives.
 #pragma once
 
-#include <type_traits>
-
 #include "call.h"
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace {
 
@@ -29,10 +27,8 @@ template <class T> inline void apply_cap(const Call &call, long padded, T *s, T 
         for (; j + 4 * LANES<T> <= padded; j += 4 * LANES<T>) apply(j, std::integral_constant<int, 4>());
         for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
     };
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == 4)
+    if constexpr (MAY_USE_BF16X2<T>)
         if (call.dtype == BFLOAT16) return cap([](auto &x) { rough_tanh_of_each(x); });
-#endif
     cap([](auto &x) { tanh_of_each<T>(x); });
 }
 

@@ -1,10 +1,4 @@
 // The interface to Python.
-#include <sys/syscall.h>
-#include <unistd.h>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,65 +14,25 @@ struct Target {
     const Kernels *kernels;
 };
 
-#if defined(__x86_64__)
-// What a processor has by leaf 7 of CPUID. Compilers that do not know instructions do not know their names either.
-struct Leaf7 {
-    bool has_bfloat16 = false, has_tiles = false;
-    Leaf7() {
-        unsigned a, b, c, d;
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
-        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) has_bfloat16 = a >> 5 & 1;
-    }
-};
-
-// Whether the system lets this process use tile registers. It is queried once.
-bool may_use_tiles() {
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
-    if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
-    return answer == 1;
-}
-
-#if defined(MODEL_OF_TILES)
-constexpr bool HAS_MODEL = true;
-#else
-constexpr bool HAS_MODEL = false;
-#endif
-#endif
-
 // The best target that was built and that this processor can run; the `limit` best of all targets are left out.
-Target target_of_processor([[maybe_unused]] int limit) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    static const Leaf7 leaf;
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    const bool has_bfloat16 = has_avx512 && leaf.has_bfloat16;
-    if (&kernels_amx && has_bfloat16 && limit < 1 && (HAS_MODEL || (leaf.has_tiles && may_use_tiles())))
-        return Target{"AMX", &kernels_amx};
-    if (&kernels_avx512_bfloat16 && has_bfloat16 && limit < 2)
+Target target_of_processor(int limit) {
+    const Processor &found = processor();
+    if (&kernels_amx && found.has_tiles && limit < 1 && may_use_tiles()) return Target{"AMX", &kernels_amx};
+    if (&kernels_avx512_bfloat16 && found.has_bfloat16 && limit < 2)
         return Target{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (&kernels_avx512 && has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
-    if (&kernels_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
-        return Target{"AVX2", &kernels_avx2};
-    return Target{"SSE2", &kernels_baseline};
-#elif defined(__aarch64__)
-    return Target{"NEON", &kernels_baseline};
-#else
-    return Target{"generic", &kernels_baseline};
-#endif
+    if (&kernels_avx512 && found.has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
+    if (&kernels_avx2 && found.has_avx2 && limit < 4) return Target{"AVX2", &kernels_avx2};
+    return Target{found.baseline, &kernels_baseline};
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
 // forward pass of float16, both without tangents.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
-#if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
     const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents;
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
-#endif
     return *kernels;
 }
 

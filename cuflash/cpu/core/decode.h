@@ -4,7 +4,7 @@
 // from one tile to the next.
 #pragma once
 
-#include "bf16x2.h"
+#include "load_bf16x2.h"
 
 namespace {
 
@@ -17,20 +17,9 @@ inline bool is_decode(const Entry &entry, const Block &block) {
     return rows_of(block) <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
 }
 
-struct Bf16x2 {  // two neighbours, which are multiplied by two numbers of q at once
-    uint32_t bits;
-};
-
-template <class T> inline Vector<T> load_as(const Bf16x2 *p) {
-    typedef T Anywhere __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-    return *(const Anywhere *)p;
-}
-
 // sum + x y, where x was loaded as S.
 template <class T, class S> inline Vector<T> add_product_as(Vector<T> sum, Vector<T> x, Vector<T> y) {
-#if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<S, Bf16x2>) return Bf16x2Ops::add(sum, x, y);
-#endif
     return add_product(sum, x, y);
 }
 

@@ -4,11 +4,10 @@
 #pragma once
 
 #include "decode.h"
-#include "fp16_split.h"
+#include "gemm_bf16x2.h"
 
 namespace {
 
-#if HAS_TILES
 // How many keys are multiplied at a time for scores, and how many for values: what is made of them stays in the first
 // level of the cache.
 constexpr long KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
@@ -83,8 +82,6 @@ inline void add_decode_values_bf16(const float *p, const KeyRows &v, long num_ke
     }
 }
 
-#endif
-
 // Whether queries, keys and weights of a block of few rows are multiplied as bf16x2, in vectors. Keys have to lie in
 // memory as the product reads them, and enough rows have to share them that memory would wait for arithmetic otherwise.
 template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &block) {
@@ -93,7 +90,6 @@ template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &
            call.head_dim_v % LANES<T> == 0;
 }
 
-#if defined(__AVX512BF16__) && !HAS_TILES
 // s = Q K^T, where rows of q are bf16x2.
 inline void bf16x2_scores(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
                           float *s) {
@@ -110,7 +106,7 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
                                                    const Coming *coming, float *o, long o_stride) {
     auto words = [&](long j, int n) {
         const Bits *p = (const Bits *)v.at[j] + d + n * LANES<float>;
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+        return widen(load_halves(p));
     };
     Vector<float> sums[R][N] = {};
     for (long j = 0; j < num_keys; j += 2) {
@@ -119,12 +115,12 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
             coming->fetch(j);
             if (has_next) coming->fetch(j + 1);
         }
-        __m512i x[N];
+        Integers<float> x[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) x[n] = words(j, n);
         if (has_next)
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) x[n] = _mm512_or_si512(x[n], _mm512_slli_epi32(words(j + 1, n), 16));
+            for (int n = 0; n < N; ++n) x[n] |= words(j + 1, n) << 16;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Vector<float> y = Bf16x2Ops::spread(p + r * KEYS_BF16X2_STRIDE + j / 2);
@@ -148,6 +144,5 @@ inline void add_bf16x2_values(long num_rows, const float *p, const KeyRows &v, l
             add_bf16x2_products<R, 1>(row, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
     });
 }
-#endif
 
 }  // namespace

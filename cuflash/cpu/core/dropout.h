@@ -1,37 +1,12 @@
 // Which weights dropout keeps: the bits of Philox-4x32-7, as `cuflash/spec/dropout.py` describes them.
 #pragma once
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace {
 
-typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));  // of 32 bits, in the low halves of lanes
 typedef uint32_t Words32 __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint16_t Draws __attribute__((vector_size(VECTOR_BYTES)));  // of 16 bits, one for each weight
-typedef int8_t KeptBytes __attribute__((vector_size(VECTOR_BYTES / 2)));
 constexpr int WORDS = VECTOR_BYTES / 8, AT_ONCE = 4, ROUNDS = 7;
-
-// Multiplies the low halves of lanes; the high halves may hold anything.
-inline Words multiply_words(Words x, uint64_t y) {
-#if defined(__AVX512F__)
-    return (Words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(y));
-#elif defined(__AVX2__)
-    return (Words)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(y));
-#elif defined(__SSE2__) && !defined(__AVX__)
-    return (Words)_mm_mul_epu32((__m128i)x, _mm_set1_epi64x(y));
-#else
-    return (x & (Words{} + UINT64_C(0xFFFFFFFF))) * (Words{} + y);
-#endif
-}
-
-// Bytes of ones where a draw is above the limit, of zeros elsewhere.
-inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    return (KeptBytes)_mm256_movm_epi8(_mm512_cmpgt_epu16_mask((__m512i)draws, _mm512_set1_epi16(short(limit))));
-#else
-    return __builtin_convertvector(draws > Draws{} + limit, KeptBytes);
-#endif
-}
 
 // Draws of the rows i and i + 8 for the columns of a vector of counters. Words c0 and c2 of a counter have the draws of
 // two neighbouring columns, c1 and c3 those of the two that are eight columns further on. Draws of four counters come
@@ -129,24 +104,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
 
 // x where `kept` has bytes of ones, zeros elsewhere.
 template <class T> inline Vector<T> drop(Vector<T> x, const unsigned char *kept) {
-    Integers<T> mask;
-#if defined(__AVX2__) || (defined(__SSE2__) && !defined(__AVX__))
-    uint64_t bytes[2] = {};
-    memcpy(bytes, kept, LANES<T>);
-    const __m128i all = _mm_set_epi64x(int64_t(bytes[1]), int64_t(bytes[0]));
-#if defined(__AVX512F__)
-    mask = (Integers<T>)(sizeof(T) == 4 ? _mm512_cvtepi8_epi32(all) : _mm512_cvtepi8_epi64(all));
-#elif defined(__AVX2__)
-    mask = (Integers<T>)(sizeof(T) == 4 ? _mm256_cvtepi8_epi32(all) : _mm256_cvtepi8_epi64(all));
-#else
-    __m128i wide = _mm_unpacklo_epi8(all, all);
-    wide = _mm_unpacklo_epi16(wide, wide);
-    mask = (Integers<T>)(sizeof(T) == 4 ? wide : _mm_unpacklo_epi32(wide, wide));
-#endif
-#else
-    for (int i = 0; i < LANES<T>; ++i) mask[i] = int8_t(kept[i]);
-#endif
-    return (Vector<T>)((Integers<T>)x & mask);
+    return (Vector<T>)((Integers<T>)x & mask_of_bytes<T>(kept));
 }
 
 }  // namespace

@@ -12,11 +12,7 @@ constexpr long LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unles
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
 // smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
 // largest.
-#if HAS_TILES
-constexpr long BLOCK_ROWS[] = {768, 384, 192, 128, 64, 32};
-#else
-constexpr long BLOCK_ROWS[] = {192, 96, 60, 36, 24};
-#endif
+constexpr long BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
 constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
 constexpr long PARTIALS_BYTES = 32 << 20;
@@ -66,28 +62,27 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     const Coming coming_v{v, 0}, coming_k{finds_next ? next_k : k, next};
     bool has_scores = false, is_bf16x2 = false;  // is_bf16x2: values are multiplied as bf16x2
-#if HAS_TILES
-    if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
-        decode_scores_bf16(columns, call.head_dim, k, count, max_terms<T>(call), coming_v, buffers.rows, buffers.k_t,
-                           buffers.s);
-        is_bf16x2 = call.dtype == BFLOAT16;
-        has_scores = is_bf16x2 || are_numbers(num_rows, buffers.s, count);
+    if constexpr (MAY_USE_TILES<T>) {
+        if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
+            decode_scores_bf16(columns, call.head_dim, k, count, max_terms<T>(call), coming_v, buffers.rows,
+                               buffers.k_t, buffers.s);
+            is_bf16x2 = call.dtype == BFLOAT16;
+            has_scores = is_bf16x2 || are_numbers(num_rows, buffers.s, count);
+        }
+    } else if constexpr (MAY_USE_BF16X2<T>) {
+        if (decodes_in_bf16x2<T>(call, block)) {
+            bf16x2_scores(num_rows, buffers.q, call.head_dim, k, count, coming_v, buffers.s);
+            has_scores = is_bf16x2 = true;
+        }
     }
-#endif
-#if defined(__AVX512BF16__) && !HAS_TILES
-    if (decodes_in_bf16x2<T>(call, block)) {
-        bf16x2_scores(num_rows, buffers.q, call.head_dim, k, count, coming_v, buffers.s);
-        has_scores = is_bf16x2 = true;
-    }
-#endif
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
     softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
                     is_bf16x2, [] {});
-#if HAS_TILES
-    if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
-#elif defined(__AVX512BF16__)
-    if (is_bf16x2) return add_bf16x2_values(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
-#endif
+    if constexpr (MAY_USE_TILES<T>) {
+        if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+    } else if constexpr (MAY_USE_BF16X2<T>) {
+        if (is_bf16x2) return add_bf16x2_values(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
+    }
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
@@ -103,20 +98,17 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     const long terms = has_few ? 0 : num_terms<T>(work);
     if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
         load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
-#if HAS_TILES
     } else if (terms == 2) {
-        load_split_rows(call, entry, block, (float *)buffers.q);
-#endif
+        if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
     } else {
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
     }
-    const T *columns = nullptr;
-#if HAS_TILES
-    if (has_few && num_rows > VERY_FEW_ROWS && max_terms<T>(call)) {
-        columns = buffers.q + FEW_ROWS * sizes.dim;
-        load_decode_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
-    }
-#endif
+    T *columns = nullptr;
+    if constexpr (MAY_USE_TILES<T>)
+        if (has_few && num_rows > VERY_FEW_ROWS && max_terms<T>(call)) {
+            columns = buffers.q + FEW_ROWS * sizes.dim;
+            load_decode_columns(call, entry, block, buffers.rows, columns);
+        }
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
@@ -289,18 +281,20 @@ template <class T> bool prepare_forward(Work &work) {
     const Call &call = work.call;
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
     const long keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
-    for (const long rows : BLOCK_ROWS) {
-        if (are_equal && rows <= LEAST_ROWS) break;
-        choose_tiles<T>(work, rows, keys);
-        if (BlockCount(work).all >= ENOUGH_JOBS) break;
-    }
+    auto choose_of = [&](auto &block_rows) {
+        for (const long rows : block_rows) {
+            if (are_equal && rows <= LEAST_ROWS) break;
+            choose_tiles<T>(work, rows, keys);
+            if (BlockCount(work).all >= ENOUGH_JOBS) break;
+        }
+    };
+    HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
-#if HAS_TILES
-    if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
-#endif
+    if constexpr (MAY_USE_TILES<T>)
+        if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
     work.add_phase(forward_job<T>, work.num_blocks);
     const long num_splits = work.num_blocks ? work.blocks[0].num_splits : 1;
     if (num_splits > 1) {

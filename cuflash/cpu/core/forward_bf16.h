@@ -6,8 +6,6 @@
 
 namespace {
 
-#if defined(__AVX512BF16__)
-
 // Rows of a block, and the keys of a tile that they attend to.
 struct Group {
     long r0, num_rows;  // num_rows is 0 if no group is left
@@ -90,6 +88,5 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
     }
     values.finish();
 }
-#endif
 
 }  // namespace

@@ -1,9 +1,7 @@
 // Matrix products of tiles in cache: C = A B or C += A B, where a block of C stays in registers.
 #pragma once
 
-#include <type_traits>
-
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace {
 

@@ -113,14 +113,13 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
         const T *packed = tiles.at(entry, head_kv, first);
         return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
     }
-#if HAS_TILES
-    if (terms == 2) {
-        T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
-        load_split_keys(call, entry, head_kv, first, count, (float *)rows, (float *)k_t, buffers.keys_stride);
-        load_split_values(call, entry, head_kv, first, count, (float *)v, (float *)low_v);
-        return {k_t, v, sizes.dim_v, low_v};
-    }
-#endif
+    if constexpr (MAY_USE_TILES<T>)
+        if (terms == 2) {
+            T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
+            load_split_keys(call, entry, head_kv, first, count, rows, k_t, buffers.keys_stride);
+            load_split_values(call, entry, head_kv, first, count, v, low_v);
+            return {k_t, v, sizes.dim_v, low_v};
+        }
     if (terms == 1) {
         load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t, buffers.keys_stride);
         interleave_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v);

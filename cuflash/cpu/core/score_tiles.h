@@ -3,27 +3,16 @@
 
 #include "cap.h"
 #include "dropout.h"
-#include "convert.h"
 #include "gemm.h"
+#include "rows.h"
 #include "work.h"
 
 namespace {
-
-#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(MODEL_OF_TILES))
-#define HAS_TILES 1
-#else
-#define HAS_TILES 0
-#endif
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 16 ? 24 : 12;  // rows whose scores are computed at a time
 constexpr long FEW_OF_GROUP = 16;  // rows that are finished at a time, in the first cache
-
-inline long smaller(long x, long y) { return x < y ? x : y; }
-inline long larger(long x, long y) { return x > y ? x : y; }
-inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
-inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.

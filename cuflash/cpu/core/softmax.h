@@ -81,7 +81,6 @@ inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_
     store(l, load(l) + sum);
 }
 
-#if defined(__AVX512BF16__)
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops>
 inline void exponentials_as_bf16x2(Drops drops, const Scaling<float> &scaling, const float *s, long num_keys,
@@ -100,18 +99,15 @@ inline void exponentials_as_bf16x2(Drops drops, const Scaling<float> &scaling, c
         const Vector<float> p1 = exp2_of_half_less((load(s + j + N) - minus) * factor + half);
         sums[0] += p0;
         sums[1] += p1;
-        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)kept_of(p1, j + N), (__m512)kept_of(p0, j));
-        store(packed + j / 2, (Vector<float>)both);
+        store(packed + j / 2, round_to_bfloat16<float>(kept_of(p0, j), kept_of(p1, j + N)));
     }
     if (j < num_keys) {
         const Vector<float> p = exp2_of_half_less((load(s + j) - minus) * factor + half);
         sums[0] += p;
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)kept_of(p, j));
-        memcpy((void *)(packed + j / 2), &rounded, sizeof rounded);
+        store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(p, j)));
     }
     store(l, load(l) + (sums[0] + sums[1]));
 }
-#endif
 
 // The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`, and
 // what keys have summed shrinks.
@@ -193,13 +189,11 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
             }
         with_dropout(
             [&](auto drops) { exponentials<T>(drops, scaling, row, columns, row_max, l, o, dim, kept, kept_scale); });
-#if HAS_TILES
-        if (terms == 2) {
-            split_to_bf16x2((float *)row, columns, (float *)p + 2 * r * KEYS_BF16X2_STRIDE,
-                            (float *)p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
-            between();
-        }
-#endif
+        if constexpr (MAY_USE_TILES<T>)
+            if (terms == 2) {
+                split_to_bf16x2(row, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
+                between();
+            }
     }
 }
 

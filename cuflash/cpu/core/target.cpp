@@ -28,12 +28,10 @@ static bool prepare(Work &work) {
 
 template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
     Vector<T> values[] = {x};
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (MAY_USE_BF16X2<T>) {
         if (function == EXP2_OF_HALF_LESS) return exp2_of_half_less(x);
         if (function == ROUGH_TANH) return rough_tanh_of_each(values), values[0];
     }
-#endif
     if (function == TANH) return tanh_of_each<T>(values), values[0];
     return function == LOG ? log<T>(x) : exp2<T>(x);
 }
@@ -56,12 +54,11 @@ static void evaluate(bool is_double, Function function, const void *in, void *ou
     }
 }
 
-#if HAS_TILES
-static void begin() { begin_tiles(); }
-static void end() { end_tiles(); }
-#else
-static void begin() {}
-static void end() {}
-#endif
+static void begin() {
+    if constexpr (HAS_TILES) begin_tiles();
+}
+static void end() {
+    if constexpr (HAS_TILES) end_tiles();
+}
 
 extern const Kernels NAMED(kernels_, TARGET) = {prepare, evaluate, begin, end};

@@ -16,9 +16,8 @@ struct Kernels {
 };
 
 extern const Kernels kernels_baseline;
-#if defined(__x86_64__)
-// Those whose instructions the compiler does not know are left out, and have no address.
+// Those of other architectures, and those whose instructions the compiler does not know, are left out, and have no
+// address.
 #define IF_BUILT __attribute__((weak))
 extern const Kernels kernels_avx2 IF_BUILT, kernels_avx512 IF_BUILT, kernels_avx512_bfloat16 IF_BUILT,
     kernels_amx IF_BUILT;
-#endif

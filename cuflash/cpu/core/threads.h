@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <time.h>
 
+#include "simd/processor.h"
 #include "targets.h"
 
 namespace {
@@ -69,15 +70,6 @@ inline timespec after_milliseconds(long milliseconds) {
     until.tv_sec += milliseconds / 1000 + until.tv_nsec / 1'000'000'000L;
     until.tv_nsec %= 1'000'000'000L;
     return until;
-}
-
-// Lets the other thread of the core work.
-inline void rest() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
 }
 
 void *allocate_scratch(long bytes) {

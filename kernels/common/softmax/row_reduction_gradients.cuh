@@ -8,6 +8,9 @@
 #include "common/softmax/backward.cuh"
 #include "common/softmax/exponential.cuh"
 
+// Those that this pass takes the gradients of, in the order of the rows of cuflash/spec/outputs.py.
+constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 1 << 16, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 1 << 17;
+
 constexpr Real kLeastWeight = 1e-37f;  // smaller weights have its logarithm, which is finite
 
 // The logarithm of a weight: of base 2 in half precision, where dH has the factor ln 2, natural otherwise.

@@ -10,12 +10,17 @@
 #include "common/io/params.cuh"
 #include "common/softmax/exponential.cuh"
 
+// Those that this pass gives, in the order of the rows of cuflash/spec/outputs.py.
+constexpr bool kReducesMax = CUFLASH_ROW_REDUCTIONS & 1, kReducesEntropy = CUFLASH_ROW_REDUCTIONS & 2;
+constexpr bool kReducesRows = CUFLASH_ROW_REDUCTIONS & 0xffff;
+constexpr bool kReducesExponents = kReducesEntropy;  // sums of weights times a function of their exponents
+
 // Weights of exponents below this one are 0, as those of hidden pairs are, and so are their terms of r.
 constexpr Real kLeastExponent = -1024;
 
 // Row reductions over a lane's columns of some scores. The lazy maximum may compute the weights of a tile twice, so
 // those of a tile are added to those of the row only when its weights are final.
-template <int m_tiles, bool made = kReducesMax || kReducesEntropy>
+template <int m_tiles, bool made = kReducesRows>
 struct TileReductions {
   i32 weight_bits[m_tiles][2];  // of the largest weight, over this lane's columns only, as is the moment
   Real moment[m_tiles][2];      // r
@@ -49,7 +54,7 @@ struct TileReductions<m_tiles, false> {
 
 // Row reductions over all tiles. `by_weights`: the largest score follows from the largest weight, which costs less
 // where the softmax step does not compute the maximum of each tile.
-template <int m_tiles, bool natural, bool by_weights, bool made = kReducesMax || kReducesEntropy>
+template <int m_tiles, bool natural, bool by_weights, bool made = kReducesRows>
 struct RowReductions : TileReductions<m_tiles> {
   using TileReductions<m_tiles>::moment;
   using TileReductions<m_tiles>::weight_bits;

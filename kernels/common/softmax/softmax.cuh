@@ -109,7 +109,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
         factor[m][half] = raise_row_max(m, half, own);
         const Real weight = relative<natural>(own, row_max[m][half]);
         row_sum[m][half] += weight;
-        if constexpr (kReducesEntropy)
+        if constexpr (kReducesExponents)
           Reductions::add_weight(m, half, weight, exponent_of_difference<natural>(own, row_max[m][half]), true);
       }
     rescale(out, factor);
@@ -155,7 +155,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
     const Real old = row_max[m][half];
     row_max[m][half] = max_of(old, other);
     const Real factor = relative<natural>(old, row_max[m][half]);
-    if constexpr (kReducesEntropy)
+    if constexpr (kReducesExponents)
       Reductions::rescale_moment(m, half, factor, exponent_of_difference<natural>(old, row_max[m][half]),
                                  row_sum[m][half]);
     row_sum[m][half] *= factor;

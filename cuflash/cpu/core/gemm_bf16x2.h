@@ -1,0 +1,123 @@
+// Products of bf16x2: sixteen rows of A, of sixteen bf16x2 each, by sixteen rows of B, in tile registers where there are
+// any. Four registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
+#pragma once
+
+#include "gemm.h"
+#include "simd/amx.h"
+#include "simd/bf16x2.h"
+
+namespace {
+
+// Calls `run` with 0, 1, ..., COUNT - 1, as types.
+template <int COUNT, class F> inline void for_each_of(F run) {
+    if constexpr (COUNT > 0) {
+        for_each_of<COUNT - 1>(run);
+        run(std::integral_constant<int, COUNT - 1>());
+    }
+}
+
+// C = A B or C += A B, of bf16x2, in steps that other work may come between: tile registers compute meanwhile.
+// num_columns is a multiple of the lanes of a vector.
+struct Bf16x2Product {
+    long num_rows = 0, num_columns = 0, length = 0;
+    const float *a = nullptr;
+    long a_stride = 0;
+    const float *b = nullptr;
+    long b_stride = 0;
+    float *c = nullptr;
+    long c_stride = 0;
+    bool adds = false;
+    struct Term {
+        const float *a, *b;
+    };
+    Term more[3] = {};  // products of the same sizes that are added
+    int num_more = 0;
+    long i = 0, j = 0;  // the block of C that is next
+
+    void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
+
+    // Computes the next four tiles of C, or what is left of them: two by two, or four of a single column or row.
+    // All rows come before the next columns, so that the rows of B that they need stay in the first cache.
+    // It is a function of its own because the loops that call it need all registers.
+    __attribute__((noinline)) void step() {
+        if constexpr (HAS_TILES) step_of_tiles();
+    }
+
+    // Does all steps that are left, and multiplies what does not fill a whole tile.
+    void finish() {
+        const long rows = tile_rows(), whole = length / TILE * TILE;
+        if constexpr (HAS_TILES)
+            while (i < rows) step();
+        if (rows && whole < length)
+            for (int n = -1; n < num_more; ++n)
+                product<float, Order::ROWS, Bf16x2Ops>(rows, num_columns, length - whole, term(n).a + whole, a_stride,
+                                                       term(n).b + whole * b_stride, b_stride, c, c_stride, true);
+        for (int n = -1; n < num_more && rows < num_rows; ++n)
+            product<float, Order::ROWS, Bf16x2Ops>(num_rows - rows, num_columns, length, term(n).a + rows * a_stride,
+                                                   a_stride, term(n).b, b_stride, c + rows * c_stride, c_stride,
+                                                   adds || n >= 0);
+    }
+
+  private:
+    Term term(int n) const { return n < 0 ? Term{a, b} : more[n]; }
+
+    long tile_rows() const { return HAS_TILES && length >= TILE ? num_rows / TILE * TILE : 0; }
+
+    void step_of_tiles() {
+        const long rows = tile_rows();
+        if (i >= rows) return;
+        const long height = num_columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
+        if (rows - i < height * TILE || num_columns - j < width * TILE) {
+            for (long y = i; y < smaller(rows, i + height * TILE); y += TILE)
+                for (long x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
+        } else if (height == 4) {
+            multiply<4, 1>(i, j);
+        } else if (height == 2) {
+            multiply<2, 2>(i, j);
+        } else {
+            multiply<1, 4>(i, j);
+        }
+        i += height * TILE;
+        if (i >= rows) {
+            j += width * TILE;
+            i = j < num_columns ? 0 : rows;
+        }
+    }
+
+    // Computes R by S tiles of C, which stay in the first registers.
+    template <int R, int S> void multiply(long row, long column) const {
+        auto for_tiles = [&](auto run) {
+            for_each_of<R>([&](auto r) {
+                for_each_of<S>([&](auto s) {
+                    run(std::integral_constant<int, r * S + s>(), c + (row + r * TILE) * c_stride + column + s * TILE);
+                });
+            });
+        };
+        for_tiles([&](auto tile, const float *from) {
+            if (adds) {
+                load_tile<tile>(from, c_stride);
+            } else {
+                clear_tile<tile>();
+            }
+        });
+        for (int n = -1; n < num_more; ++n) {
+            const float *rows = term(n).a + row * a_stride, *from = term(n).b + column;
+            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride)
+                for_each_of<R>([&](auto r) {
+                    load_tile<4 + r % 2>(rows + r * TILE * a_stride + k, a_stride);
+                    for_each_of<S>([&](auto s) {
+                        if (r == 0) load_tile<6 + s % 2>(from + s * TILE, b_stride);
+                        multiply_tiles<r * S + s, 4 + r % 2, 6 + s % 2>();
+                    });
+                });
+        }
+        for_tiles([&](auto tile, float *to) { store_tile<tile>(to, c_stride); });
+    }
+};
+
+inline void bf16x2_product(long num_rows, long num_columns, long length, const float *a, long a_stride, const float *b,
+                           long b_stride, float *c, long c_stride, bool adds) {
+    Bf16x2Product{num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds}.finish();
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+// Operands as bf16x2, where there are instructions for products of bfloat16: weights, and gradients of scores, are
+// rounded to bfloat16 before they are multiplied, as on a GPU. For the forward pass with tile registers, numbers of
+// float16 are split into two terms; calls with any number that is not finite are computed in float32.
+#pragma once
+
+#include "score_tiles.h"
+#include "simd/fp16_split.h"
+
+namespace {
+
+template <class T> inline bool uses_bf16x2(const Call &call) { return MAY_USE_BF16X2<T> && call.kv_dtype == BFLOAT16; }
+
+constexpr long KEYS_BF16X2_STRIDE = MAX_KEYS / 2 + 16;  // of rows of bf16x2 of keys
+
+// Loads rows of q or dout of a block as bf16x2 of neighbours.
+template <class T>
+inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
+                             bool is_negative) {
+    const long stride = bf16x2_stride<T>(dim);
+    for (long r = 0; r < rows_of(block); ++r)
+        load_bits(row_address(call, array, entry, row_of(block, r)), call.strides[array][3], dim,
+                  (Bits *)(out + r * stride), 2 * stride);
+    if (is_negative) negate_bf16x2(out, rows_of(block) * stride);
+}
+
+// Loads rows of k or v as bf16x2 of neighbours, transposed: each row of the result has one bf16x2 of every key, up to a
+// whole vector of keys. Rows that are whole vectors are read where they lie.
+template <class T>
+inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                             long dim, T *rows, T *transposed, long transposed_stride) {
+    const long stride = bf16x2_stride<T>(dim);
+    const int64_t *strides = call.strides[array];
+    const char *own = key_address(call, array, entry, head_kv, first);
+    if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !call.page_size && (uintptr_t)own % 4 == 0)
+        return transpose((const T *)own, strides[2] / 2, count, stride, transposed, transposed_stride);
+    for (long j = 0; j < count; ++j)
+        load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
+                  (Bits *)(rows + j * stride), 2 * stride);
+    transpose(rows, stride, count, stride, transposed, transposed_stride);
+}
+
+// Loads rows of k or v as bf16x2 of neighbouring keys.
+template <class T>
+inline void interleave_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
+                            long dim, T *out) {
+    const long padded = round_up(dim, LANES<T>);
+    for (long j = 0; j < count; j += 2)
+        interleave(key_address(call, array, entry, head_kv, first + j),
+                   j + 1 < count ? key_address(call, array, entry, head_kv, first + j + 1) : nullptr,
+                   call.strides[array][3], dim, (float *)out + j / 2 * padded, padded);
+}
+
+// ---- float16 as two terms -------------------------------------------------------------------------------------------
+
+constexpr long SPLIT_ROWS = 32;  // the fewest queries for which it is worth it
+
+inline bool is_float16(const Call &call) { return call.dtype == FLOAT16 && call.kv_dtype == FLOAT16; }
+
+inline bool may_split(const Call &call) { return HAS_TILES && is_float16(call) && call.seqlen_q >= SPLIT_ROWS; }
+
+// Loads rows of q of a block: the high terms of a row, followed by its low terms.
+inline void load_split_rows(const Call &call, const Entry &entry, const Block &block, float *out) {
+    const long width = bf16x2_stride<float>(call.head_dim);
+    for (long r = 0; r < rows_of(block); ++r) {
+        float *to = out + 2 * r * width;
+        load_split(row_address(call, Q, entry, row_of(block, r)), call.strides[Q][3], call.head_dim, width, to,
+                   to + width);
+    }
+    if (call.scale < 0) negate_bf16x2(out, 2 * rows_of(block) * width);
+}
+
+// Loads rows of k, transposed: all high terms, and below them the low ones.
+inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, float *rows,
+                            float *transposed, long transposed_stride) {
+    const long width = bf16x2_stride<float>(call.head_dim);
+    for (long j = 0; j < count; ++j) {
+        float *to = rows + 2 * j * width;
+        load_split(key_address(call, K, entry, head_kv, first + j), call.strides[K][3], call.head_dim, width, to,
+                   to + width);
+    }
+    transpose(rows, 2 * width, count, 2 * width, transposed, transposed_stride);
+}
+
+// Loads rows of v as bf16x2 of neighbouring keys: the high terms to `high`, the low terms to `low`.
+inline void load_split_values(const Call &call, const Entry &entry, long head_kv, long first, long count, float *high,
+                              float *low) {
+    const long padded = round_up(call.head_dim_v, LANES<float>);
+    for (long j = 0; j < count; j += 2)
+        interleave_split(key_address(call, V, entry, head_kv, first + j),
+                         j + 1 < count ? key_address(call, V, entry, head_kv, first + j + 1) : nullptr,
+                         call.strides[V][3], call.head_dim_v, padded, high + j / 2 * padded, low + j / 2 * padded);
+}
+
+// Checks whether q, k and v of a head of an entry are finite.
+template <class T> void check_job(Work &work, char *, long job) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[job / call.num_heads];
+    const long head = job % call.num_heads;
+    bool is_finite = true;
+    for (long i = 0; i < entry.seqlen_q && is_finite; ++i)
+        is_finite = is_finite_row(row_address(call, Q, entry, Row{head, i}), call.strides[Q][3], call.head_dim);
+    for (long j = 0; j < entry.seqlen_k && head < call.num_heads_kv && is_finite; ++j)
+        is_finite = is_finite_row(key_address(call, K, entry, head, j), call.strides[K][3], call.head_dim) &&
+                    is_finite_row(key_address(call, V, entry, head, j), call.strides[V][3], call.head_dim_v);
+    if (!is_finite) work.is_finite.store(false, std::memory_order_relaxed);
+}
+
+// How many bfloat16 terms a number of a call is split into, at most, where products are of bf16x2; 0 where they are
+// not.
+template <class T> inline int max_terms(const Call &call) {
+    if (uses_bf16x2<T>(call)) return 1;
+    return HAS_TILES && is_float16(call) ? 2 : 0;
+}
+
+// How many it is in this call, after its numbers have been checked.
+template <class T> inline int num_terms(const Work &work) {
+    if (uses_bf16x2<T>(work.call)) return 1;
+    return may_split(work.call) && work.is_finite.load(std::memory_order_relaxed) ? 2 : 0;
+}
+
+}  // namespace
