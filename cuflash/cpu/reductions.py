@@ -50,8 +50,7 @@ def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[A
     problem, arrays = _bound(TOP_KEYS, options, arrays)
     shape = (*problem.lse_shape, count)
     found = (np.full(shape, -1, np.int32), np.zeros(shape, problem.softmax_dtype))
-    if _is_of_core(problem):
-        core.run(problem, {**arrays, **dict(zip(TOP_KEYS.default, found, strict=True))}, TOP_KEYS, None, None)
+    if _is_run_by_core(TOP_KEYS, problem, arrays, found):
         return found
     split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, count)
     indices, weights = (x.reshape(split) for x in found)
@@ -80,10 +79,19 @@ def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Pr
     return problem, given if sums is None else {**given, "row_sums": sums}
 
 
-def _in_units(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, with row sums as tiles of `fallback` read them."""
+def _in_units(problem: Problem, arrays: Mapping[str, Any], unit: float = 1.0) -> dict[str, Any]:
+    """The arrays, with row sums in this unit of row maxima, by default as tiles of `fallback` read them."""
     sums = arrays.get("row_sums")
-    return {**arrays} if sums is None else {**arrays, "row_sums": in_units(sums, 1.0, problem.softmax_dtype)}
+    return {**arrays} if sums is None else {**arrays, "row_sums": in_units(sums, unit, problem.softmax_dtype)}
+
+
+def _is_run_by_core(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], results: tuple[Array, ...]) -> bool:
+    """Compute the results of a reduction, and say whether the core does."""
+    if problem.has_functions or core.why_not(problem) is not None or not problem.num_heads:
+        return False
+    given = _in_units(problem, arrays, core.unit_of(problem)) | dict(zip(pass_.default, results, strict=True))
+    core.run(problem, given, pass_, None, None)
+    return True
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -114,18 +122,13 @@ def _run(problem: Problem, work: Callable[..., Any], own: Iterator[ReductionJob]
     jobs.run(work, own, threads, take)
 
 
-def _is_of_core(problem: Problem) -> bool:
-    return not problem.has_functions and core.why_not(problem) is None and problem.num_heads > 0
-
-
 def _of_columns(
     problem: Problem, arrays: Mapping[str, Any], pass_: Pass, work: Callable[..., Any], ufunc: np.ufunc
 ) -> Array:
     """A reduction over rows, which no order of threads changes."""
     shape = (problem.array_batch, problem.num_heads, problem.seqlen_k)[4 - problem.ndim :]
     result = np.zeros(shape, problem.softmax_dtype)
-    if _is_of_core(problem):
-        core.run(problem, {**arrays, pass_.name: result}, pass_, None, None)
+    if _is_run_by_core(pass_, problem, arrays, (result,)):
         return result
     found = result.reshape(problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
     calls = fallback.calls(problem, _in_units(problem, arrays))

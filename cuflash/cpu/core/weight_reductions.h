@@ -106,19 +106,19 @@ template <class T> void top_keys_job(Work &work, char *memory, long job) {
     const T none = T(-__builtin_inf());
     load_queries(work, entry, block, buffers);
     for (long x = 0; x < num_rows * stride; ++x) buffers.best[x] = none, buffers.keys[x] = -1;
+    const bool finds_sums = !call.arrays[ROW_SUMS];
     RowSumsSoFar<T> sums;
     auto take = [&](long r, const T *s, long columns, long at) {
         take_largest(s, columns, at, count, buffers.best + r * stride, buffers.keys + r * stride);
-        if (is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
+        if (finds_sums && is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
     };
     for_scores(work, scaling, block, buffers, [](long) { return true; }, take);
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = buffers.lse[r], *best = buffers.best + r * stride;
-        const RowSum<T> sum = call.arrays[ROW_SUMS] ? row_sum<T>(work, entry, row)
-                              : is_large(lse)
+        const RowSum<T> sum = finds_sums && is_large(lse)
                                   ? explained_sum(call, scaling, row.head, lse, sums.row_max[r], sums.sums[r])
-                                  : NO_ROW_SUM<T>;
+                                  : buffers.row_sums[r];
         T *weights = buffers.ds;
         with_weights(scaling, lse, sum, [&](auto weight_of) {
             for (long x = 0; x < stride; x += LANES<T>) store(weights + x, weight_of(load(best + x)));
@@ -138,14 +138,15 @@ template <class T> bool prepare_weight_reduction(Work &work) {
     if (!make_entries(work)) return false;
     choose_backward_tiles<T, ReductionBuffers<T>>(work);
     work.scratch_bytes = ReductionBuffers<T>(work, nullptr).scratch.used;
+    const bool has_sums = work.call.arrays[ROW_SUMS];
     if (work.call.num_top_keys) {
-        if (work.call.arrays[ROW_SUMS] && !allocate_row_sums<T>(work)) return false;
+        if (has_sums && !allocate_row_sums<T>(work)) return false;
         if (!make_blocks(work, false, 0)) return false;
         work.add_phase(top_keys_job<T>, work.num_blocks);
         return true;
     }
     if (!allocate_row_sums<T>(work) || !make_tiles(work)) return false;
-    if (work.row_sums && !work.call.arrays[ROW_SUMS]) {
+    if (work.row_sums && !has_sums) {
         if (!make_blocks(work, false, 0)) return false;
         work.add_phase(row_sums_job<T>, work.num_blocks);
     }
