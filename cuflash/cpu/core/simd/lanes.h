@@ -82,6 +82,7 @@ template <> struct Vectors<float> {
     typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: its sum with x has the nearest integer in its low bits
     static constexpr int MANTISSA = 23;
     static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
@@ -100,6 +101,7 @@ template <> struct Vectors<double> {
     typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint64_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52
     static constexpr int MANTISSA = 52;
     static constexpr double LOWEST = -960, HIGHEST = 1024;

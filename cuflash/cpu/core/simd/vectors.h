@@ -37,9 +37,10 @@ template <class T> inline Vector<T> iota() {
 }
 
 // 2^n for an integer n, where `rounded` is n + Vectors::ROUNDER. The shift leaves n alone, because the low bits of
-// ROUNDER are zeros.
+// ROUNDER are zeros. The sum of bits may wrap, as that of signed integers must not.
 template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
-    return (Vector<T>)(((Integers<T>)rounded << Vectors<T>::MANTISSA) + (Integers<T>)splat(T(1)));
+    using Unsigned = typename Vectors<T>::Unsigned;
+    return (Vector<T>)(((Unsigned)rounded << Vectors<T>::MANTISSA) + (Unsigned)splat(T(1)));
 }
 
 // 2^x of numbers from -1/2 to 1/2.
@@ -55,9 +56,10 @@ template <class T> inline Vector<T> power_of_two_biased(Vector<T> rounded) {
     return (Vector<T>)((Integers<T>)rounded << Vectors<T>::MANTISSA);
 }
 
-// 2^(x factor) to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred
-// times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its last place is
-// many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
+// 2^(x factor) to 1.2 units in the last place, or one where the factor is 1, and 0 below LOWEST: subnormal weights would
+// cost a hundred times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its
+// last place is many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays
+// NaN.
 template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
     const Vector<T> number = x * factor;
     if constexpr (HAS_SCALING) {
@@ -154,8 +156,9 @@ template <int COUNT> inline void rough_tanh_of_each(Vector<float> (&x)[COUNT]) {
 template <class T> inline Vector<T> log(Vector<T> x) {
     constexpr T ROOT = T(0.7071067811865476);
     constexpr int MANTISSA = Vectors<T>::MANTISSA;
-    const Integers<T> exponents = ((Integers<T>)x - (Integers<T>)splat(ROOT)) >> MANTISSA;
-    const Vector<T> m = (Vector<T>)((Integers<T>)x - (exponents << MANTISSA));
+    using Unsigned = typename Vectors<T>::Unsigned;
+    const Integers<T> exponents = (Integers<T>)((Unsigned)x - (Unsigned)splat(ROOT)) >> MANTISSA;
+    const Vector<T> m = (Vector<T>)((Unsigned)x - ((Unsigned)exponents << MANTISSA));
     const Vector<T> n = __builtin_convertvector(exponents, Vector<T>);
     const Vector<T> one = splat(T(1)), less = m - one, y = less / (m + one), square = y * y;
     Vector<T> series = splat(T(2.0 / (2 * Vectors<T>::LOG_TERMS + 1)));
