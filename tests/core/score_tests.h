@@ -131,13 +131,16 @@ template <class T> void test_derivative_by_softcap() {
     }
 }
 
-// Tiles of scores become weights, as in the forward pass, with a row max that lags: in the end o / l is the mean.
-template <class T> void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has_dropout) {
+// Tiles of scores become weights, as in the forward pass, with a row max that lags: in the end o / l is the mean. With row
+// reductions, largest and moment tell the largest score and the entropy.
+template <class T>
+void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has_dropout, bool reduces) {
     constexpr long DIM = 2 * LANES<T>, TILES = 6;
     Call call = {};
     call.scale = scale;
     const Scaling<T> scaling(call);
-    Memory<T> o(DIM), l(LANES<T>), s(MAX_KEYS);
+    Memory<T> o(DIM), l(LANES<T>), s(MAX_KEYS), largest(LANES<T>), moment(LANES<T>);
+    for (long x = 0; x < LANES<T>; ++x) largest[x] = -std::numeric_limits<T>::infinity();
     Memory<unsigned char> kept(MAX_KEYS);
     T row_max = -std::numeric_limits<T>::infinity();
     const T kept_scale = T(1.25);
@@ -151,12 +154,16 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
             kept[j] = random_below(4) ? 0xFF : 0;
             all.push_back(double(s[j]) * scale);
         }
-        if (has_dropout) {
-            exponentials<T>(std::true_type(), scaling, s.data, num_keys, row_max, l.data, o.data, DIM, kept.data,
-                            kept_scale);
-        } else {
-            exponentials<T>(std::false_type(), scaling, s.data, num_keys, row_max, l.data, o.data, DIM, nullptr, T(1));
-        }
+        auto step = [&](auto reductions) {
+            if (has_dropout) {
+                exponentials<T>(std::true_type(), reductions, scaling, s.data, num_keys, row_max, l.data, o.data, DIM,
+                                kept.data, kept_scale);
+            } else {
+                exponentials<T>(std::false_type(), reductions, scaling, s.data, num_keys, row_max, l.data, o.data, DIM,
+                                nullptr, T(1));
+            }
+        };
+        reduces ? step(RowReductions<T>{largest.data, moment.data}) : step(NoReductions());
         for (long j = 0; j < num_keys; ++j) {
             const T value = T(random_normal());
             values.push_back(!has_dropout ? double(value) : kept[j] ? double(value) * 1.25 : 0);
@@ -164,7 +171,7 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
             for (long d = 0; d < DIM; ++d) o[d] += s[j] * value;
         }
     }
-    double most = -std::numeric_limits<double>::infinity(), sum = 0, mean = 0, size = 0;
+    double most = -std::numeric_limits<double>::infinity(), sum = 0, mean = 0, size = 0, products = 0;
     for (double x : all) most = x > most ? x : most;
     if (std::isinf(most)) {
         CHECK(row_max == -std::numeric_limits<T>::infinity() && sum_of_lanes<T>(load(l.data)) == 0,
@@ -174,6 +181,7 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
     for (size_t j = 0; j < all.size(); ++j) {
         const double weight = std::exp(all[j] - most);
         sum += weight, mean += weight * values[j], size += weight * std::fabs(values[j]);
+        products += weight > 0 ? weight * (all[j] - most) : 0;
     }
     const double epsilon = std::numeric_limits<T>::epsilon(), got = sum_of_lanes<T>(load(l.data));
     // The exponent of a weight is a difference of scores, which is exact near the largest score; elsewhere the weight is
@@ -187,12 +195,20 @@ template <class T> void test_softmax_steps(double spread, double scale, long hid
     for (long d = 0; d < DIM; ++d)
         CHECK(std::fabs(o[d] / got - mean / sum) <= 2 * most_wrong * size / sum + flushed,
               "o[%ld] is %.9g, expected %.9g", d, o[d] / got, mean / sum);
+    if (!reduces) return;
+    const double top = largest_lane<T>(load(largest.data)) * scaling.natural;
+    CHECK(top == most, "the largest score is %.9g, expected %.9g", top, most);
+    // Moments are of what the row max lags, too: at most 8.
+    const double entropy = std::log(got) - sum_of_lanes<T>(load(moment.data)) * scaling.natural / got;
+    const double exact = std::log(sum) - products / sum;
+    CHECK(std::fabs(entropy - exact) <= most_wrong * (8 + std::log(double(all.size()))) + flushed,
+          "the entropy is %.9g, expected %.9g", entropy, exact);
 }
 
 template <class T> void test_softmax() {
     for (long n = 0; n < (IS_DENSE ? 300 : 30); ++n)
         for (double spread : {0.0, 1.0, 30.0, 1e4})
-            for (double scale : {0.125, 1.0}) test_softmax_steps<T>(spread, scale, n % 7, n % 2);
+            for (double scale : {0.125, 1.0}) test_softmax_steps<T>(spread, scale, n % 7, n % 2, n % 3 == 0);
 }
 
 // Tiles of k and v: any dtype, strides and pages, with scales of keys; zeros follow.

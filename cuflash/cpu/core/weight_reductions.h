@@ -5,24 +5,37 @@
 // order; a job of the strongest keys owns a block of queries. So no sum and no order depends on the number of threads.
 #pragma once
 
+#include <algorithm>
+
 #include "backward.h"
 
 namespace {
 
+constexpr long MOST_TOP_KEYS = 64;
+
+// A key and its score. Stronger ones come first, and of equal ones the first key.
+template <class T> struct ScoredKey {
+    T score;
+    int32_t key;
+    bool operator<(const ScoredKey &other) const {
+        return score > other.score || (score == other.score && key < other.key);
+    }
+};
+
 template <class T> struct ReductionBuffers : BackwardBuffers<T> {
-    T *columns, *of_block;  // of each head that shares the keys, and each key
-    T *best;                // the largest scores of each row, in order
-    int32_t *keys;          // which ones have these
-    long best_stride;
+    T *columns, *of_block;       // of each head that shares the keys, and each key
+    ScoredKey<T> *best, *space;  // the strongest keys of each row; of a row, with those of a tile
+    long *num_best;
 
     ReductionBuffers(const Work &work, char *memory) : BackwardBuffers<T>(work, memory) {
         const Call &call = work.call;
         const long of_columns = call.num_top_keys ? 0 : group_of(call) * SCORES_STRIDE<T>;
-        best_stride = round_up(call.num_top_keys, LANES<T>);
         columns = this->scratch.template take<T>(of_columns);
         of_block = this->scratch.template take<T>(of_columns);
-        best = this->scratch.template take<T>(work.rows_per_block * best_stride);
-        keys = this->scratch.template take<int32_t>(work.rows_per_block * best_stride);
+        const long rows = call.num_top_keys ? work.rows_per_block : 0;
+        best = this->scratch.template take<ScoredKey<T>>(rows * call.num_top_keys);
+        space = this->scratch.template take<ScoredKey<T>>(rows ? MOST_TOP_KEYS + MAX_KEYS + LANES<T> : 0);
+        num_best = this->scratch.template take<long>(rows);
     }
 };
 
@@ -80,20 +93,41 @@ template <class T> void columns_job(Work &work, char *memory, long job) {
 
 // ---- strongest keys -------------------------------------------------------------------------------------------------
 
-// Takes the scores of a row, which are whole vectors and begin with that of the key `first`, into its largest ones:
-// they are in order, and of equal ones the first key comes first.
-template <class T> inline void take_largest(const T *s, long columns, long first, long count, T *best, int32_t *keys) {
+// A bound that at least `count` scores of a row reach, which are whole vectors: the least of as many maxima of different
+// scores; -inf where there are fewer.
+template <class T> inline T reached_by(const T *s, long columns, long count) {
+    Vector<T> maxima[MOST_TOP_KEYS / LANES<T>];
+    const long num_maxima = ceil_div(count, LANES<T>), num_vectors = columns / LANES<T>;
+    if (num_vectors < num_maxima) return T(-__builtin_inf());
+    for (long n = 0; n < num_maxima; ++n) {
+        maxima[n] = splat(T(-__builtin_inf()));
+        for (long j = n; j < num_vectors; j += num_maxima) maxima[n] = larger<T>(load(s + j * LANES<T>), maxima[n]);
+    }
+    Vector<T> least = maxima[0];
+    for (long n = 1; n < num_maxima; ++n) least = -larger<T>(-maxima[n], -least);
+    return -largest_lane<T>(-least);
+}
+
+// Takes the scores of a row, which are whole vectors and begin with that of the key `first`, into its `num` strongest
+// keys, of which the last one is the weakest. `space` has space for these and a tile.
+template <class T>
+inline void take_strongest(const T *s, long columns, long first, long count, ScoredKey<T> *best, long &num,
+                           ScoredKey<T> *space) {
+    const T least =
+        num == count ? best[count - 1].score : std::nextafter(reached_by(s, columns, count), T(-__builtin_inf()));
+    long n = num;
     for (long j = 0; j < columns; j += LANES<T>) {
-        if (!any_above<T>(load(s + j), best[count - 1])) continue;
-        for (long x = j; x < j + LANES<T>; ++x) {
-            const T score = s[x];
-            if (!(score > best[count - 1])) continue;
-            long at = count - 1;
-            for (; at > 0 && score > best[at - 1]; --at) best[at] = best[at - 1], keys[at] = keys[at - 1];
-            best[at] = score;
-            keys[at] = int32_t(first + x);
+        if (!any_above<T>(load(s + j), least)) continue;
+        for (long x = j; x < j + LANES<T>; ++x) {  // without a branch, which would be predicted wrongly
+            space[n] = {s[x], int32_t(first + x)};
+            n += s[x] > least;
         }
     }
+    if (n == num) return;
+    memcpy((void *)space, best, num * sizeof *best);
+    if (n >= count) std::nth_element(space, space + count - 1, space + n);
+    num = smaller(n, count);
+    memcpy((void *)best, space, num * sizeof *best);
 }
 
 template <class T> void top_keys_job(Work &work, char *memory, long job) {
@@ -102,34 +136,35 @@ template <class T> void top_keys_job(Work &work, char *memory, long job) {
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
     ReductionBuffers<T> buffers(work, memory);
-    const long num_rows = rows_of(block), count = call.num_top_keys, stride = buffers.best_stride;
-    const T none = T(-__builtin_inf());
+    const long num_rows = rows_of(block), count = call.num_top_keys;
     load_queries(work, entry, block, buffers);
-    for (long x = 0; x < num_rows * stride; ++x) buffers.best[x] = none, buffers.keys[x] = -1;
+    for (long r = 0; r < num_rows; ++r) buffers.num_best[r] = 0;
     const bool finds_sums = !call.arrays[ROW_SUMS];
     RowSumsSoFar<T> sums;
     auto take = [&](long r, const T *s, long columns, long at) {
-        take_largest(s, columns, at, count, buffers.best + r * stride, buffers.keys + r * stride);
+        take_strongest(s, columns, at, count, buffers.best + r * count, buffers.num_best[r], buffers.space);
         if (finds_sums && is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
     };
     for_scores(work, scaling, block, buffers, [](long) { return true; }, take);
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
-        const T lse = buffers.lse[r], *best = buffers.best + r * stride;
+        const T lse = buffers.lse[r];
         const RowSum<T> sum = finds_sums && is_large(lse)
                                   ? explained_sum(call, scaling, row.head, lse, sums.row_max[r], sums.sums[r])
                                   : buffers.row_sums[r];
-        T *weights = buffers.ds;
+        ScoredKey<T> *best = buffers.best + r * count;
+        const long num = buffers.num_best[r], i = entry.first_q + row.i;
+        std::sort(best, best + num);
+        T weights[MOST_TOP_KEYS] = {};
+        for (long x = 0; x < num; ++x) weights[x] = best[x].score;
         with_weights(scaling, lse, sum, [&](auto weight_of) {
-            for (long x = 0; x < stride; x += LANES<T>) store(weights + x, weight_of(load(best + x)));
+            for (long x = 0; x < num; x += LANES<T>) store(weights + x, weight_of(load(weights + x)));
         });
         for (long x = 0; x < count; ++x) {
-            const int32_t key = buffers.keys[r * stride + x];
-            const long i = entry.first_q + row.i;
+            const bool has_weight = x < num && lse != T(-__builtin_inf());
             *(int32_t *)address(call, KEY_INDICES, 4, entry.batch, row.head, i, x) =
-                key < 0 ? -1 : int32_t(entry.first_k + key);
-            *(T *)address(call, KEY_WEIGHTS, sizeof(T), entry.batch, row.head, i, x) =
-                key < 0 || lse == none ? T(0) : weights[x];  // the weight of no key may be NaN
+                x < num ? int32_t(entry.first_k + best[x].key) : -1;
+            *(T *)address(call, KEY_WEIGHTS, sizeof(T), entry.batch, row.head, i, x) = has_weight ? weights[x] : T(0);
         }
     }
 }
