@@ -217,7 +217,10 @@ class BuildCore(build_ext):
             objects = [str(directory / f"{name}.o") for name in (*built, "core")]
             strip = [] if any(word.startswith("-g") for word in flags_of_user) else system.strip
             library = directory / f"built{system.suffix}"
-            failure = _failure_of([*compiler, *system.link, *strip, *objects, "-o", str(library)])
+            # The core needs none of it, and zig would compile it for minutes. GCC has no such option before version 13.
+            without_cpp_library = [] if is_gcc or "msvc" in triple else ["-nostdlib++"]
+            link = [*system.link, *without_cpp_library, *strip]
+            failure = _failure_of([*compiler, *link, *objects, "-o", str(library)])
         if failure:
             raise NotBuiltError(failure)
         target.parent.mkdir(parents=True, exist_ok=True)

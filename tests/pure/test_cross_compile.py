@@ -117,6 +117,8 @@ def test_setup_builds_as_the_system_of_the_compiler_does(triple, tmp_path):
     *units, last = log.read_text().splitlines()
     assert len(units) == count + 1 and all(" -c " in unit and unit.startswith("-one -arch two ") for unit in units)
     assert all(flag in unit and ("-fPIC" in unit) == (suffix != ".dll") and "-three" in unit for unit in units)
+    assert ("-nostdlib++" in last) == (not is_gcc and "msvc" not in triple)
+    last = last.replace(" -nostdlib++", "")
     gcc_only = any("-fvect-cost-model" in unit or "-Wa," in unit for unit in units)
     assert gcc_only == is_gcc
     assert last.startswith(f"-one -arch two {link} ") and last.count(".o ") == count + 1
