@@ -3,6 +3,8 @@
 
 #include <atomic>
 
+#include "../system/system.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -73,8 +75,11 @@ inline Processor find_processor() { return Processor{"generic"}; }
 
 #endif
 
+// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does without.
 inline const Processor &processor() {
-    static const Processor found = find_processor();
+    static Processor found{};
+    static Once once;
+    once.run([] { found = find_processor(); });
     return found;
 }
 
