@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
-from cuflash.spec.inputs import NamedGradientTangents, OptionalArrays, Tangents
+from cuflash.spec.inputs import INPUTS, NamedGradientTangents, Tangents
 from cuflash.spec.keywords import unexpected_keyword
-from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Window
-from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
+from cuflash.spec.options import Function
+from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, ROW_REDUCTIONS
 from cuflash.spec.results import Array, DoubleGradients, JvpGradients
 from cuflash.spec.streamed import takes_star
 from cuflash.spec.type_variables import ArrayT, KeyT, ValueT, WithFunction
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.distributed import ContextParallel
-    from cuflash.spec.inputs import OptionalArrays, ScoreGradientTangents, WithTangents
+    from cuflash.spec.inputs import ScoreGradientTangents, WithTangents
     from cuflash.spec.options import ForwardKeywords
     from cuflash.spec.outputs import OfHessian, WithDlse
     from cuflash.spec.type_variables import Integer
@@ -32,9 +32,49 @@ if TYPE_CHECKING:
     Plain: TypeAlias = FlashAttention[None] | ContextParallel[None]  # without a score or mask function
     WithScores: TypeAlias = FlashAttention[WithFunction] | ContextParallel[WithFunction]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
 # Instances with options of these types are kept, because checking the options takes half as long as a small call.
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
+_SIGNATURES = inspect.signature(FlashAttention), inspect.signature(FlashAttention.forward)
+_OPTIONS, _OF_FORWARD = ({name: x for name, x in own.parameters.items() if name != "self"} for own in _SIGNATURES)
+_SCORE_ARGS = _OF_FORWARD.pop("score_args")
+_OF_FORWARD["mask"] = _OF_FORWARD["mask"].replace(annotation="Array | Function | None")  # that of options, or an array
+_OF_BOTH = {name: x for name, x in _OPTIONS.items() if name not in ("deterministic", "mask")} | _OF_FORWARD
+_OF_NEITHER = (*INPUTS, "want", *ROW_REDUCTIONS)
+# The keywords of `attention` and `logsumexp`, but for the arrays of functions.
+_OF_ATTENTION, _OF_LOGSUMEXP = (
+    {name: x for name, x in _OF_BOTH.items() if name not in (*_OF_NEITHER, other)} for other in ("lse", "dropout")
+)
+
+
+def _with_keywords(parameters: Mapping[str, inspect.Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a function of arrays and any keywords the signature with these keywords, and those of functions."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = inspect.signature(function)
+        *arrays, _ = own.parameters.values()
+        whole = own.replace(parameters=(*arrays, *parameters.values(), _SCORE_ARGS))
+        function.__signature__ = whole  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _as_method(
+    function: str, parameters: Mapping[str, Any], keywords: dict[str, Any]
+) -> tuple[FlashAttention, dict[str, Any]]:
+    """The instance whose `forward` a function calls, and the keywords that `forward` gets."""
+    is_option = {name: name in _OPTIONS and (name != "mask" or callable(x)) for name, x in keywords.items()}
+    options = {name: x for name, x in keywords.items() if is_option[name] and name in parameters}
+    # A function is traced by each call: it may read Python variables that have changed.
+    attn = (_kept if _KEPT_TYPES.issuperset(map(type, options.values())) else FlashAttention)(**options)
+    arrays = {name: x for name, x in keywords.items() if name not in options}
+    if unknown := [name for name in arrays if name not in parameters and name not in attn.options.score_args]:
+        raise unexpected_keyword(function, min(unknown), (*attn.options.score_args, *parameters))
+    return attn, arrays
 
 
 # Only functions read arrays of any name, so that type checkers refuse misspelt arguments of calls without one.
@@ -61,37 +101,8 @@ def attention(q: ArrayT, k: Array, v: Array, *, mask: Function, **arguments: Any
 
 
 @takes_star
-def attention(
-    q: ArrayT,
-    k: Array,
-    v: Array,
-    *,
-    causal: Causal = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
-    precision: Literal["highest", "tf32"] = "highest",
-    dropout: float = 0.0,
-    block_size: int | tuple[int, int] = BLOCK_SIZE,
-    score: Function | Score | None = None,
-    bias: Array | None = None,
-    mask: Array | Function | None = None,
-    kv_lengths: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    block_mask: Array | None = None,
-    block_table: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
-    q_scale: Array | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
-    seed: int | None = None,
-    offset: int | None = None,
-    out: Array | None = None,
-    **score_args: Array,
-) -> ArrayT:
+@_with_keywords(_OF_ATTENTION)
+def attention(q: ArrayT, k: Array, v: Array, **keywords: Any) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
 
     Parameters
@@ -145,65 +156,30 @@ def attention(
     """
     if v is None:
         raise type_error("v", "None", "an array; cuflash.logsumexp takes none")
-    types = (type(causal), type(scale), type(window), type(softcap), type(layout), type(precision), type(dropout))
-    mask_function = mask if callable(mask) else None
-    # A function is traced by each call: it may read Python variables that have changed.
-    is_kept = block_size is BLOCK_SIZE and score is mask_function is None and _KEPT_TYPES.issuperset(types)
-    attn = (_kept if is_kept else FlashAttention)(
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        layout=layout,
-        precision=precision,
-        dropout=dropout,
-        block_size=block_size,
-        score=score,
-        mask=mask_function,
-    )
-    if unknown := score_args.keys() - attn.options.score_args:
-        accepted = (*attn.options.score_args, *inspect.signature(attention).parameters)
-        raise unexpected_keyword("attention", min(unknown), accepted)
-    result = attn.forward(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=None if mask_function else mask,
-        kv_lengths=kv_lengths,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        block_mask=block_mask,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        seed=seed,
-        offset=offset,
-        out=out,
-        **score_args,
-    )
-    return result.out
+    attn, arrays = _as_method("attention", _OF_ATTENTION, keywords)
+    return attn.forward(q, k, v, **arrays).out
 
 
-@takes_no_values
+@overload
 def logsumexp(
     q: Array,
     k: Array,
     *,
-    causal: Causal = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
-    precision: Literal["highest", "tf32"] = "highest",
-    block_size: int | tuple[int, int] = BLOCK_SIZE,
-    score: Function | Score | None = None,
-    mask: Array | Function | None = None,
-    **arrays: Array,
-) -> Array:
+    score: None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+    lse: Array | None = None,
+    **keywords: Unpack[ForwardKeywords],
+) -> Array: ...
+@overload
+def logsumexp(q: Array, k: Array, *, score: Function | Score, **arguments: Any) -> Array: ...
+@overload
+def logsumexp(q: Array, k: Array, *, mask: Function, **arguments: Any) -> Array: ...
+
+
+@takes_no_values
+@_with_keywords(_OF_LOGSUMEXP)
+def logsumexp(q: Array, k: Array, **keywords: Any) -> Array:
     """The logarithm of the sum of exponentials of each row of scores, ``logsumexp(scale * q @ k.T + ..., axis=-1)``.
 
     It is the lse of `FlashAttention.forward` with ``v=None``, in memory linear in the sequence length. For gradients,
@@ -213,11 +189,16 @@ def logsumexp(
     ----------
     q, k : array
         As `attention` takes them.
-    causal, scale, window, softcap, layout, precision, block_size, score, mask :
+    causal, scale, window, softcap, layout, precision, block_size, score :
         As `attention` takes them.
-    **arrays : array, optional
-        bias, kv_lengths, alibi_slopes, sinks and so on, as `FlashAttention.forward` takes them; the arrays that `score`
-        and `mask` read; and lse, an array to write to.
+    bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale :
+        As `attention` takes them.
+    v_scale, seed, offset, out : None, optional
+        What belongs to values, as `FlashAttention.forward` takes it without them.
+    lse : array, optional
+        Written to and returned.
+    **score_args :
+        The arrays that `score` and a `mask` function read.
 
     Returns
     -------
@@ -245,22 +226,8 @@ def logsumexp(
     >>> np.allclose(cuflash.logsumexp(x, y, scale=1.0), np.log(np.exp(x @ y.T).sum(axis=-1)))
     True
     """
-    is_function = callable(mask)
-    attn = FlashAttention(
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        layout=layout,
-        precision=precision,
-        block_size=block_size,
-        score=score,
-        mask=mask if is_function else None,
-    )
-    accepted = {*OptionalArrays.__annotations__, "seed", "offset", "lse", "out", *attn.options.score_args}
-    if unknown := arrays.keys() - accepted:
-        raise unexpected_keyword("logsumexp", min(unknown), {*accepted, *inspect.signature(logsumexp).parameters})
-    return attn.forward(q, k, None, mask=None if is_function else mask, **arrays).lse
+    attn, arrays = _as_method("logsumexp", _OF_LOGSUMEXP, keywords)
+    return attn.forward(q, k, None, **arrays).lse
 
 
 # fmt: off

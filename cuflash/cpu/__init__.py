@@ -89,9 +89,9 @@ def forward(
     Returns
     -------
     tuple of numpy.ndarray
-        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials, max the largest
-        score, and entropy that of the weights. In a row that attends to no key, out and entropy are 0, lse is -inf or
-        the sink, and max is -inf.
+        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials, row reductions
+        are those of `cuflash.FlashAttention.forward`. In a row that attends to no key, they have the value
+        `Output.of_no_keys` of their rows, and lse is the sink if there is one.
     """
     arrays = {"q": q, "k": k, "v": v, **others}
     results = _results_for(FORWARD, problem, need, arrays)
@@ -127,9 +127,9 @@ def backward(
     need : collection of str, optional
         The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
-        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; dmax, entropy and
-        dentropy, those with respect to the reductions, and the entropy that `forward` returned; row_sums, if q, k and v
-        are a slice of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
+        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; those with respect to row
+        reductions, and reductions that `forward` returned (`outputs.OF_ROW_REDUCTIONS`); row_sums, if q, k and v are a
+        slice of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
         returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse where it is that of
         a number; any strides.
 
@@ -248,7 +248,7 @@ def _run(
 
 def _way_of(problem: Problem, wanted: Collection[str], pass_: Pass) -> tuple[Callable[..., None], float, str | None]:
     """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
-    way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
+    way, reason = core.run, core.why_not(problem)
     if problem.has_functions and pass_.has_tangents:
         way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not_tangents(problem, wanted)
     elif problem.has_functions:

@@ -47,6 +47,7 @@ ELEMENTS = 2**18  # of the keys of a tile
 LEAST_KEYS = 64  # in a tile, if there are as many
 BLOCK = 128  # keys that a mask function may hide as a whole
 SERIAL_FLOPS = 1e8  # too little work for several threads
+UNITS_OF_LSE = 8  # by which a large lse may differ from row max and row sum: as in the core, which may have made it
 SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
 # Smaller weights count as zero: subnormal numbers slow products down a hundredfold.
 LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}
@@ -199,12 +200,12 @@ class Tile(NamedTuple):
 class OnlineSoftmax:
     """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far.
 
-    `step` also keeps what row reductions are made of: the largest score, and the sum of exp(S - m) (S - m).
+    `reduce` also keeps the row reductions, or what they are made of: the sum of exp(S - m) (S - m).
     """
 
     def __init__(self, sinks: Array) -> None:
         self.row_max, self.row_sum = sinks, (sinks != -np.inf).astype(sinks.dtype)
-        self.largest, self.row_moment = np.full_like(sinks, -np.inf), np.zeros_like(sinks)
+        self.max, self.row_moment = np.full_like(sinks, -np.inf), np.zeros_like(sinks)
 
     def step(self, scores: Array) -> tuple[Array, Array]:
         """exp(S - m) of a tile, in place of its scores; and the factor of what tiles before this one have summed."""
@@ -223,7 +224,7 @@ class OnlineSoftmax:
         moment = (_exponentials(scores.copy(), base) * exponents).sum(axis=-1, keepdims=True)
         kept = np.where(self.row_sum == 0, 0, np.exp(old - base))
         self.row_moment = kept * (self.row_moment + (old - base) * self.row_sum) + moment
-        self.largest = np.maximum(self.largest, tile_max)
+        self.max = np.maximum(self.max, tile_max)
 
     @property
     def entropy(self) -> Array:
@@ -399,9 +400,8 @@ class Job:
             o = o * factor + product(weights, self.of_keys("v", tile))
         self.write("out", o / np.where(softmax.row_sum == 0, 1, softmax.row_sum))
         self.write("lse", softmax.row_max + np.log(softmax.row_sum))
-        for name, x in (("max", softmax.largest), ("entropy", softmax.entropy)):
-            if name in self.problem.row_reductions:
-                self.write(name, x)
+        for name in self.problem.row_reductions:
+            self.write(name, getattr(softmax, name))
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class Job:
             return base, None
         softmax = self.softmax()
         difference = (softmax.row_max - lse) + np.log(softmax.row_sum)
-        explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
+        explains = large & (np.abs(difference) <= UNITS_OF_LSE * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
     def first_maxima(self) -> Array:

@@ -16,7 +16,7 @@ from cuflash.arrays.array_info import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.arrays.fp8 import LARGEST
 from cuflash.spec.inputs import CAPS, FP8_SCALES, NAMES, Numbers
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import OVER_ROWS
+from cuflash.spec.outputs import OVER_ROWS, ROW_REDUCTION_ROWS
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import lay_out
@@ -91,8 +91,8 @@ class Case(Numbers):
     dlse : bool
         There is a gradient with respect to lse.
     row_reductions : tuple of str
-        Row reductions that are wanted of the forward pass, "max" and "entropy": there are gradients with respect to
-        them, too.
+        Row reductions that are wanted of the forward pass, such as "max": there are gradients with respect to those
+        that have one, too.
     dropout : float
         Probability that a weight is dropped. `random` has the seed and the offset of what is dropped.
     block_mask : tuple of int, optional
@@ -375,7 +375,8 @@ class Case(Numbers):
         if self.block_mask is not None:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
-        for name in (*("dlse",) * self.dlse, *(f"d{name}" for name in self.row_reductions)):
+        reduced = (row.gradient for row in ROW_REDUCTION_ROWS if row.upstream and row.name in self.row_reductions)
+        for name in (*("dlse",) * self.dlse, *reduced):
             rows = normal(entries(name), self.num_heads, self.seqlen_q)
             values[name] = self._as_caller(name, rows[..., None])[..., 0].astype(softmax_dtype)
         for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
@@ -615,9 +616,9 @@ def optional(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the backward pass, from the arrays of a case: those of `optional`, dlse, dmax, dentropy.
+    """The keyword arguments of the backward pass, from arrays of a case: `optional`, dlse, those of reductions.
 
-    To dentropy belongs the entropy that the forward pass gave.
+    To a gradient such as dentropy belongs the entropy that the forward pass gave.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from cuflash.spec.outputs import (
     OUTPUTS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    ROW_REDUCTIONS,
+    ROW_REDUCTION_ROWS,
     SOFTMAX_GRADIENTS,
 )
 from cuflash.spec.problem import Problem
@@ -58,7 +58,7 @@ class Yardstick:
         out within D = rowsum(dout o out), which is a term of gradients of scores, and of q k^T as a factor of dscale.
         Of the columns of a row of out, dq, dk or dv it is the largest. D is rounded once for a row: its errors add up
         in dq, and in dbias of a bias without an axis of keys.
-        For lse, max and entropy it is at least 1. The unit is that of the dtype of the result; of gradients, which are
+        For results of rows it is at least 1. The unit is that of the dtype of the result; of gradients, which are
         made of out as it was rounded, that of the inputs; what is subnormal there counts as the smallest normal number,
         since its unit is that of this number, in results as in the weights and gradients of scores that are rounded on
         the way. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take
@@ -74,8 +74,8 @@ class Yardstick:
         row's scores, too, of at most log(2^32) (log(2^14) for float16), by which a lazy maximum may lag.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
-        moves them alike, so that lse counts as at most ``LARGE_LSE``. max has a unit of itself and of the
-        terms of scores; entropy one of itself, of that difference, and of what the noise of its weights changes in it.
+        moves them alike, so that lse counts as at most ``LARGE_LSE``. Row reductions have a unit of themselves
+        and what `cuflash.testing.scales.Noise` says.
         A largest error is random, and this keeps the rule from being so. It is next to nothing for ordinary rows of
         half precision, whose softmax runs in float32.
 
@@ -403,7 +403,7 @@ def _compute(
     """Results of the plain formula by name."""
     inputs = (arrays["q"], arrays["k"], arrays["v"])
     keywords = {**_read(problem, arrays), **random}
-    want = tuple(name for name in ROW_REDUCTIONS if f"d{name}" in arrays)
+    want = tuple(row.name for row in ROW_REDUCTION_ROWS if not row.upstream or row.gradient in arrays)
     found = reference.forward(problem, *inputs, dtype=dtype, want=want, **keywords)
     results = dict(zip((*OUTPUTS, *want), found, strict=True))
     if "dout" in arrays:

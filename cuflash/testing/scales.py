@@ -93,8 +93,8 @@ class Noise:
     of_sink: Array  # (rows, 1): of the weight of the sink
     sums: Array  # (rows, 1): of the sum of the weights
     lse: Array  # (rows, 1)
-    max: Array  # (rows, 1)
-    entropy: Array  # (rows, 1)
+    max: Array  # (rows, 1): a unit of itself and of the terms of scores
+    entropy: Array  # (rows, 1): of itself and of the lag of row maxima, and what the noise of its weights changes in it
 
 
 class Collector:

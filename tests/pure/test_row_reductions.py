@@ -150,6 +150,8 @@ def test_what_is_wrong_is_named():
         ATTENTION.forward(Q, K, V, max=np.empty(3, np.float32))
     with pytest.raises(ValueError, match=r"^entropy: got None, expected the entropy that forward returned"):
         ATTENTION.backward(*backward, dentropy=whole.lse)
+    with pytest.raises(ValueError, match=r"^entropy: got an array, expected None, or dentropy, the gradient"):
+        ATTENTION.backward(*backward, entropy=whole.entropy)
     with pytest.raises(ValueError, match=r"^dmax: got shape"):
         ATTENTION.backward(*backward, dmax=whole.lse[0])
     with pytest.raises(ValueError, match=r"an array named entropy"):

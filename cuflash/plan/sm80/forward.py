@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.chunked import why_not_chunked
+from cuflash.plan.sm80.narrow import FORWARD_NARROW_TILES, NarrowTile, is_narrow
 from cuflash.plan.sm80.tiles import (
     FLOAT8_TILES,
     FORWARD_CHUNKED_TILES,
@@ -57,6 +58,29 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
         return why_not_chunked(draft, FORWARD_TILES)
 
     def draft(self, draft: Draft, tile: ChunkedTile) -> None:
+        draft.add_block_index(tile, "key_index")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class ForwardNarrow(ForwardFamily[NarrowTile]):
+    """lse of float32 heads so narrow that lanes multiply their columns in less time than tensor cores."""
+
+    kernel = "sm80/forward_narrow"
+    has_functions = True
+    serves_no_values = True
+    tile = NarrowTile
+
+    def table(self, problem: Problem) -> tuple[NarrowTile, ...]:
+        return FORWARD_NARROW_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return None if is_narrow(draft.problem) else ""
+
+    def draft(self, draft: Draft, tile: NarrowTile) -> None:
+        bias = draft.problem.bias
+        tile = tile.changed(bias_of_keys=bias is not None and bias.strides[2] == 0)
+        draft.tiles = (tile,)
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
