@@ -178,7 +178,7 @@ def test_row_reductions_of_any_split_keep_the_oracle_rule(data, case, ranks, has
     need = ct.gradients_of(case.problem) if is_all else ("dq", "dk")
     found = rows_of(case, arrays, split_q, split_k, need)
     results = {name: x for name, x in found.items() if name in ("lse", "max", "entropy")}
-    out = found["out"] if has_values else np.empty(case.problem.out_shape, found["dq"].dtype)
+    out = found["out"] if has_values else np.empty((*found["dq"].shape[:-1], 0), found["dq"].dtype)
     ct.assert_forward(replace(case, row_reductions=("max", "entropy")), out, **results)
     ct.assert_backward(case, **{name: x for name, x in found.items() if name in need})
 
