@@ -36,11 +36,6 @@ class Forward(ForwardFamily[ForwardTile]):
     def alternatives(self, problem: Problem) -> tuple[ForwardTile, ...]:
         return FLOAT8_TILES if problem.has_float8 else FORWARD_TILES
 
-    def draft(self, draft: Draft, tile: ForwardTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
-
 
 class ForwardChunked(ForwardFamily[ChunkedTile]):
     """lse of heads so long that no tile of whole rows fits: q and k arrive by chunks of columns."""
@@ -55,8 +50,3 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, FORWARD_TILES)
-
-    def draft(self, draft: Draft, tile: ChunkedTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
