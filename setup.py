@@ -15,8 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -27,12 +29,32 @@ SOURCES = "cuflash/cpu/core"
 KERNELS = Path("kernels")
 NOTE = "build.txt"  # beside the library: why there is none, or what it lacks
 MOST_SAID = 500  # characters of what a compiler said
-FLAGS = ["-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
+FLAGS = ["-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
 FAST = ["-O3"]
 # Compiles in three quarters of the time, for processors that hardly exist: AVX2 would lose a third of the speed of
 # decode, AVX-512 up to 12 % of all.
 QUICKLY_BUILT = ["-O2", "-fvect-cost-model=dynamic"]
-LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections"]
+
+
+class System(NamedTuple):
+    """What the compilers of an operating system need."""
+
+    suffix: str  # of a library
+    compilers: list[str]  # the first one that there is, without CXX
+    flags: list[str]
+    link: list[str]
+    strip: list[str]
+
+
+SYSTEMS = {
+    "linux": System(".so", ["c++"], ["-fPIC"], ["-shared", "-pthread", "-Wl,--gc-sections"], ["-s"]),
+    "macos": System(".dylib", ["c++"], ["-fPIC"], ["-dynamiclib", "-Wl,-dead_strip"], ["-Wl,-x"]),
+    # Without libraries of the compiler beside it, which other machines do not have.
+    "windows": System(".dll", ["c++", "g++", "clang++"], [], ["-shared", "-static", "-Wl,--gc-sections"], ["-s"]),
+    "msvc": System(".dll", ["clang++"], [], ["-shared", "-fuse-ld=lld", "-Wl,/OPT:REF"], []),  # Clang for its libraries
+}
+# GCC for Windows keeps vectors of 32 bytes where only 16 are aligned (its bug 54412): these moves do not mind.
+MINGW_GCC = ["-Wa,-muse-unaligned-vector-move"]
 # Kernels are compiled once for each target, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 BFLOAT16 = [*AVX512, "-mavx512bf16", "-DONLY_BFLOAT16"]
@@ -70,6 +92,34 @@ def _words_of(variable: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise NotBuiltError(f"{variable}: got {text!r}, expected words of a command ({error})") from None
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler: CXX, or the first one that is found, for the processor that ARCHFLAGS names."""
+    usual = next((one for one in _system(_triple_of_machine()).compilers if shutil.which(one)), "c++")
+    return [*(_words_of("CXX") or [usual]), *_words_of("ARCHFLAGS")]
+
+
+def _triple() -> str:
+    """What the compiler compiles for, such as x86_64-linux-gnu; this machine where it does not say."""
+    try:
+        process = subprocess.run([*_compiler(), "-dumpmachine"], capture_output=True, text=True, check=False)
+    except (OSError, UnicodeError, NotBuiltError):
+        return _triple_of_machine()
+    words = process.stdout.split()
+    return words[0].lower() if len(words) == 1 else _triple_of_machine()
+
+
+def _triple_of_machine() -> str:
+    return f"{platform.machine()}-{sys.platform}".lower()
+
+
+def _system(triple: str) -> System:
+    if "msvc" in triple:
+        return SYSTEMS["msvc"]
+    if any(word in triple for word in ("mingw", "windows", "win32")):
+        return SYSTEMS["windows"]
+    return SYSTEMS["macos" if any(word in triple for word in ("darwin", "macos", "apple")) else "linux"]
 
 
 def _failure_of(command: list[str]) -> str:
@@ -119,60 +169,59 @@ class BuildCore(build_ext):
 
     def _compile(self, directory: Path, target: Path) -> list[str]:
         """Build the library; returns what is left out of it."""
-        compiler = _words_of("CXX") or ["c++"]
+        compiler = _compiler()
         if shutil.which(compiler[0]) is None:
             raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
-        machine = "x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"
+        triple = _triple()
+        system = _system(triple)
+        machine = "x86_64" if triple.partition("-")[0] in ("x86_64", "amd64") else "other"
         targets, levels = TARGETS[machine], LEVELS[machine]
         flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
         if "amx" in targets and "-DMODEL_OF_TILES" in flags_of_user:
             targets = targets | {"amx": MODEL_OF_AMX}
-        units = {f"{name}.o": ["target.cpp", f"-DTARGET={name}", *flags] for name, flags in targets.items()}
-        units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
+        flags = [*FLAGS, *system.flags, *(MINGW_GCC if triple.endswith("mingw32") else [])]
+        begun = time.monotonic()
+        print(
+            f"cuflash: {compiler[0]} compiles the core of the CPU path for {triple}, {len(targets)} times", flush=True
+        )
+
+        def failure_of_unit(name: str, unit: str, *own: str) -> str:
+            own = (*levels.get(name, FAST), *flags_of_user, *own)
+            output = ["-c", f"{SOURCES}/{unit}", "-o", str(directory / f"{name}.o")]
+            return _failure_of([*compiler, *flags, *own, *output])
+
         # The texts of compilers that run side by side do not mix, and each of these is waited for.
-        with ThreadPoolExecutor(len(units)) as pool:
+        with ThreadPoolExecutor(len(targets)) as pool:
             failures = dict(
-                zip(
-                    units,
-                    pool.map(
-                        lambda name: _failure_of(
-                            [
-                                *compiler,
-                                *FLAGS,
-                                *levels.get(name.removesuffix(".o"), FAST),
-                                *flags_of_user,
-                                *units[name][1:],
-                                "-c",
-                                f"{SOURCES}/{units[name][0]}",
-                                "-o",
-                                str(directory / name),
-                            ]
-                        ),
-                        units,
-                    ),
-                    strict=True,
+                pool.map(
+                    lambda name: (name, failure_of_unit(name, "target.cpp", f"-DTARGET={name}", *targets[name])),
+                    targets,
                 )
             )
-        missing = []
-        for name, failure in failures.items():
-            if failure and name in ("baseline.o", "core.o"):
-                raise NotBuiltError(failure)
-            if failure:
-                missing.append(f"without {NAMES[name.removesuffix('.o')]}: {failure}")
-                self.warn(f"the compiled core is built {missing[-1]}")
-        objects = [str(directory / name) for name, failure in failures.items() if not failure]
-        built = directory / "built.so"
-        strips = [] if any(word.startswith("-g") for word in flags_of_user) else ["-s"]
-        failure = _failure_of([*compiler, *LINK_FLAGS, *strips, *objects, "-o", str(built)])
+        if failures["baseline"]:
+            raise NotBuiltError(failures["baseline"])
+        missing = [f"without {NAMES[name]}: {failure}" for name, failure in failures.items() if failure]
+        for words in missing:
+            self.warn(f"the compiled core is built {words}")
+        built = [name for name, failure in failures.items() if not failure]
+        left_out = " ".join(f"IS_LEFT_OUT({name})" for name in NAMES if name not in built)
+        failure = failure_of_unit("core", "core.cpp", f'-DSOURCES="{hash_of_sources()}"', f"-DLEFT_OUT={left_out}")
+        if not failure:
+            objects = [str(directory / f"{name}.o") for name in (*built, "core")]
+            strip = [] if any(word.startswith("-g") for word in flags_of_user) else system.strip
+            library = directory / f"built{system.suffix}"
+            failure = _failure_of([*compiler, *system.link, *strip, *objects, "-o", str(library)])
         if failure:
             raise NotBuiltError(failure)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(built, target)
+        shutil.copy(library, target)
+        names = ", ".join(NAMES[name] for name in built if name in NAMES) or "the baseline alone"
+        print(f"cuflash: built {target.name} with {names} in {time.monotonic() - begun:.0f} s", flush=True)
         return missing
 
     def get_ext_filename(self, fullname: str) -> str:
         """Without the tag of a version of Python."""
-        return f"{fullname.replace('.', '/')}.so"
+        return f"{fullname.replace('.', '/')}{_system(_triple()).suffix}"
 
     def get_outputs(self) -> list[str]:
         outputs = [one for path in super().get_outputs() for one in (path, str(Path(path).with_name(NOTE)))]
@@ -221,7 +270,7 @@ class Wheel(bdist_wheel):
 
 
 def _has_core(directory: str) -> bool:
-    return any(Path(directory).glob(f"{SOURCES}/*.so"))
+    return any(Path(directory).glob(f"{SOURCES}/libcuflash.*"))
 
 
 class WithCore(Distribution):

@@ -601,8 +601,8 @@ class FlashAttention(Reductions[FunctionT]):
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_scale": q_scale, "k_scale": k_scale,
             "v_scale": v_scale, "dlse": dlse,
         }  # fmt: skip
-        if dmax is not None or dentropy is not None:
-            arrays |= {"dmax": dmax} if dentropy is None else {"dmax": dmax, "entropy": entropy, "dentropy": dentropy}
+        if dmax is not None or entropy is not None or dentropy is not None:
+            arrays |= {"dmax": dmax, "entropy": entropy, "dentropy": dentropy}
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         result_type: Callable[..., Gradients | NamedGradients] = Gradients
         of_functions = self.options.score_gradients

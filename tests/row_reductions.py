@@ -17,11 +17,19 @@ class Found(NamedTuple):
     gradients: Mapping[str, Any]
 
 
-def results_of(case: ct.Case, convert: Callable[[Any], Any] = np.asarray) -> Found:
-    """What `cuflash.FlashAttention` gives for a case with reductions; out and dv are None of a case without values."""
+def results_of(
+    case: ct.Case,
+    convert: Callable[[Any], Any] = np.asarray,
+    keys_of: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v),
+) -> Found:
+    """What `cuflash.FlashAttention` gives for a case with reductions; out and dv are None of a case without values.
+
+    `keys_of` makes what a call takes of k and v.
+    """
     attn: Any = cuflash.FlashAttention(**case.keywords)
     arrays = case.arrays(convert)
     q, k, v = ct.qkv(arrays) if case.has_values else (arrays["q"], arrays["k"], None)
+    k, v = keys_of(k, v)
     optional = ct.optional(arrays) | case.random
     if not case.has_values:
         optional.pop("v_scale", None)

@@ -113,9 +113,10 @@ def add_problem_arguments(
         ("seqlen-k", None, "keys, if they are more or fewer"),
         ("num-heads", num_heads, f"default: {num_heads}"),
         ("num-heads-kv", None, "heads of k and v, if they are fewer"),
-        ("head-dim-v", None, "head dimension of v, if it differs"),
     ):
         group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
+    of_values = "head dimension of v, if it differs; 0: no v, lse alone"
+    group.add_argument("--head-dim-v", type=natural, metavar="N", help=of_values)
     group.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="e.g. 1023,0; no bound is none: 1023,none")
     for name in NUMBERS:
         group.add_argument(f"--{name}", type=number, metavar="X", help="default: that of FlashAttention")
@@ -152,7 +153,7 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
             for heads, seqlen, dim in (
                 (args.num_heads, args.seqlen, head_dim),
                 (num_heads_kv, seqlen_k, head_dim),
-                (num_heads_kv, seqlen_k, args.head_dim_v or head_dim),
+                (num_heads_kv, seqlen_k, head_dim if args.head_dim_v is None else args.head_dim_v),
             )
         )
         sizes = {"batch": args.batch, "num_heads": args.num_heads, "seqlen_q": args.seqlen, "seqlen_k": seqlen_k}

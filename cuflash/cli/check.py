@@ -197,7 +197,7 @@ def exact_results(pass_: Pass, case: testing.Case, problem: Problem, arrays: dic
 
 def check_emulated(args: argparse.Namespace) -> Checks:
     if building.find_compiler() is None:
-        raise Failure("the emulator compiles the kernels with g++, which is not on the path: apt-get install g++")
+        raise Failure(f"there is no compiler for the emulator: {building.NO_COMPILER}")
     schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]
     trials = list(itertools.product(problems(args), args.arch or ["9.0"], passes(args)))
     found = Checks("the emulator")

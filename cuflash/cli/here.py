@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from cuflash.arrays.units import WIDTH
+from cuflash.cpu.jobs import available_cores
 from cuflash.plan import DeviceSpec
 
 NO_GPU = "there is no GPU here"
@@ -67,8 +67,7 @@ def devices(args: argparse.Namespace) -> list[DeviceSpec]:
 
 def describe_here(xp: ModuleType) -> str:
     if xp is np:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return f"the CPU, {cores} cores, NumPy {np.__version__}"
+        return f"the CPU, {available_cores()} cores, NumPy {np.__version__}"
     properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
     return f"{properties['name'].decode()}, CuPy {xp.__version__}"
 

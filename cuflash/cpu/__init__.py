@@ -248,7 +248,7 @@ def _run(
 
 def _way_of(problem: Problem, wanted: Collection[str], pass_: Pass) -> tuple[Callable[..., None], float, str | None]:
     """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
-    way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
+    way, reason = core.run, core.why_not(problem)
     if problem.has_functions and pass_.has_tangents:
         way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not_tangents(problem, wanted)
     elif problem.has_functions:

@@ -310,8 +310,7 @@ def _repeatable(pass_: Pass, options: Options, signature: tuple[Any, ...], need:
     binding = bind_signature(pass_, options, signature, need)
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
-    reason = core.why_not(problem) or core.why_not_results(need)
-    if looks_at_numbers or problem.has_float8 or binding.results != need or reason is not None:
+    if looks_at_numbers or problem.has_float8 or binding.results != need or core.why_not(problem) is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
     compute: Callable[..., int]

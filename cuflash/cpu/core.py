@@ -12,7 +12,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +23,19 @@ from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
-    FORWARD_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    ROW_REDUCTIONS_AND_GRADIENTS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
+    WEIGHT_REDUCTION_ROWS,
 )
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
-LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
+_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+LIBRARY = Path(__file__).parent / "core" / f"libcuflash{_SUFFIX}"
 NOTE = "build.txt"  # next to it, where something was not built
 # In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
 # that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
@@ -54,14 +54,14 @@ _INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KN
 # How many axes an input is broadcast to: the first ones of the scores, up to its last one.
 _INPUT_AXES = {row.name: SCORES.index(row.shapes[-1][-1]) + 1 if row.shapes else row.strides for row in _INPUTS}
 _OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(row.gradient for row in _INPUTS))
-UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
-    **{name: 3 for name in OVER_ROWS if name not in ROW_REDUCTIONS_AND_GRADIENTS},
+    **dict.fromkeys(OVER_ROWS, 3),
     **_INPUT_AXES,
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
+    **{row.name: row.strides for row in WEIGHT_REDUCTION_ROWS},
     **dict.fromkeys(_NUMBERS, 0),  # whose tangents are arrays
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
@@ -84,7 +84,7 @@ class _Call(ctypes.Structure):
             for name in (
                 "dropout_steps",
                 *("dropout_row", "dropout_column", "dropout_head", "dropout_heads"),
-                "num_given",
+                *("num_top_keys", "num_given"),
             )
         ),
         *((name, ctypes.c_double) for name in (*_NUMBERS, "kept_scale")),
@@ -213,15 +213,7 @@ def why_not(problem: Problem | None = None) -> str | None:
     if isinstance(library, str):
         return library
     unknown = [] if problem is None else [name for name in problem.acting if name not in KNOWN]
-    if problem is not None:
-        unknown += [name for name in problem.row_reductions if name in UNKNOWN]
     return f"it knows no {' and no '.join(unknown)}" if unknown else None
-
-
-def why_not_results(wanted: Collection[str]) -> str | None:
-    """Why the core does not compute these results of any problem; None if it does."""
-    unknown = [name for name in wanted if name in UNKNOWN]
-    return f"it computes no {' and no '.join(unknown)}" if unknown else None
 
 
 def processor() -> str:
@@ -386,7 +378,7 @@ def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) ->
     """A `struct Call` up to what changes from call to call, of arrays like these."""
     call = _Call(
         bytes=ctypes.sizeof(_Call),
-        is_backward=pass_ in (BACKWARD, BACKWARD_JVP),
+        is_backward=pass_ not in (FORWARD, JVP),
         has_tangents=pass_.has_tangents,
         finds_row_sums=pass_ is BACKWARD and "dout" not in given,
         dtype=DTYPES.index(problem.dtype),
@@ -406,6 +398,7 @@ def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) ->
         dropout_head=problem.origin.head,
         dropout_heads=problem.origin.num_heads,
         kept_scale=problem.kept_scale,
+        num_top_keys=given["key_indices"].shape[-1] if "key_indices" in given else 0,
     )
     for name in problem.given(_NUMBERS):
         setattr(call, name, getattr(problem, name))

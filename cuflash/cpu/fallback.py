@@ -47,6 +47,7 @@ ELEMENTS = 2**18  # of the keys of a tile
 LEAST_KEYS = 64  # in a tile, if there are as many
 BLOCK = 128  # keys that a mask function may hide as a whole
 SERIAL_FLOPS = 1e8  # too little work for several threads
+UNITS_OF_LSE = 8  # by which a large lse may differ from row max and row sum: as in the core, which may have made it
 SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
 # Smaller weights count as zero: subnormal numbers slow products down a hundredfold.
 LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}
@@ -437,7 +438,7 @@ class Job:
             return base, None
         softmax = self.softmax()
         difference = (softmax.row_max - lse) + np.log(softmax.row_sum)
-        explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
+        explains = large & (np.abs(difference) <= UNITS_OF_LSE * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
     def first_maxima(self) -> Array:

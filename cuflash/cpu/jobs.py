@@ -72,7 +72,7 @@ def count_cores() -> int:
     count = _threads.get()
     if count is not None:
         return count
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     # A quota may change while a process runs. To read it takes as long as a small call.
     cores = int(min(cores, _cores_of_quota(int(time.monotonic()))))
     # OpenMP takes a list, too, a number for each level.
@@ -80,6 +80,11 @@ def count_cores() -> int:
     if not wanted.isdecimal() or len(wanted.lstrip("0")) > 9:  # Python converts no text of thousands of digits
         return cores
     return max(1, min(cores, int(wanted[-9:])))
+
+
+def available_cores() -> int:
+    """Cores that this process may use, where the system says so (Linux), or that the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.lru_cache(maxsize=1)

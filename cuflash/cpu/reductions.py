@@ -1,7 +1,7 @@
 """Reductions of the attention weights of NumPy arrays: column sums, the column maximum, and the strongest keys.
 
-The backward pass of the compiled core computes column sums (`cuflash.spec.reductions` says how), in float32 where q and
-k are of 16 bits or less. All else goes through the tiles of `cuflash.cpu.fallback`.
+The compiled core computes them, but with score_mod and mask_mod, for which the tiles of `cuflash.cpu.fallback` do; of
+column sums, the backward pass does then (`cuflash.spec.reductions` says how), in float32 where q and k are of 16 bits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Array = NDArray[Any]
 def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
     """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
     problem, arrays = _bound(COLUMN_SUMS, options, arrays)
-    if problem.block_table is not None or core.why_not(problem) is not None or not problem.num_heads:
-        return _of_columns(problem, arrays, ReductionJob.sums, np.add)
+    if not problem.has_functions or core.why_not(problem) is not None or not problem.num_heads:
+        return _of_columns(problem, arrays, COLUMN_SUMS, ReductionJob.sums, np.add)
     given = widened(options, arrays)
     dtype = given["q"].dtype
     factors = given.pop("dlse", None)
@@ -42,21 +42,24 @@ def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
 
 def column_max(options: Options, arrays: Mapping[str, Any]) -> Array:
     """The largest weight of each column, 0 of a key that no query attends to; per query head."""
-    return _of_columns(*_bound(COLUMN_MAX, options, arrays), ReductionJob.largest, np.maximum)
+    return _of_columns(*_bound(COLUMN_MAX, options, arrays), COLUMN_MAX, ReductionJob.largest, np.maximum)
 
 
 def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Array, Array]:
     """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
     problem, arrays = _bound(TOP_KEYS, options, arrays)
+    shape = (*problem.lse_shape, count)
+    found = (np.full(shape, -1, np.int32), np.zeros(shape, problem.softmax_dtype))
+    if _is_run_by_core(TOP_KEYS, problem, arrays, found):
+        return found
     split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, count)
-    indices, weights = np.full(split, -1, np.int32), np.zeros(split, problem.softmax_dtype)
+    indices, weights = (x.reshape(split) for x in found)
     calls = fallback.calls(problem, _in_units(problem, arrays))
     for call, (batches, rows, keys) in zip(calls, _places(problem, arrays), strict=True):
         into = (indices[batches, :, :, rows], weights[batches, :, :, rows])
         pick = functools.partial(ReductionJob.pick, first_key=keys.start or 0, into=into)
         _run(problem, pick, call.jobs(ReductionJob))
-    shape = (*problem.lse_shape, count)
-    return indices.reshape(shape), weights.reshape(shape)
+    return found
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------
@@ -76,10 +79,19 @@ def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Pr
     return problem, given if sums is None else {**given, "row_sums": sums}
 
 
-def _in_units(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, with row sums as tiles of `fallback` read them."""
+def _in_units(problem: Problem, arrays: Mapping[str, Any], unit: float = 1.0) -> dict[str, Any]:
+    """The arrays, with row sums in this unit of row maxima, by default as tiles of `fallback` read them."""
     sums = arrays.get("row_sums")
-    return {**arrays} if sums is None else {**arrays, "row_sums": in_units(sums, 1.0, problem.softmax_dtype)}
+    return {**arrays} if sums is None else {**arrays, "row_sums": in_units(sums, unit, problem.softmax_dtype)}
+
+
+def _is_run_by_core(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], results: tuple[Array, ...]) -> bool:
+    """Compute the results of a reduction, and say whether the core does."""
+    if problem.has_functions or core.why_not(problem) is not None or not problem.num_heads:
+        return False
+    given = _in_units(problem, arrays, core.unit_of(problem)) | dict(zip(pass_.default, results, strict=True))
+    core.run(problem, given, pass_, None, None)
+    return True
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -110,10 +122,15 @@ def _run(problem: Problem, work: Callable[..., Any], own: Iterator[ReductionJob]
     jobs.run(work, own, threads, take)
 
 
-def _of_columns(problem: Problem, arrays: Mapping[str, Any], work: Callable[..., Any], ufunc: np.ufunc) -> Array:
+def _of_columns(
+    problem: Problem, arrays: Mapping[str, Any], pass_: Pass, work: Callable[..., Any], ufunc: np.ufunc
+) -> Array:
     """A reduction over rows, which no order of threads changes."""
-    split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
-    found = np.zeros(split, problem.softmax_dtype)
+    shape = (problem.array_batch, problem.num_heads, problem.seqlen_k)[4 - problem.ndim :]
+    result = np.zeros(shape, problem.softmax_dtype)
+    if _is_run_by_core(pass_, problem, arrays, (result,)):
+        return result
+    found = result.reshape(problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
     calls = fallback.calls(problem, _in_units(problem, arrays))
     for call, (batches, _, keys) in zip(calls, _places(problem, arrays), strict=True):
         own = found[batches, :, :, keys]
@@ -125,7 +142,7 @@ def _of_columns(problem: Problem, arrays: Mapping[str, Any], work: Callable[...,
                 ufunc(into, x, out=into)
 
         _run(problem, work, call.jobs(ReductionJob), take)
-    return found.reshape((problem.array_batch, problem.num_heads, problem.seqlen_k)[4 - problem.ndim :])
+    return result
 
 
 class ReductionJob(fallback.Job):

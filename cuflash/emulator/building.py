@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from cuflash.gpu.compiler import kernel_directory
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
+OTHER_SYSTEMS = ("darwin", "win32")  # whose g++ is another compiler, or whose memory has other functions
+NO_COMPILER = "it is g++, on Linux alone, where it is not on the path: apt-get install g++"
 
 _COMMON_FLAGS = (
     "-std=c++17",
@@ -42,8 +45,8 @@ _SANITIZER_FLAGS = {
 
 
 def find_compiler() -> str | None:
-    """The path of g++, or None."""
-    return shutil.which("g++")
+    """The path of g++ of Linux, or None."""
+    return None if sys.platform in OTHER_SYSTEMS else shutil.which("g++")
 
 
 def build(
@@ -203,7 +206,7 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     """
     compiler = find_compiler()
     if compiler is None:
-        raise EmulationError(name, "no C++ compiler: g++ is not on the path")
+        raise EmulationError(name, f"no C++ compiler: {NO_COMPILER}")
     key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
     for shown, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
         key.update(shown.encode() + path.read_bytes())

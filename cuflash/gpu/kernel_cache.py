@@ -26,14 +26,15 @@ from pathlib import Path
 CACHE_BYTES = 1 << 30  # the cache may take so many unless CUFLASH_CACHE_BYTES says otherwise
 KEPT_SECONDS: float = 3600  # a file that was used is kept for so long, whatever the limit is
 MARKED_SECONDS: float = 600  # a file counts as just used for so long, so that most lookups write nothing
+OPEN_SECONDS: float = 1  # on Windows a file is replaced once no other process reads it, if that is within this time
 
 
 def cache_directory() -> Path:
     """Directory of compiled kernels; it is created when the first kernel is stored.
 
-    `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`; on Windows
-    `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process alone, removed when the process ends.
-    So it is, with a RuntimeWarning, where `CUFLASH_CACHE_DIR` begins with the home directory of nobody.
+    `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`, on macOS
+    `~/Library/Caches/cuflash`; on Windows `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process
+    alone, removed when the process ends. So it is, with a RuntimeWarning, where `CUFLASH_CACHE_DIR` begins with the home directory of nobody.
     """
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
@@ -54,7 +55,7 @@ def cache_directory() -> Path:
     with contextlib.suppress(RuntimeError):
         home = Path.home()
         if home.is_absolute():  # HOME may be any text, and a relative path leads elsewhere from each directory
-            return home / ".cache" / "cuflash"
+            return home.joinpath(*(("Library", "Caches") if sys.platform == "darwin" else (".cache",)), "cuflash")
     return private_directory()
 
 
@@ -159,9 +160,21 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(content)
-        os.replace(temporary, path)
+        _replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename a file, over another one too. Windows does not while another process reads that one: it is tried again."""
+    until = time.monotonic() + (OPEN_SECONDS if sys.platform == "win32" else 0)
+    while True:
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.01)
 
 
 def marked_as_used(path: Path) -> Path:

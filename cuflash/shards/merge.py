@@ -27,6 +27,7 @@ from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
 from cuflash.gpu import merging
 from cuflash.gpu.merging import Tangents
+from cuflash.shards.reductions import entropy_of
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
 from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult
@@ -515,6 +516,7 @@ class LargeRows:
         self.is_large = row_sums.is_large(lse, bound)
         self.total, self.tangent = np.zeros((*lse.shape, head_dim_v)), np.zeros((*lse.shape, head_dim_v))
         self.mean = np.zeros(lse.shape)  # the tangent of lse
+        self.entropy = np.zeros(lse.shape)
         self.sums = row_sums.to_fill(lse, bound)
         for of_heads, tangent in scores:
             self.sums = row_sums.with_score(self.sums, dlpack.on_host(of_heads))
@@ -528,6 +530,7 @@ class LargeRows:
         out: Array | None = None,
         tout: Array | None = None,
         tlse: Array | None = None,
+        entropy: Array | None = None,
     ) -> None:
         """Add a partial result of some rows: the row sums that it has of large rows, and its results."""
         large = self.is_large[:, :, rows]
@@ -536,6 +539,9 @@ class LargeRows:
         so_far[large] = found
         if out is None:
             return
+        if entropy is not None:
+            entropies = self.entropy[:, :, rows][large], dlpack.on_host(entropy)[large]
+            self.entropy[:, :, rows][large] = entropy_of(fractions, entropies)
         outs = self.total[:, :, rows][large], dlpack.on_host(out)[large].astype(np.float64)
         if tout is not None:
             tlses = self.mean[:, :, rows][large], dlpack.on_host(tlse)[large]
@@ -544,12 +550,13 @@ class LargeRows:
             tangents.tout[large], tangents.tlse[large] = _tangents_of(fractions, outs, tangents, np.float64)
         self.total[:, :, rows][large] = _weighted_sum(fractions, outs)
 
-    def finish(self, out: Array, lse: Array, tout: Array | None = None, tlse: Array | None = None) -> None:
-        """Write these rows to the merged results."""
-        found = ((out, self.total), (lse, row_sums.lse_of(self.sums)), (tout, self.tangent), (tlse, self.mean))
-        for target, values in found:
-            if target is None:
-                continue
+    def finish(self, **results: Array) -> None:
+        """Write these rows to the merged results: out, lse, and the others that there are."""
+        lse = results["lse"]
+        found = {"out": self.total, "lse": row_sums.lse_of(self.sums), "tout": self.tangent, "tlse": self.mean}
+        found["entropy"] = self.entropy
+        for name, target in results.items():
+            values = found[name]
             wide = dlpack.on_host(target.astype(lse.dtype))
             wide[self.is_large] = values[self.is_large]
             target[...] = dlpack.module_of(target).asarray(wide)

@@ -1,12 +1,150 @@
-"""Reductions of the attention weights over splits of the keys: the strongest keys of all."""
+"""Reductions over splits of the keys: maxima and entropies of rows, and the strongest keys, merged as they come.
+
+With the weights u_i = exp(lse_i - largest) of splits, whose sum is W, the entropy of all keys is by the chain rule
+
+    H = sum_i u_i / W (H_i - log(u_i / W)) = E / W + log W,    E = sum_i u_i (H_i - log u_i)
+
+where no term is below 0, so that nothing cancels. A sink is a split of one key, whose entropy is 0.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from cuflash.arrays import dlpack
+from cuflash.gpu.elementwise import apply, assign
+from cuflash.spec.outputs import ROW_REDUCTIONS
 
 Array = Any
+
+
+class RunningReductions:
+    """Merges the row reductions of splits, one after the other.
+
+    Parameters
+    ----------
+    results : mapping of str to array
+        The results of a call by name, of which "max" and "entropy", (batch, num_heads, seqlen_q), are filled.
+    sinks : iterable of array, optional
+        (num_heads,) each: scores of additional keys that every row attends to, which count for entropies alone.
+    """
+
+    def __init__(self, results: Mapping[str, Array], sinks: Iterable[Array] = ()) -> None:
+        self.results = {name: x for name, x in results.items() if name in ROW_REDUCTIONS}
+        for name, x in self.results.items():
+            assign(x, -np.inf if name == "max" else 0)
+        if "entropy" not in self.results:
+            return
+        moment = self.results["entropy"]  # E, until `finish`
+        xp = dlpack.module_of(moment)
+        # The largest lse of splits so far, what its rounding leaves, W, and E.
+        self.sums = (*(xp.empty(moment.shape, moment.dtype) for _ in range(3)), moment)
+        for x, number in zip(self.sums[:3], (-np.inf, 0, 0), strict=True):
+            assign(x, number)
+        for of_heads in sinks:
+            rows, zeros = (xp.empty(moment.shape, moment.dtype) for _ in range(2))
+            assign(rows, xp.broadcast_to(of_heads[:, None], moment.shape))
+            assign(zeros, 0)
+            self._add_entropy(rows, zeros, zeros, self.sums)
+
+    def add(self, split: Mapping[str, Array], rows: slice = slice(None)) -> None:
+        """Take a split of the keys into account, for some rows.
+
+        Its results are in the dtype of the softmax: lse, or "lse_pairs" of it and what its rounding leaves, and those
+        reductions that are wanted.
+        """
+        for name, total in self.results.items():
+            if name == "max":
+                self._add_max(split[name], total[:, :, rows])
+                continue
+            pairs = split.get("lse_pairs")
+            lse = split["lse"] if pairs is None else pairs[..., 0]
+            if pairs is None:
+                rest = dlpack.module_of(lse).empty(lse.shape, lse.dtype)
+                assign(rest, 0)
+            else:
+                rest = pairs[..., 1]
+            self._add_entropy(lse, rest, split[name], [x[:, :, rows] for x in self.sums])
+
+    def finish(self) -> None:
+        """Write the reductions of all splits to the results."""
+        if "entropy" not in self.results:
+            return
+        *_, weight, moment = self.sums
+        if dlpack.module_of(moment) is np:
+            with np.errstate(all="ignore"):
+                moment[...] = np.where(weight == 0, 0, moment / weight + np.log(weight))
+        else:
+            apply(_kernel("finish", moment.dtype.name), (weight,), (moment,))
+
+    def _add_max(self, own: Array, total: Array) -> None:
+        if dlpack.module_of(total) is np:
+            np.maximum(total, own, out=total)
+        else:
+            apply(_kernel("max", total.dtype.name), (own,), (total,))
+
+    def _add_entropy(self, lse: Array, rest: Array, own: Array, sums: Sequence[Array]) -> None:
+        largest, largest_rest, weight, moment = sums
+        if dlpack.module_of(moment) is not np:
+            apply(_kernel("entropy", moment.dtype.name), (lse, rest, own), sums)
+            return
+        with np.errstate(all="ignore"):
+            distance = np.where(largest == -np.inf, np.inf, (lse - largest) + (rest - largest_rest))
+            is_empty, is_above = lse == -np.inf, distance > 0
+            factor = np.where(is_above, np.exp(-distance), 1)
+            moved = np.where(factor == 0, 0, factor * (moment + np.where(is_above, distance, 0) * weight))
+            own_factor = np.where(is_above, 1, np.exp(distance))
+            own_moment = np.where(own_factor == 0, 0, own_factor * (own - np.where(is_above, 0, distance)))
+            np.copyto(moment, moved + own_moment, where=~is_empty)
+            np.copyto(weight, factor * weight + own_factor, where=~is_empty)
+            np.copyto(largest, lse, where=is_above & ~is_empty)
+            np.copyto(largest_rest, rest, where=is_above & ~is_empty)
+
+
+def entropy_of(fractions: Sequence[Array], entropies: Sequence[Array]) -> Array:
+    """The entropy of all keys from those of splits, and their fractions of the row sum."""
+    return sum(
+        np.where(fraction == 0, 0, fraction * (own - np.log(np.where(fraction == 0, 1, fraction))))
+        for fraction, own in zip(fractions, entropies, strict=True)
+    )
+
+
+# Arguments and code of kernels: what they read, and what they read and write. LOWEST is the least finite number.
+_KERNELS = {
+    "max": ("T own", "T total", "if (own > total || own != own) total = own;"),
+    "entropy": (
+        "T lse, T rest, T own",
+        "T largest, T largest_rest, T weight, T moment",
+        """if (!(lse < LOWEST)) {
+          const T distance = (lse - largest) + (rest - largest_rest);
+          if (largest < LOWEST) {
+            largest = lse, largest_rest = rest, weight = 1, moment = own;
+          } else if (distance > 0) {
+            const T factor = exp(-distance);
+            moment = factor * (moment + distance * weight) + own, weight = factor * weight + 1;
+            largest = lse, largest_rest = rest;
+          } else {
+            const T factor = exp(distance);
+            if (!(factor == 0)) moment += factor * (own - distance);
+            weight += factor;
+          }
+        }""",
+    ),
+    "finish": ("T weight", "T moment", "moment = weight == 0 ? (T)0 : moment / weight + log(weight);"),
+}
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(name: str, dtype: str) -> Any:
+    text = (x.replace("LOWEST", repr(float(np.finfo(dtype).min))).replace("T ", f"{dtype} ") for x in _KERNELS[name])
+    reads, writes, code = text
+    kernel = importlib.import_module("cupy").ElementwiseKernel
+    return kernel(reads, writes, code.replace("(T)", f"({dtype})"), f"cuflash_reduce_{name}")
 
 
 def merge_top_keys(

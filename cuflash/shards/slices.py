@@ -113,8 +113,16 @@ class Slices:
         first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
         return (*first, self.first_head, self.first_entry)
 
-    def forward(self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass = FORWARD) -> dict[str, Array]:
-        """out and lse of a slice; out has the dtype of the softmax if `arrays` has an out of this dtype.
+    def forward(
+        self,
+        queries: Span,
+        keys: Span,
+        arrays: dict[str, Array],
+        pass_: Pass = FORWARD,
+        reductions: Collection[str] = (),
+    ) -> dict[str, Array]:
+        """out and lse of a slice, and `reductions` of its rows; out has the dtype of the softmax if `arrays` has an out
+        of this dtype.
 
         The pass `jvp` gives their tangents, too, where tout is as out is. On a device, `arrays` may have memory for the
         pairs of lse and what its rounding leaves, in place of lse.
@@ -124,10 +132,11 @@ class Slices:
         if pairs is not None:
             arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
         options = self.options_of(queries, keys, wide)
-        of_call = dict.fromkeys((*NAMES, *pass_.default)) | self.of_all(options, queries, keys, arrays["q"], pass_)
+        names = (*pass_.default, *pass_.row_reductions_of(reductions))
+        of_call = dict.fromkeys((*NAMES, *names)) | self.of_all(options, queries, keys, arrays["q"], pass_)
         call = getattr(self.backend, pass_.name)
-        found = call(options, self._packed(of_call | arrays), self.random)
-        return self._unpacked(dict(zip(pass_.default, found, strict=True)))
+        found = call(options, self._packed(of_call | arrays), self.random, names)
+        return self._unpacked(dict(zip(names, found, strict=True)))
 
     def backward(
         self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array], pass_: Pass = BACKWARD

@@ -37,6 +37,7 @@ from cuflash.spec.outputs import (
     MOVABLE_OVER_ROWS,
     NUMBER_GRADIENTS,
     OVER_HEAD_DIM,
+    ROW_REDUCTIONS,
     TOP_KEYS_ROWS,
     UPSTREAM,
     WEIGHT_REDUCTION_ROWS,
@@ -138,6 +139,8 @@ def bind(
     for name in problem.row_reductions:
         if pass_ is BACKWARD and UPSTREAM[f"d{name}"].upstream == "optional" and name not in given:
             raise value_error(name, "None", f"the {name} that forward returned, which the gradient d{name} needs")
+    if unread := [name for name in ROW_REDUCTIONS if name in given and name not in problem.row_reductions]:
+        raise value_error(unread[0], "an array", f"None, or d{unread[0]}, the gradient with respect to it")
     _check_score_arg_gradients(problem, (*need, *given))
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *score_args):

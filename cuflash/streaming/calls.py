@@ -145,7 +145,7 @@ def _forward(
             if row.is_of_rows
             else call.result(row.name, problem.out_shape, call.given["q"].dtype)
             for row in pass_.rows
-            if row.is_default
+            if row.is_default or row.name in need
         }
         call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
     return tuple(results.values())
@@ -295,12 +295,6 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
 
 def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Call:
     """The arguments of a call, checked against each other."""
-    if reduced := pass_.row_reductions_of((*results, *arrays)):
-        got = f"{reduced[0]} of streamed keys" if pass_ is FORWARD else f"d{reduced[0]} with streamed keys"
-        raise NotImplementedError(
-            f"{'want' if pass_ is FORWARD else f'd{reduced[0]}'}: got {got}, expected out and lse alone: row "
-            "reductions need all keys on one device; pass k and v without cuflash.streamed"
-        )
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")}
     hosts |= {name: arrays[name] for name in (*TANGENTS, *OF_KEYS) if name in arrays}

@@ -8,7 +8,6 @@ If the queries are in host memory, too, chunks are views.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cuflash.arrays.memory_ranges import Span, cut_evenly
+from cuflash.cpu.jobs import available_cores
 
 if TYPE_CHECKING:
     from typing import Self
@@ -118,7 +118,7 @@ class Workers:
     """Threads that copy within host memory."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        count = min(MAX_THREADS, os.cpu_count() or 1)
+        count = min(MAX_THREADS, available_cores())
         is_needed = any(not lane.is_direct for lane in lanes)
         self.pool = concurrent.futures.ThreadPoolExecutor(count) if is_needed else None
         self.count = count

@@ -11,15 +11,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
-from cuflash.shards.reductions import merge_top_keys
+from cuflash.shards.reductions import RunningReductions, merge_top_keys
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import INPUTS, MOVABLE_BROADCAST, NAMES
-from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS, gradient_of
+from cuflash.spec.outputs import OF_QUERIES, ROW_REDUCTIONS, SOFTMAX_GRADIENTS, gradient_of
 from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk
@@ -59,39 +61,51 @@ class StreamedPass:
         return len(self.chunks) == 1 and self.chunks[0].queries == (0, seqlen_q)
 
     def forward(self, results: Mapping[str, Array]) -> None:
-        """Fill out, with four axes, and lse, with three, and their tangents, if the pass makes them."""
+        """Fill out, with four axes, and the results of rows, with three: lse, and tangents or reductions."""
         if self.is_whole:
             for step in self._steps({}):
                 arrays = self.arrays_of(step, of_softmax=True) | dict(results)
-                self.slices.forward(*step.chunk, arrays, self.pass_)
+                self.slices.forward(*step.chunk, arrays, self.pass_, tuple(results))
             return
         xp, dtype = self.slices.xp, self.slices.softmax_dtype
         over_columns = [x for x in results.values() if x.ndim == 4]  # out, and tout
         totals = [x if x.dtype == dtype else xp.empty(x.shape, dtype) for x in over_columns]
-        merge = RunningMerge(totals[0], self._scores_of_heads(), *totals[1:])
+        scores = self._scores_of_heads()
+        merge = RunningMerge(totals[0], scores, *totals[1:])
+        reductions = RunningReductions(results, [of_heads for of_heads, _ in scores])
+        merged = [name for name in results if name not in reductions.results]
         buffers = {}
         if not self.slices.is_on_cpu:
             buffers = {name: xp.empty(x.shape, dtype) for name, x in results.items()}
         for step in self._steps({}):
             rows = slice(*step.chunk.queries)
             of_rows = {name: x[:, :, rows] for name, x in buffers.items()}
-            call = functools.partial(self._call_forward, step.chunk, self.pass_)
+            call = functools.partial(self._call_forward, step.chunk, self.pass_, tuple(reductions.results))
             arrays = self.arrays_of(step, of_softmax=False)
             got = self.slices.into(of_rows, arrays, call, is_wide=self.slices.is_on_cpu)
-            merge.add(rows=rows, **got)
-        merge.finish(**results)
+            reductions.add(got, rows)
+            merge.add(rows=rows, **{name: got[name] for name in merged})
+        reductions.finish()
+        merge.finish(**{name: results[name] for name in merged})
         if row_sums.has_large(dlpack.on_host(results["lse"]), self.slices.large_lse):
             self._merge_large(results)
 
-    def _call_forward(self, chunk: Chunk, pass_: Pass, arrays: dict[str, Array]) -> dict[str, Array]:
-        return self.slices.forward(*chunk, arrays, pass_)
+    def _call_forward(
+        self, chunk: Chunk, pass_: Pass, reductions: tuple[str, ...], arrays: dict[str, Array]
+    ) -> dict[str, Array]:
+        return self.slices.forward(*chunk, arrays, pass_, reductions)
 
     def _merge_large(self, results: Mapping[str, Array]) -> None:
-        """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
+        """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs.
+
+        It says nothing of maxima.
+        """
+        results = {name: x for name, x in results.items() if name != "max"}
+        reductions = tuple(name for name in results if name in ROW_REDUCTIONS)
         out, lse = results["out"], results["lse"]
         merge = LargeRows(lse, self.slices.large_lse, out.shape[3], self._scores_of_heads())
         for step in self._steps({}):
-            got = self._forward_of(step, self.pass_)
+            got = self._forward_of(step, self.pass_, reductions)
             sums = self._row_sums_of(step, lse, got.pop("lse"))
             merge.add(sums, slice(*step.chunk.queries), **got)
         merge.finish(**results)
@@ -106,18 +120,21 @@ class StreamedPass:
             merge.add(self._row_sums_of(step, lse, own_lse), slice(*step.chunk.queries))
         return merge.sums
 
-    def _forward_of(self, step: ChunkStep, pass_: Pass) -> dict[str, Array]:
-        """out and lse of a chunk, in the dtype of the softmax, and their tangents, if the pass makes them."""
+    def _forward_of(self, step: ChunkStep, pass_: Pass, reductions: tuple[str, ...] = ()) -> dict[str, Array]:
+        """out and lse of a chunk, in the dtype of the softmax, and their tangents, if the pass makes them, or
+        reductions.
+        """
         slices = self.slices
         arrays = self.arrays_of(step, of_softmax=False) if pass_.has_tangents else self._inputs_of(step)
         results = {}
         if not slices.is_on_cpu:
             of_lse = arrays["q"].shape[:3]
-            shapes = {"out": (*of_lse, arrays["v"].shape[3]), "lse": of_lse}
+            of_out = (*of_lse, arrays["v"].shape[3])
             results = {
-                name: slices.xp.empty(shapes[name.removeprefix("t")], slices.softmax_dtype) for name in pass_.default
+                name: slices.xp.empty(of_out if name.endswith("out") else of_lse, slices.softmax_dtype)
+                for name in (*pass_.default, *reductions)
             }
-        call = functools.partial(self._call_forward, step.chunk, pass_)
+        call = functools.partial(self._call_forward, step.chunk, pass_, reductions)
         return slices.into({}, arrays | results, call, is_wide=slices.is_on_cpu)
 
     def _row_sums_of(self, step: ChunkStep, lse: Array, own_lse: Array | None) -> Array:
@@ -148,6 +165,7 @@ class StreamedPass:
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
+        chunks = self._chunks_of_maxima() if "dmax" in self.arrays and not self.is_whole else None
         for step in self._steps(of_keys):
             wanted = tuple(name for name in need if gradient_of(name) not in SOFTMAX_GRADIENTS or step.number == 0)
             if not wanted:
@@ -161,6 +179,9 @@ class StreamedPass:
                 arrays |= {name: self.slices.widened(arrays[name]) for name in ("bias", "tbias") if name in arrays}
             if not self.is_whole:
                 arrays |= self.slices.summed_score_args(need)
+            if chunks is not None:
+                is_own = chunks[:, :, slice(*step.chunk.queries)] == step.number
+                arrays["dmax"] = self.slices.xp.where(is_own, arrays["dmax"], 0)
             call = functools.partial(self._call_backward, step.chunk, wanted)
             sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
@@ -191,6 +212,18 @@ class StreamedPass:
 
     def _reduced(self, step: ChunkStep, *count: int) -> tuple[Array, ...]:
         return self.slices.reduce(*step.chunk, self.arrays_of(step, of_softmax=False), self.pass_, count)
+
+    def _chunks_of_maxima(self) -> Array:
+        """The first chunk that has the largest score of each row: one of its keys gets the gradient of the maximum."""
+        xp, shape, dtype = self.slices.xp, self.arrays["q"].shape[:3], self.slices.softmax_dtype
+        found, largest = xp.zeros(shape, np.int32), xp.full(shape, -np.inf, dtype)
+        without_values = replace(self, keys={"k": self.keys["k"], "v": self.keys["k"][..., :0]})
+        for step in without_values._steps({}):
+            rows = slice(*step.chunk.queries)
+            own = without_values._forward_of(step, FORWARD, ("max",))["max"]
+            found[:, :, rows] = xp.where(own > largest[:, :, rows], step.number, found[:, :, rows])
+            largest[:, :, rows] = xp.maximum(largest[:, :, rows], own)
+        return found
 
     def _call_backward(self, chunk: Chunk, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         return self.slices.backward(*chunk, need, arrays, self.pass_)

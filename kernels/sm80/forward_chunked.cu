@@ -13,6 +13,7 @@
 #include "common/softmax/softmax.cuh"
 #include "common/softmax/store_lse.cuh"
 #include "sm80/chunks.cuh"
+#include "sm80/merge_warps.cuh"
 
 constexpr int kWarpsN = CUFLASH_CHUNK_WARPS;  // that share rows, each with some of the keys of a tile
 constexpr int kMTiles = kBlockM * kWarpsN / (16 * kNumWarps);
@@ -23,41 +24,7 @@ static_assert(kMTiles * 16 * kNumWarps == kBlockM * kWarpsN, "every warp owns th
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kChunk), kBytesStage = kBytesQ + tile_bytes(kBlockN, kChunk);
 static_assert(kNumStages * kBytesStage == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// The statistics of a row over some of the keys.
-struct alignas(2 * sizeof(Real)) RowPart {
-  Real row_max, row_sum;
-};
-static_assert(kWarpsN * kBlockM * sizeof(RowPart) <= CUFLASH_SHARED_BYTES, "they take the place of the ring");
-
-// Warps that share rows add up their sums; the first of them, `warp_n` 0, gets those of all keys.
-CUFLASH_DEVICE void merge_warps(OnlineSoftmax<kMTiles>& softmax, u32 s_parts, int warp_row, int warp_n) {
-  const auto at = [&](int warp, int m, int half) {
-    const int row = warp_row + 16 * m + 8 * half + fragment_row();
-    return s_parts + (warp * kBlockM + row) * (u32)sizeof(RowPart);
-  };
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Real part[2] = {softmax.row_max[m][half], softmax.row_sum[m][half]};
-      if (fragment_column() == 0) ptx::store_shared_x2(at(warp_n, m, half), part);
-    }
-  ptx::sync_block();
-  if (warp_n > 0) return;
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll 1
-      for (int warp = 1; warp < kWarpsN; ++warp) {
-        Real part[2];
-        ptx::load_shared_x2(at(warp, m, half), part);
-        Real &row_max = softmax.row_max[m][half], &row_sum = softmax.row_sum[m][half];
-        const Real larger = max_of(row_max, part[0]);
-        row_sum = row_sum * relative(row_max, larger) + part[1] * relative(part[0], larger);
-        row_max = larger;
-      }
-}
+static_assert(kBytesRowParts<kWarpsN> <= CUFLASH_SHARED_BYTES, "they take the place of the ring");
 
 CUFLASH_DEVICE void forward_chunked(const Params& params) {
   if (!is_chosen(params)) return;
@@ -108,7 +75,7 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
   }
   ring.finish();
   softmax.finish();
-  if constexpr (kWarpsN > 1) merge_warps(softmax, s_ring, warp_row, warp_n);
+  if constexpr (kWarpsN > 1) merge_warps<kWarpsN>(softmax, s_ring, warp_row, warp_n);
   if (kHasSinks && !is_left_over(params, batch))
     softmax.add_sinks(no_output, [&](int, int) { return to_row_max(sink_of(params, head)); });
 

@@ -224,11 +224,13 @@ class ElementwiseKernel:
         self.count, self.operation = len(inputs.split(", ")), operation
 
     def __call__(self, *arrays: OnDevice) -> None:
-        hosts = [x.host for x in arrays]
+        hosts = [getattr(x, "host", x) for x in arrays]
         flat = [np.ascontiguousarray(x) for x in hosts[: self.count]]
-        flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
+        flat += [np.array(x, order="C") for x in hosts[self.count :]]  # a kernel may read what it writes
         bindings = [f"{ctype}& {name} = (({ctype}*)at[{i}])[n];" for i, (ctype, name) in enumerate(self.params)]
-        text = f"""using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
+        text = f"""#include <cmath>
+            using std::exp; using std::log; using float32 = float; using float64 = double;
+            using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
             extern "C" void run(void** at, long count) {{
               for (long n = 0; n < count; ++n) {{ {" ".join(bindings)} {self.operation}; }} }}"""
         with _one_at_a_time:

@@ -19,6 +19,7 @@ from cuflash.gpu import elementwise, merging
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import BYTES, TensorMapSpec
+from cuflash.shards import reductions
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS, TAKEN_BY_BACKWARD
@@ -143,7 +144,8 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.gpu.backend", "cuflash.gpu.timing")}
+    replaced = ("cupy", "cuflash.gpu.backend", "cuflash.gpu.timing", "cuflash.gpu.reductions")
+    before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules["cupy"] = cupy
     forget_kernels()
     try:
@@ -167,7 +169,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
 
 def forget_kernels() -> None:
     """Forget what CuPy compiled: another stand-in for it makes other kernels of the same sources."""
-    for module in (elementwise, merging):
+    for module in (elementwise, merging, reductions):
         for made in vars(module).values():
             if hasattr(made, "cache_clear"):
                 made.cache_clear()

@@ -1,6 +1,7 @@
 """Slices of problems whose calls are those of devices: by `cuflash.gpu.backend` on the emulator."""
 
 import functools
+import importlib
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 from cuflash.shards.slices import Slices
 from tests.emulate.launcher import DeviceArray
 
+OF_WEIGHTS = ("column_sums", "column_max", "top_keys")
 _one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
 
 
@@ -23,7 +25,10 @@ def filled(shape, value, dtype):
 CUPY = SimpleNamespace(
     **{
         name: getattr(np, name)
-        for name in ("asarray", "ascontiguousarray", "broadcast_to", "clip", "concatenate", "divide", "log")
+        for name in (
+            *("argsort", "asarray", "ascontiguousarray", "broadcast_to", "clip", "concatenate", "divide", "log"),
+            *("maximum", "take_along_axis", "where"),
+        )
     },
     empty=DeviceArray,
     empty_like=lambda x: DeviceArray(x.shape, x.dtype),
@@ -58,3 +63,15 @@ class EmulatedSlices(Slices):
                 for name in ("forward", "backward", "jvp", "backward_jvp", "row_sums", "tune")
             }
         )
+
+    @property
+    def reductions(self) -> Any:
+        module = importlib.import_module("cuflash.gpu.reductions")
+
+        def call(name: str, options: Any, arrays: Any, *count: int) -> Any:
+            with _one_at_a_time:
+                self.module.forget_launches()
+                given = {of: x if of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
+                return getattr(module, name)(options, given, *count)
+
+        return SimpleNamespace(**{name: functools.partial(call, name) for name in OF_WEIGHTS})

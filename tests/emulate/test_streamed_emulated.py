@@ -4,8 +4,11 @@ The stand-in copies as late as it may, or as early; partial results are merged b
 """
 
 import contextlib
+import functools
 import gc
+import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +26,15 @@ from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
 from cuflash.testing.tangents import Moved, assert_tangents, movable
+from tests.emulate.device import ElementwiseKernel
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.slices import CUPY, EmulatedSlices
 from tests.fakes import FakeDevice
 from tests.ranks import REQUIRED, Whole, judge
+from tests.reductions import attention_of, inputs_of, lse_of
+from tests.reductions import judge as judge_reductions
+from tests.row_reductions import gap_is_clear
+from tests.row_reductions import results_of as row_reductions_of
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = [
@@ -196,6 +204,45 @@ def test_chunks_weigh_what_their_keys_do_where_scores_are_large(name, emulated):
     if not case.sinks:  # the weights of a row sum to 1
         close = 2.0**-8 if case.dtype == "float16" else 2.0**-14
         np.testing.assert_allclose(dv[..., 0].astype(np.float64).sum(), 140, rtol=close)
+
+
+REDUCED = {
+    "9.0": replace(CASES["9.0"], row_reductions=("max", "entropy")),
+    "9.0 no values": replace(CASES["9.0 no values"], row_reductions=("entropy",)),
+    "8.0": replace(CASES["8.0"], row_reductions=("max", "entropy")),
+    "8.0 float32": replace(CASES["8.0 float32"], row_reductions=("max", "entropy")),
+    "8.0 large": replace(LARGE["8.0 float32"], row_reductions=("max", "entropy")),
+}
+
+
+@pytest.mark.parametrize("how", [{"late": True, "pinned": False}, {"late": False, "pinned": True}], ids=str)
+@pytest.mark.parametrize("name", REDUCED)
+def test_row_reductions_of_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated, monkeypatch):
+    case = REDUCED[name]
+    assert gap_is_clear(case) or "max" not in case.row_reductions
+    with launcher(name[:3], computes=True) as found:
+        sys.modules["cupy"].__dict__["ElementwiseKernel"] = ElementwiseKernel
+        emulated(found._module, **how)
+        monkeypatch.setattr(dlpack.Imported, "export", lambda self, result, given: result.view(np.ndarray))
+        results = row_reductions_of(case, keys_of=functools.partial(cuflash.streamed, chunk=128))
+    ct.assert_forward(case, **results.forward)
+    ct.assert_backward(case, **results.gradients)
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"{name} large" for name in LARGE)])
+def test_reductions_of_weights_of_chunks_by_the_kernels_keep_the_oracle_rule(name, emulated, monkeypatch):
+    case = LARGE[name.removesuffix(" large")] if name.endswith("large") else CASES[name]
+    attn, arrays = attention_of(case), inputs_of(case)
+    lse = lse_of(attn, arrays)
+    q, k = arrays.pop("q"), cuflash.streamed(arrays.pop("k"), None, chunk=128)
+    weights = np.random.default_rng(0).standard_normal(lse.shape).astype(lse.dtype)
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module, late=True, pinned=False)
+        monkeypatch.setattr(dlpack.Imported, "export", lambda self, result, given: result.view(np.ndarray))
+        sums = attn.column_sums(q, k, lse, weights, **arrays)
+        largest = attn.column_max(q, k, lse, **arrays)
+        top = attn.top_keys(q, k, lse, 3, **arrays)
+    judge_reductions(case, weights, sums, largest, top)
 
 
 SCORED = {

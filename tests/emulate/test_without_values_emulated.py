@@ -132,6 +132,48 @@ def test_wgmma_kernels(options, deterministic):
     check(case, "9.0", deterministic=deterministic)
 
 
+# ---- Narrow heads ----------------------------------------------------------------------------------------------------
+
+OF_POINTS: tuple[dict[str, Any], ...] = (
+    {"bias": (1, 1, 1, 203)},  # one more column of k
+    {"bias": (1, 4, 1, 203), "causal": True, "sinks": True, "alibi_slopes": (4,)},
+    {"bias": (1, 4, 113, 203), "softcap": 5.0},
+    {"bias": (4, 113, 1), "window": (40, 9)},
+    {"mask": (113, 203), "dropout": 0.2},
+    {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200)},
+    {"page_size": 16, "seqlen_k": 208},
+    {"seqlen_q": 300, "seqlen_k": 700, "bias": (1, 4, 1, 700), "causal": True},
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    sample(
+        [
+            (of(dtype="float32", head_dim=head_dim, **options), arch)
+            for options in OF_POINTS
+            for head_dim in (1, 3, 8)
+            for arch in ("7.5", "8.0", "9.0")
+        ],
+        8,
+    ),
+    ids=str,
+)
+def test_narrow_heads(case, arch):
+    plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), FORWARD)
+    assert plan.kernels[-1].source == "sm80/forward_narrow.cu"
+    check(case, arch)
+
+
+@settings(max_examples=examples(32))
+@given(
+    ct.cases(features=FEATURES, dtypes=("float32",), max_seqlen=300, max_head_dim=8, max_scores=2**13),
+    st.sampled_from(("7.5", "8.0", "9.0")),
+)
+def test_options_of_narrow_heads(case, arch):
+    check(replace(case, has_values=False, dlse=True), arch)
+
+
 # ---- Chunks of columns -----------------------------------------------------------------------------------------------
 
 CHUNKED = (FORWARD_CHUNKED_TILES, BACKWARD_CHUNKED_TILES, DQ_CHUNKED_TILES, SCORES_CHUNKED_TILES)

@@ -317,6 +317,13 @@ def test_plan_of_one_pass(capsys):
     assert "backward pass" in output and "forward pass" not in output
 
 
+def test_plan_without_values(capsys, monkeypatch):
+    monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
+    command = "plan --arch 9.0 --dtype float32 --head-dim 3 64 --head-dim-v 0 --pass forward"
+    sources = re.findall(r"kernel (\w+forward\w*)_float32_d(\d+)x0_", run(capsys, command)[1])
+    assert sources == [("sm80_forward_narrow", "3"), ("sm90_forward_fp32", "64")]
+
+
 def test_plan_of_passes_with_tangents(capsys, monkeypatch):
     monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
     command = "plan --arch 8.0 9.0 --causal --pass jvp backward_jvp"

@@ -16,9 +16,9 @@ from tests.sampling import examples, sample
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
 FEATURES = (*ct.FEATURES, "sinks", "dropout", "packed", "lengths", "float8")
-# Without a causal mask, the diagonal of a window follows the lengths with pages alone.
+# Without a causal mask, the diagonal of a window and of slopes follows the lengths with pages alone.
 PAGES = ct.cases(features=(*FEATURES, "pages"), **SMALL).map(
-    lambda case: case if case.causal else replace(case, window=None)
+    lambda case: case if case.causal else replace(case, window=None, alibi_slopes=None)
 )
 CASES = PAGES | ct.cases(features=(*FEATURES, "block_mask", "empty"), min_seqlen=0, **SMALL)
 

@@ -150,6 +150,8 @@ def test_what_is_wrong_is_named():
         ATTENTION.forward(Q, K, V, max=np.empty(3, np.float32))
     with pytest.raises(ValueError, match=r"^entropy: got None, expected the entropy that forward returned"):
         ATTENTION.backward(*backward, dentropy=whole.lse)
+    with pytest.raises(ValueError, match=r"^entropy: got an array, expected None, or dentropy, the gradient"):
+        ATTENTION.backward(*backward, entropy=whole.entropy)
     with pytest.raises(ValueError, match=r"^dmax: got shape"):
         ATTENTION.backward(*backward, dmax=whole.lse[0])
     with pytest.raises(ValueError, match=r"an array named entropy"):
@@ -162,11 +164,6 @@ def test_what_is_wrong_is_named():
     for call in (lambda: ranks.forward(Q, K, V, want=("max",)), lambda: ranks.backward(*backward, dentropy=whole.lse)):
         with pytest.raises(NotImplementedError, match=r"ranks give none"):
             call()
-    keys = cuflash.streamed(K, V, chunk=32)
-    with pytest.raises(NotImplementedError, match=r"^want: got entropy of streamed keys"):
-        ATTENTION.forward(Q, *keys, want=("entropy",))
-    with pytest.raises(NotImplementedError, match=r"^dmax: got dmax with streamed keys"):
-        ATTENTION.backward(Q, Q, *keys, whole.out, whole.lse, dmax=whole.lse)
 
 
 @settings(max_examples=examples(20))

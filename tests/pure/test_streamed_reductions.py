@@ -1,10 +1,12 @@
 """Reductions of attention weights and of rows of streamed keys against the oracle."""
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -13,6 +15,8 @@ from cuflash.streaming import calls
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES, SMALL, chunks_for
 from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
+from tests.row_reductions import gap_is_clear
+from tests.row_reductions import results_of as row_reductions_of
 from tests.sampling import examples
 
 AXES = ct.with_axes(ct.cases(**{**SMALL, "max_scores": 2**11}, ndims=(4,)))
@@ -140,3 +144,61 @@ def test_chunks_weigh_what_their_keys_do_where_scores_are_large(dtype, numbers):
             assert expected.any() == (own is lse)
         (_, found), (_, expected) = (attn.top_keys(q, x, own, 3, **arrays) for x in (keys, k))
         np.testing.assert_allclose(found, expected, rtol=units)
+
+
+# ---- Maxima and entropies of rows ------------------------------------------------------------------------------------
+
+WANTED = st.sampled_from([("max",), ("entropy",), ("max", "entropy")])
+
+
+@settings(max_examples=examples(90), deadline=None)
+@given(data=st.data(), case=ct.cases(**SMALL) | AXES, how=DEVICES, want=WANTED, has_values=st.booleans())
+def test_row_reductions_of_any_chunks_keep_the_oracle_rule(data, case, how, want, has_values):
+    case = replace(case, row_reductions=want, has_values=has_values)
+    assume("max" not in want or gap_is_clear(case))
+    chunk = chunks_for(data, case)
+    patch = by(how)
+    try:
+        found = row_reductions_of(case, keys_of=functools.partial(cuflash.streamed, chunk=chunk))
+    finally:
+        patch.undo()
+    ct.assert_forward(case, **found.forward)
+    ct.assert_backward(case, **found.gradients)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(seed=st.integers(0, 2**16), keys=st.integers(1, 99), chunk=st.sampled_from((1, 7, 20)), how=DEVICES)
+def test_the_first_of_equal_scores_gets_the_gradient_of_the_maximum(seed, keys, chunk, how):
+    """Integers, whose products are exact, so that many scores are equal; also those of keys of several chunks."""
+    rng = np.random.default_rng(seed)
+    q, k = (rng.integers(-2, 3, (2, n, 4)).astype(np.float32) for n in (30, keys))
+    attn: Any = cuflash.FlashAttention(scale=0.5)
+    patch = by(how)
+    try:
+        _, lse, largest = attn.forward(q, *cuflash.streamed(k, None, chunk=chunk), want=("max",))
+        dmax, bias = rng.integers(1, 5, lse.shape).astype(np.float32), np.zeros((2, 30, keys), np.float32)
+        given = {"bias": bias, "dmax": dmax, "need": ("dbias",)}
+        (dbias,) = attn.backward(None, q, *cuflash.streamed(k, None, chunk=chunk), None, lse, **given)
+    finally:
+        patch.undo()
+    scores = 0.5 * (q @ k.swapaxes(1, 2))
+    np.testing.assert_array_equal(largest, scores.max(axis=-1))
+    expected = np.zeros_like(bias)
+    np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], dmax[..., None], axis=-1)
+    np.testing.assert_array_equal(dbias, expected)
+
+
+@pytest.mark.parametrize("numbers", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_entropies_of_large_scores(dtype, numbers):
+    """All keys have the same weight: the entropy is log(90), or with a sink that of 91 keys."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((4, rows, 16)).astype(dtype) for rows in (70, 90))
+    real = np.float64 if dtype == "float64" else np.float32
+    shapes = {"bias": 90, "sinks": 4}
+    arrays = {name: np.full(shapes[name], x, real) for name, x in numbers.items()}
+    attn: Any = cuflash.FlashAttention(scale=1e-9)
+    found = attn.forward(q, *cuflash.streamed(k, None, chunk=20), want=("max", "entropy"), **arrays)
+    keys = 90 + ("sinks" in numbers)
+    np.testing.assert_allclose(found.entropy, np.log(keys), rtol=8 * np.finfo(real).eps)
+    np.testing.assert_allclose(found.max, numbers["bias"], rtol=2 * np.finfo(real).eps)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.choose import MAX_HEAD_DIM
+from cuflash.plan.sm80.narrow import FORWARD_NARROW_TILES
 from cuflash.plan.sm80.tiles import (
     BACKWARD_CHUNKED_TILES,
     BACKWARD_TILES,
@@ -96,6 +97,8 @@ TABLES = {
         (BACKWARD_TILES[0], {"num_warps": 4, "dq_warps_m": 3, "block_m": 96}, "dq_warps_m divides num_warps"),
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
+        (FORWARD_NARROW_TILES[0], {"block_n": 16}, "8 keys for every warp"),
+        (FORWARD_NARROW_TILES[0], {"num_stages": 1}, "a stage for a tile that arrives"),
         (FORWARD_CHUNKED_TILES[0], {"num_stages": 1}, "a stage for a chunk that arrives"),
         (FORWARD_CHUNKED_TILES[0], {"block_n": 32}, "16 keys for every warp"),
         (BACKWARD_CHUNKED_TILES[0], {"block_m": 48}, "16 streamed rows for every warp"),

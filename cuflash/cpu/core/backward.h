@@ -4,8 +4,6 @@
 // waits for the job of the tile before, which began earlier. So no sum depends on the number of threads.
 #pragma once
 
-#include <sched.h>
-
 #include "bias_gradients.h"
 
 namespace {
@@ -57,7 +55,7 @@ struct AddingOrder {
     bool wait(long job, long steps) const {
         for (long n = 0; steps_before(job, steps) < steps; ++n) {
             if (work.stopped.load(std::memory_order_relaxed)) return false;
-            if (n > 100) sched_yield();
+            if (n > 100) yield_core();
         }
         return true;
     }
@@ -424,8 +422,9 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
     work.adds_dq = wants_dq && accum_fits;
     if (has_accum && accum_fits && !work.allocate(work.shared, dq_bytes)) return false;
-    if (!allocate_row_sums<T>(work)) return false;
-    if (((has_accum && !accum_fits) || work.row_sums) && !make_blocks(work, false, 0)) return false;
+    if (!allocate_row_sums<T>(work) || !allocate_first_max(work)) return false;
+    const bool looks_ahead = (work.row_sums && !call.arrays[ROW_SUMS]) || work.first_max;
+    if (((has_accum && !accum_fits) || looks_ahead) && !make_blocks(work, false, 0)) return false;
     if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     if (work.adds_dq || bias == BiasGradient::ORDERED) {
@@ -433,8 +432,7 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
         for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    const bool finds_row_sums = work.row_sums && !call.arrays[ROW_SUMS];
-    if (finds_row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
+    if (looks_ahead) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (wants_dq || is_wanted(results, DK) || is_wanted(results, DV) || has_sums || has_bias)
         work.add_phase(key_tile_job<T, Buffers>, work.num_tiles);
     if (has_accum && accum_fits) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
@@ -445,7 +443,7 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
     if (bias == BiasGradient::SEPARATE) {
-        if (HAS_TILES && finds_row_sums)
+        if (HAS_TILES && looks_ahead)
             work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
         work.add_phase(bias_job<T, Buffers>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
     }

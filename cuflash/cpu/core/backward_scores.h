@@ -54,11 +54,13 @@ template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     long keys_stride;
-    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *total;
+    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *dentropy, *dmax,
+        *total;
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
     unsigned char *kept;
     long double *sums;  // over many rows
     RowSum<T> *row_sums;
+    long *first_max;
     BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory)
@@ -90,6 +92,9 @@ template <class T> struct BackwardBuffers {
         total = scratch.template take<T>(wants_bias ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
+        dentropy = scratch.template take<T>(call.arrays[DENTROPY] ? rows : 0);
+        dmax = scratch.template take<T>(call.arrays[DMAX] ? rows : 0);
+        first_max = scratch.template take<long>(call.arrays[DMAX] ? rows : 0);
         row_sums = scratch.template take<RowSum<T>>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
         sums = scratch.template take<long double>(call.num_heads + 2);
@@ -109,13 +114,18 @@ inline T dot_with_out(const Call &call, const Entry &entry, Row row, const T *do
     return sum_of_lanes<T>(sum);
 }
 
-// The same without dlse of the row.
+// What gradients with respect to numbers of a row add to its delta: -dlse, and dentropy times the entropy.
+template <class T> inline T of_row_gradients(const Call &call, const Entry &entry, Row row, T lse) {
+    if (lse == T(-__builtin_inf())) return 0;
+    auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, row.head, entry.first_q + row.i); };
+    return (call.arrays[DENTROPY] ? of_row(DENTROPY) * of_row(ENTROPY) : T(0)) -
+           (call.arrays[DLSE] ? of_row(DLSE) : T(0));
+}
+
+// The same with what gradients with respect to numbers of the row add.
 template <class T>
 inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
-    T delta = dot_with_out(call, entry, row, dout, dim, values);
-    if (call.arrays[DLSE] && lse != T(-__builtin_inf()))
-        delta -= number<T>(call, DLSE, entry.batch, row.head, entry.first_q + row.i);
-    return delta;
+    return dot_with_out(call, entry, row, dout, dim, values) + of_row_gradients(call, entry, row, lse);
 }
 
 // The tangent of delta of a row, rowsum(dout o tout + tdout o out) - tdlse. `tdout` is null where there is none.
@@ -145,7 +155,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    const bool has_dout = !call.finds_row_sums;
+    const bool has_dout = call.arrays[DOUT];
     if (uses_bf16x2<T>(call)) {
         load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
         if (has_dout)
@@ -167,6 +177,12 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
         if (has_dout) buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
         buffers.lse[r] = lse;
         buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
+        auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, row.head, entry.first_q + row.i); };
+        if (call.arrays[DENTROPY]) buffers.dentropy[r] = of_row(DENTROPY);
+        if (call.arrays[DMAX]) {
+            buffers.dmax[r] = of_row(DMAX);
+            buffers.first_max[r] = work.first_max[index_of_row(call, entry, row)];
+        }
     }
 }
 
@@ -306,36 +322,54 @@ inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_
 }
 
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
-// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf attends to no
-// key: it has no weights, whatever its scores are, which a function may have made NaN.
+// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. `dentropy`, if given, is the
+// gradient with respect to the entropy of the row; then there are no `tanhs`. A row of lse -inf attends to no key: it has
+// no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
 inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
-                        long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+                        const T *dentropy, long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
     if (lse == T(-__builtin_inf())) {
         clear(p, columns);
         return clear(ds, columns);
     }
-    auto recompute_p = [&](auto weight_of, auto drops, auto has_tanhs) {
+    const LogOfWeight<T> log_of_weight(scaling, lse, dentropy ? row_sum : NO_ROW_SUM<T>);
+    auto recompute_p = [&](auto weight_of, auto drops, auto has_tanhs, auto has_entropy) {
         auto kept_of = [&](Vector<T> x, long j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
         };
         for (long j = 0; j < columns; j += LANES<T>) {
-            const Vector<T> weight = weight_of(load(p + j));
+            const Vector<T> s = load(p + j), weight = weight_of(s);
             store(p + j, kept_of(weight, j));
-            const Vector<T> gradient = weight * (kept_of(load(ds + j), j) - splat(delta));
+            Vector<T> gradient = kept_of(load(ds + j), j) - splat(delta);
+            if constexpr (has_entropy) gradient -= splat(*dentropy) * log_of_weight(s);
+            gradient *= weight;
             store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
         }
     };
     auto softmax_by = [&](auto weight_of) {
         const std::true_type yes;
         const std::false_type no;
+        if (dentropy)
+            return call.dropout_steps ? recompute_p(weight_of, yes, no, yes) : recompute_p(weight_of, no, no, yes);
         if (call.dropout_steps) {
-            tanhs ? recompute_p(weight_of, yes, yes) : recompute_p(weight_of, yes, no);
+            tanhs ? recompute_p(weight_of, yes, yes, no) : recompute_p(weight_of, yes, no, no);
         } else {
-            tanhs ? recompute_p(weight_of, no, yes) : recompute_p(weight_of, no, no);
+            tanhs ? recompute_p(weight_of, no, yes, no) : recompute_p(weight_of, no, no, no);
         }
     };
     with_weights(scaling, lse, row_sum, softmax_by);
+}
+
+// The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
+// whose errors would not average out. `values` has space for both rows.
+template <class T>
+inline double exact_product(const Call &call, const Entry &entry, Row row, long head_kv, long key, long dim,
+                            T *values) {
+    load_row(row_address(call, Q, entry, row), call.dtype, call.strides[Q][3], call.head_dim, values);
+    load_keys(call, K, entry, head_kv, key, 1, call.head_dim, values + dim, dim, 1);
+    double sum = 0;
+    for (long d = 0; d < call.head_dim; ++d) sum += double(values[d]) * double(values[dim + d]);
+    return call.scale < 0 ? -sum : sum;
 }
 
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
@@ -353,7 +387,8 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
-                                !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
+                                !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP) && !call.arrays[DMAX] &&
+                                !call.arrays[DENTROPY];
     auto clear_keys = [&](Keys computed, long r, long begin, long end) {
         if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         clear_scores(computed, r, begin, end, buffers.p);
@@ -377,8 +412,18 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                                         buffers.added, tanhs);
             }
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            softmax_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r], columns,
-                        kept, slopes_at_once ? tanhs : nullptr, p, ds);
+            softmax_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r],
+                        call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr, columns, kept,
+                        slopes_at_once ? tanhs : nullptr, p, ds);
+            if (call.arrays[DMAX]) {
+                const long j = buffers.first_max[r0 + r] - at;
+                if (j >= 0 && j < columns) {
+                    ds[j] += buffers.dmax[r0 + r];
+                    if (products)
+                        products[j] = T(exact_product(call, entry, row, block.head_kv, buffers.first_max[r0 + r],
+                                                      buffers.sizes.dim, buffers.dq));
+                }
+            }
             if (for_bias) continue;
             put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
             if (is_wanted(call, DALIBI_SLOPES)) {
@@ -427,53 +472,88 @@ template <class T> inline void pack_scores(const Block &block, const Visible &vi
     }
 }
 
-// Finds the sums of those rows of a block whose lse is large.
-template <class T> inline void find_row_sums(Work &work, char *memory, const Block &block) {
+// Calls body(r, s, columns, at) with the scores s of each row of a block for keys of a tile from the key `at` on, in
+// whole vectors. Rows for which is_needed(r) is false may be left out. The rows and the tile are loaded.
+template <class T, class N, class F>
+inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                               long first, long count, BackwardBuffers<T> &buffers, N is_needed, F body) {
+    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    for (long r0 = 0, n; r0 < rows_of(block); r0 += n) {
+        n = rows_of_group(call, block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
+        bool any_needed = false;
+        for (long r = r0; r < r0 + n; ++r) any_needed |= is_needed(r);
+        if (here <= 0 || !any_needed) continue;
+        T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
+        multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, s);
+        for (long r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
+            if (r % FEW_OF_GROUP == 0)
+                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
+                                        columns, next_bias, s, buffers.added, nullptr);
+            body(r0 + r, s, columns, at);
+        }
+    }
+}
+
+// The same for all keys that rows of a block attend to, whose tiles it loads.
+template <class T, class N, class F>
+inline void for_scores(const Work &work, const Scaling<T> &scaling, const Block &block, BackwardBuffers<T> &buffers,
+                       N is_needed, F body) {
     const Call &call = work.call;
     const Entry &entry = work.entries[block.entry];
-    const Scaling<T> scaling(call);
-    BackwardBuffers<T> buffers(work, memory);
-    const long num_rows = rows_of(block), next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
-    T row_maxima[BACKWARD_ROWS];
-    double sums[BACKWARD_ROWS] = {};
-    for (long r = 0; r < num_rows; ++r) row_maxima[r] = T(-__builtin_inf());
-    load_queries(work, entry, block, buffers);
-    auto any_large = [&](long r0, long count) {
-        bool any = false;
-        for (long r = r0; r < r0 + count; ++r) any |= is_large(buffers.lse[r]);
-        return any;
-    };
-    if (!any_large(0, num_rows)) return;
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     for (long first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
-        for (long r0 = 0, n; r0 < num_rows; r0 += n) {
-            n = rows_of_group(call, block, r0, GROUP);
-            const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-            const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
-            if (here <= 0 || !any_large(r0, n)) continue;
-            T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
-            multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns,
-                          s);
-            for (long r = 0; r < n; r += FEW_OF_GROUP)
-                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
-                                        columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
-            for (long r = 0; r < n; ++r)
-                if (is_large(buffers.lse[r0 + r]))
-                    add_exponentials(scaling, s + r * SCORES_STRIDE<T>, columns, row_maxima[r0 + r], sums[r0 + r]);
-        }
+        for_scores_of_tile(call, scaling, entry, block, first, count, buffers, is_needed, body);
     }
+}
+
+// Row max and row sum of rows of a block, as scores are added.
+template <class T> struct RowSumsSoFar {
+    T row_max[BACKWARD_ROWS];
+    double sums[BACKWARD_ROWS] = {};
+    RowSumsSoFar() {
+        for (T &x : row_max) x = T(-__builtin_inf());
+    }
+    void add(const Scaling<T> &scaling, long r, const T *s, long columns) {
+        add_exponentials(scaling, s, columns, row_max[r], sums[r]);
+    }
+};
+
+// Finds what rows of a block have to know of all of their keys before weights are computed: the sums of those whose lse
+// is large and, for gradients with respect to maxima, the first key with the largest score.
+template <class T> inline void find_row_sums(Work &work, char *memory, const Block &block) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[block.entry];
+    const Scaling<T> scaling(call);
+    BackwardBuffers<T> buffers(work, memory);
+    const long num_rows = rows_of(block);
+    RowSumsSoFar<T> sums;
+    T largest[BACKWARD_ROWS];
+    for (T &x : largest) x = T(-__builtin_inf());
+    load_queries(work, entry, block, buffers);
+    const bool finds_maxima = call.arrays[DMAX];
+    auto is_needed = [&](long r) { return finds_maxima || is_large(buffers.lse[r]); };
+    bool any_needed = false;
+    for (long r = 0; r < num_rows; ++r) any_needed |= is_needed(r);
+    if (!any_needed) return;
+    for_scores(work, scaling, block, buffers, is_needed, [&](long r, const T *s, long columns, long at) {
+        if (finds_maxima) find_first_max(s, columns, at, largest[r], buffers.first_max[r]);
+        if (is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
+    });
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
+        if (finds_maxima) work.first_max[index_of_row(call, entry, row)] = buffers.first_max[r];
         if (!is_large(buffers.lse[r])) continue;
         if (call.finds_row_sums)
-            write_row_sum(call, scaling, entry, row, row_maxima[r], sums[r]);
+            write_row_sum(call, scaling, entry, row, sums.row_max[r], sums.sums[r]);
         else
             row_sum<T>(work, entry, row) =
-                explained_sum(call, scaling, row.head, buffers.lse[r], row_maxima[r], sums[r]);
+                explained_sum(call, scaling, row.head, buffers.lse[r], sums.row_max[r], sums.sums[r]);
     }
 }
 

@@ -73,11 +73,10 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
             double delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
             if (tangents) delta = tangent_of_sink_term(work, entry, row, lse, T(delta), buffers);
             const RowSum<T> sum = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
-            if (sum.is_found()) {
-                total -= weight_of_sink(scaling, sum, sink) * delta;
-            } else {
-                total -= exp_of(sink - lse) * delta;
-            }
+            const double weight = sum.is_found() ? weight_of_sink(scaling, sum, sink) : exp_of(sink - lse);
+            if (call.arrays[DENTROPY] && weight > 0)
+                delta += double(number<T>(call, DENTROPY, entry.batch, head, entry.first_q + i)) * log_of(weight);
+            total -= weight * delta;
         }
     }
     number<T>(work.results(), DSINKS, 0, head) = T(total);

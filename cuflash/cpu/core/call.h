@@ -7,8 +7,9 @@ enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT
 
 // clang-format off
 enum Array {
-    Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES, KV_LENGTHS, SINKS, CU_SEQLENS_Q,
-    CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, ROW_SUMS, DBIAS, DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS,
+    Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, DLSE, MAX, DMAX, ENTROPY, DENTROPY, BIAS, MASK, BLOCK_MASK, ALIBI_SLOPES,
+    KV_LENGTHS, SINKS, CU_SEQLENS_Q, CU_SEQLENS_K, BLOCK_TABLE, Q_SCALE, K_SCALE, V_SCALE, ROW_SUMS, DBIAS,
+    DALIBI_SLOPES, DSCALE, DSOFTCAP, DSINKS, COLUMN_SUMS, COLUMN_MAX, KEY_INDICES, KEY_WEIGHTS,
     SCALE, SOFTCAP,  // numbers of a call; their tangents are arrays
     NUM_ARRAYS
 };
@@ -33,6 +34,7 @@ struct Call {
     int64_t dropout_steps;                         // the dropout probability, in steps of 1 / 65536
     int64_t dropout_row, dropout_column;           // of the first query and the first key
     int64_t dropout_head, dropout_heads;           // of the first head; the step from one batch entry to the next
+    int64_t num_top_keys;                          // of a row, whose indices and weights are wanted
     int64_t num_given;                             // how many arrays are given
     double scale, softcap, kept_scale;             // softcap is 0 without one
     int64_t sizes[NUM_ARRAYS];                     // of an element in bytes; 0 where there is no array
@@ -47,3 +49,8 @@ struct Call {
 // Whether k and v are fp8.
 inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }
+inline bool has_row_reductions(const Call &call) { return call.arrays[MAX] || call.arrays[ENTROPY]; }
+// Whether the call reduces the weights, which it computes again from lse.
+inline bool reduces_weights(const Call &call) {
+    return call.sizes[COLUMN_SUMS] || call.sizes[COLUMN_MAX] || call.sizes[KEY_INDICES];
+}

@@ -7,6 +7,13 @@
 #include "small_head_calls.h"
 #include "threads.h"
 
+// setup.py names the targets that are left out; without it, in a test of this file, all but the baseline are.
+#define IS_LEFT_OUT(name) extern const Kernels kernels_##name = {};
+#if !defined(LEFT_OUT)
+#define LEFT_OUT IS_LEFT_OUT(avx2) IS_LEFT_OUT(avx512) IS_LEFT_OUT(avx512_bfloat16) IS_LEFT_OUT(amx)
+#endif
+LEFT_OUT
+
 namespace {
 
 struct Target {
@@ -17,21 +24,21 @@ struct Target {
 // The best target that was built and that this processor can run; the `limit` best of all targets are left out.
 Target target_of_processor(int limit) {
     const Processor &found = processor();
-    if (&kernels_amx && found.has_tiles && limit < 1 && may_use_tiles()) return Target{"AMX", &kernels_amx};
-    if (&kernels_avx512_bfloat16 && found.has_bfloat16 && limit < 2)
+    if (kernels_amx.prepare && found.has_tiles && limit < 1 && may_use_tiles()) return Target{"AMX", &kernels_amx};
+    if (kernels_avx512_bfloat16.prepare && found.has_bfloat16 && limit < 2)
         return Target{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (&kernels_avx512 && found.has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
-    if (&kernels_avx2 && found.has_avx2 && limit < 4) return Target{"AVX2", &kernels_avx2};
+    if (kernels_avx512.prepare && found.has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
+    if (kernels_avx2.prepare && found.has_avx2 && limit < 4) return Target{"AVX2", &kernels_avx2};
     return Target{found.baseline, &kernels_baseline};
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
-// forward pass of float16, both without tangents.
+// forward pass of float16; but no tangents, and no reductions of the weights, which are computed in float32.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
-    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents;
+    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents && !reduces_weights(call);
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
     return *kernels;
 }
@@ -71,7 +78,8 @@ struct Changing {
 
 inline bool is_result(const Call &call, int64_t array) {
     if (array == ROW_SUMS) return call.finds_row_sums;
-    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
+    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS
+                            : array == OUT || array == LSE || array == MAX || array == ENTROPY;
 }
 
 // Whether an array has no elements.
@@ -163,22 +171,21 @@ int end(Running *running) {
 // memory of Python's would when the interpreter exits.
 struct CallerScratch {
     static constexpr long CALLER_BYTES = 1 << 20;
-    static inline pthread_key_t key;
-    static inline bool has_key = false;  // there may be too many of others
-    void *memory;                        // null if there is none
+    static inline ThreadMemory kept;
+    void *memory;  // null if there is none
     bool is_kept;
 
     explicit CallerScratch(long bytes) {
-        static pthread_once_t once = PTHREAD_ONCE_INIT;
-        pthread_once(&once, [] { has_key = pthread_key_create(&key, free) == 0; });
-        memory = has_key && bytes <= CALLER_BYTES ? pthread_getspecific(key) : nullptr;
+        static Once once;
+        once.run([] { kept.make(); });
+        memory = bytes <= CALLER_BYTES ? kept.get() : nullptr;
         is_kept = memory;
         if (is_kept) return;
         memory = allocate_scratch(bytes < CALLER_BYTES ? CALLER_BYTES : bytes);
-        is_kept = memory && has_key && bytes <= CALLER_BYTES && pthread_setspecific(key, memory) == 0;
+        is_kept = memory && bytes <= CALLER_BYTES && kept.set(memory);
     }
     ~CallerScratch() {
-        if (!is_kept) free(memory);
+        if (!is_kept) free_aligned(memory);
     }
 };
 
@@ -215,8 +222,6 @@ long most_threads(const Running &running, long num_threads) {
 }
 
 }  // namespace
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // The sources that the library was built from.
 EXPORTED const char *cuflash_sources() { return SOURCES; }
@@ -279,11 +284,11 @@ EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCal
 EXPORTED int cuflash_wait(const LongCall *call, int milliseconds) {
     if (!call->running) return true;
     Running &running = *call->running;
-    const timespec until = after_milliseconds(milliseconds);
-    int error = 0;
-    pthread_mutex_lock(&running.mutex);
-    while (!is_done(running) && error == 0) error = pthread_cond_timedwait(&running.changed, &running.mutex, &until);
-    pthread_mutex_unlock(&running.mutex);
+    const Deadline until = after_milliseconds(milliseconds);
+    bool is_early = true;
+    running.mutex.lock();
+    while (!is_done(running) && is_early) is_early = running.changed.wait(running.mutex, until);
+    running.mutex.unlock();
     return is_done(running);
 }
 

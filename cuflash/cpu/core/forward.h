@@ -112,6 +112,11 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
+    const bool reduces = has_row_reductions(call);
+    if (reduces) {
+        clear(buffers.moment, num_rows * LANES<T>);
+        for (long x = 0; x < num_rows * LANES<T>; ++x) buffers.largest[x] = T(-__builtin_inf());
+    }
 
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const long whole = call.arrays[BLOCK_MASK] || work.packed_keys ? work.keys_per_tile : 16;
@@ -134,14 +139,21 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
     for (long r = 0; r < num_rows; ++r) {
         const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
+        const T largest = reduces ? largest_lane<T>(load(buffers.largest + r * LANES<T>)) : T(0);
+        const T moment = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
         const T *o = buffers.o + r * sizes.dim_v;
         if (partial) {
-            T *to = partial + r * (sizes.dim_v + 2);
+            T *to = partial + r * (sizes.dim_v + Partial::COUNT), *numbers = to + sizes.dim_v;
             memcpy(to, o, sizes.dim_v * sizeof(T));
-            to[sizes.dim_v] = buffers.row_max[r];
-            to[sizes.dim_v + 1] = l;
+            numbers[Partial::ROW_MAX] = buffers.row_max[r];
+            numbers[Partial::L] = l;
+            numbers[Partial::LARGEST] = largest;
+            numbers[Partial::MOMENT] = moment;
         } else {
-            finish_row(call, entry, row_of(block, r), o, buffers.row_max[r] * scaling.natural, l);
+            const double natural = scaling.natural;
+            const WholeRow own = {buffers.row_max[r] * natural, l, largest * natural, moment * natural};
+            const RowWithSink all = finish_row(call, entry, row_of(block, r), o, own.row_max, l);
+            if (reduces) write_row_reductions<T>(call, entry, row_of(block, r), own, all);
         }
     }
 }
@@ -155,20 +167,25 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
     ForwardBuffers<T> buffers(work, memory);
     const long dim = buffers.sizes.dim_v;
     for (long r = 0; r < rows_of(block); ++r) {
-        auto partial = [&](long n) { return partial_of<T>(work, first + n) + r * (dim + 2); };
-        double top = -infinity, l = 0;
+        auto partial = [&](long n) { return partial_of<T>(work, first + n) + r * (dim + Partial::COUNT); };
+        auto in_exponents = [&](long n, int i) { return partial(n)[dim + i] * natural; };
+        double top = -infinity, largest = -infinity, l = 0, moment = 0;
         for (long n = 0; n < block.num_splits; ++n) {
-            const double row_max = partial(n)[dim] * natural;
+            const double row_max = in_exponents(n, Partial::ROW_MAX), own = in_exponents(n, Partial::LARGEST);
             top = row_max > top ? row_max : top;
+            largest = own > largest ? own : largest;
         }
         clear(buffers.o, dim);
         for (long n = 0; n < block.num_splits; ++n) {
-            const double row_max = partial(n)[dim] * natural;
+            const double row_max = in_exponents(n, Partial::ROW_MAX), own = partial(n)[dim + Partial::L];
             const double factor = row_max == -infinity ? 0 : exp_of(row_max - top);
-            l += factor * partial(n)[dim + 1];
+            l += factor * own;
+            if (factor != 0) moment += factor * (in_exponents(n, Partial::MOMENT) + (row_max - top) * own);
             for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
         }
-        finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
+        const RowWithSink all = finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
+        if (has_row_reductions(work.call))
+            write_row_reductions<T>(work.call, entry, row_of(block, r), {top, l, largest, moment}, all);
     }
 }
 
@@ -290,7 +307,7 @@ template <class T> bool prepare_forward(Work &work) {
     };
     HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
-    const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
+    const long bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * long(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
     if constexpr (MAY_USE_TILES<T>)

@@ -48,15 +48,75 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
     }
 }
 
+// The same where there are products with one lane of a vector: an element of A needs no register of its own, but shares
+// one with its neighbours.
+template <class T, int R, int N, Order ORDER>
+inline void product_block_by_lanes(const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
+                                   long c_stride, bool adds) {
+    constexpr int L = LANES<T>, TERMS = ORDER == Order::ROWS ? L : 1, LOADS = ORDER == Order::ROWS ? R : R / L;
+    constexpr int STEP = ORDER == Order::ROWS ? 4 : 1;  // with fewer, GCC moves sums from register to register
+    Vector<T> sums[R][N] = {};
+    constexpr int GROUPS = (LOADS + 2) / 3;
+    const T *from[GROUPS];
+    const long next = ORDER == Order::ROWS ? a_stride : L;
+    for (int g = 0; g < GROUPS; ++g) from[g] = a + 3 * g * next;
+    long k = 0;
+    for (; k + STEP <= length; k += STEP)
+        for_each_of<STEP / TERMS>([&](auto) {
+            Vector<T> y[LOADS];
+#pragma GCC unroll 12
+            for (int i = 0; i < LOADS; ++i) y[i] = load(from[i / 3] + i % 3 * next);
+            for_each_of<TERMS>([&](auto term) {
+                Vector<T> x[N];
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) x[n] = load(b + n * L);
+                for_each_of<R>([&](auto r) {
+                    constexpr int i = ORDER == Order::ROWS ? r : r / L, lane = ORDER == Order::ROWS ? term : r % L;
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; ++n) sums[r][n] = add_product_by_lane<lane>(sums[r][n], x[n], y[i]);
+                });
+                b += b_stride;
+            });
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUPS; ++g) from[g] += ORDER == Order::ROWS ? L : a_stride;
+        });
+    for (; k < length; ++k, b += b_stride)  // of rows, whose last elements do not fill a vector
+        for_each_of<R>([&](auto r) {
+            const Vector<T> y = splat(a[r * next + k]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sums[r][n] = add_product(sums[r][n], load(b + n * L), y);
+        });
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            T *p = c + r * c_stride + n * L;
+            store(p, adds ? load(p) + sums[r][n] : sums[r][n]);
+        }
+    }
+}
+
+// How many rows a block has at most, of so many vectors.
+template <class T, int N, Order ORDER> constexpr int most_rows() {
+    if (HAS_LANE_PRODUCTS) return N > 2 && ORDER == Order::ROWS ? 6 : 8;
+    return NUM_REGISTERS == 32 ? (N > 2 ? 6 : 12) : (N > 2 ? 3 : 6);
+}
+
 template <class T, int N, Order ORDER, class M>
 inline void product_columns(long num_rows, const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
                             long c_stride, bool adds) {
-    constexpr int MOST = NUM_REGISTERS == 32 ? (N > 2 ? 6 : 12) : (N > 2 ? 3 : 6);
+    constexpr int MOST = most_rows<T, N, ORDER>();
     const long step = ORDER == Order::ROWS ? a_stride : 1;
     auto run = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
-        for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride)
-            product_block<T, R, N, ORDER, M>(a, a_stride, b, b_stride, length, c, c_stride, adds);
+        for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride) {
+            if constexpr (HAS_LANE_PRODUCTS && std::is_same_v<M, Numbers<T>> &&
+                          (ORDER == Order::ROWS || R % LANES<T> == 0)) {
+                product_block_by_lanes<T, R, N, ORDER>(a, a_stride, b, b_stride, length, c, c_stride, adds);
+            } else {
+                product_block<T, R, N, ORDER, M>(a, a_stride, b, b_stride, length, c, c_stride, adds);
+            }
+        }
     };
     run(std::integral_constant<int, MOST>());
     if constexpr (MOST > 8) run(std::integral_constant<int, 8>());
@@ -65,23 +125,33 @@ inline void product_columns(long num_rows, const T *a, long a_stride, const T *b
     run(std::integral_constant<int, 1>());
 }
 
+// Takes up to WIDE vectors of columns at a time, and calls `run` with the first column and their number, as a type. Four
+// that are left are two times two, which takes less time than three and one.
+template <class T, int WIDE, class F> inline void for_columns(long num_columns, F run) {
+    constexpr long L = LANES<T>;
+    long j = 0;
+    auto take = [&](auto vectors) {
+        constexpr int N = decltype(vectors)::value;
+        for (; num_columns - j >= N * L && !(N == 3 && num_columns - j == 4 * L); j += N * L) run(j, vectors);
+    };
+    take(std::integral_constant<int, WIDE>());
+    if constexpr (WIDE > 2) take(std::integral_constant<int, 2>());
+    take(std::integral_constant<int, 1>());
+}
+
 // A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
 template <class T, Order ORDER, class M = Numbers<T>>
 inline void product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b, long b_stride,
                     T *c, long c_stride, bool adds) {
-    constexpr int WIDE = NUM_REGISTERS == 32 ? 4 : 2;
-    long j = 0;
-    auto run = [&](auto vectors) {
-        constexpr int N = decltype(vectors)::value;
-        for (; num_columns - j >= N * LANES<T>; j += N * LANES<T>)
-            product_columns<T, N, ORDER, M>(num_rows, a, a_stride, b + j, b_stride, length, c + j, c_stride, adds);
-    };
-    run(std::integral_constant<int, WIDE>());
-    if constexpr (WIDE > 2) run(std::integral_constant<int, 2>());
-    run(std::integral_constant<int, 1>());
+    for_columns<T, HAS_LANE_PRODUCTS     ? 3
+                   : NUM_REGISTERS == 32 ? 4
+                                         : 2>(num_columns, [&](long j, auto vectors) {
+        product_columns<T, decltype(vectors)::value, ORDER, M>(num_rows, a, a_stride, b + j, b_stride, length, c + j,
+                                                               c_stride, adds);
+    });
 }
 
-// The same two vectors at a time, which is the best shape where B is read again and again. Long sums are made of
+// The same a few vectors at a time, which is the best shape where B is read again and again. Long sums are made of
 // partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
 constexpr long SUM_LENGTH = 64;
 
@@ -94,19 +164,13 @@ inline void product_of_rows(long num_rows, long num_columns, long length, const 
         return;
     }
     const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
-    for (long j = 0; j < num_columns; j += 2 * LANES<T>) {
+    for_columns<T, HAS_LANE_PRODUCTS ? 3 : 2>(num_columns, [&](long j, auto vectors) {
         for (long k = 0; k < length; k += step) {
             const long terms = length - k < step ? length - k : step;
-            const T *from = b + k * b_stride + j;
-            if (num_columns - j >= 2 * LANES<T>) {
-                product_columns<T, 2, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                      adds || k > 0);
-            } else {
-                product_columns<T, 1, Order::ROWS, M>(num_rows, a + k, a_stride, from, b_stride, terms, c + j, c_stride,
-                                                      adds || k > 0);
-            }
+            product_columns<T, decltype(vectors)::value, Order::ROWS, M>(
+                num_rows, a + k, a_stride, b + k * b_stride + j, b_stride, terms, c + j, c_stride, adds || k > 0);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -8,14 +8,6 @@
 
 namespace {
 
-// Calls `run` with 0, 1, ..., COUNT - 1, as types.
-template <int COUNT, class F> inline void for_each_of(F run) {
-    if constexpr (COUNT > 0) {
-        for_each_of<COUNT - 1>(run);
-        run(std::integral_constant<int, COUNT - 1>());
-    }
-}
-
 // C = A B or C += A B, of bf16x2, in steps that other work may come between: tile registers compute meanwhile.
 // num_columns is a multiple of the lanes of a vector.
 struct Bf16x2Product {

@@ -47,7 +47,7 @@ inline const T *find_values(const Call &call, const Entry &entry, long head_kv, 
 
 // Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
 // time, a transposition takes as long as a tenth of the products of a block.
-constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16;
+constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
 constexpr long PACKED_BYTES = 32 << 20;  // at most, of all tiles
 constexpr long NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 

@@ -67,10 +67,21 @@ template <class T> inline bool allocate_row_sums(Work &work) {
     return true;
 }
 
-template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entry, Row row) {
+// Allocates the first maxima of all rows, for the gradients of these; returns false if there is no memory.
+inline bool allocate_first_max(Work &work) {
     const Call &call = work.call;
-    const long first = (entry.batch * call.num_heads + row.head) * call.seqlen_q + entry.first_q;
-    return ((RowSum<T> *)work.row_sums)[first + row.i];
+    if (!call.arrays[DMAX]) return true;
+    const long num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    if (!work.allocate(work.first_max, num_rows)) return false;
+    for (long r = 0; r < num_rows; ++r) work.first_max[r] = -1;
+    return true;
+}
+
+inline long index_of_row(const Call &call, const Entry &entry, Row row) {
+    return (entry.batch * call.num_heads + row.head) * call.seqlen_q + entry.first_q + row.i;
+}
+template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entry, Row row) {
+    return ((RowSum<T> *)work.row_sums)[index_of_row(work.call, entry, row)];
 }
 
 // The sum of a row, `sum` of 2^(factor (s - row_max)) over its keys, if these and the sink of its head explain lse.
@@ -123,6 +134,28 @@ inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns
     for (long j = 0; j < columns; j += N) sums += exp2<T>(load(s + j) - splat(row_max), splat(scaling.factor));
     sum += double(sum_of_lanes<T>(sums));
 }
+
+// Moves `at` to the first of a row's scores that are above `most`, the largest one so far, if one is. They are whole
+// vectors, the first of which is that of the key `first`.
+template <class T> inline void find_first_max(const T *s, long columns, long first, T &most, long &at) {
+    Vector<T> largest = load(s);
+    for (long j = LANES<T>; j < columns; j += LANES<T>) largest = larger<T>(largest, load(s + j));
+    if (!any_above<T>(largest, most)) return;
+    for (long j = 0; j < columns; ++j)
+        if (s[j] > most) most = s[j], at = first + j;
+}
+
+// Logarithms of the weights of a row, of which the gradient of its entropy is made. They are finite where scores have
+// no weight.
+template <class T> struct LogOfWeight {
+    Vector<T> natural, from, less;
+    LogOfWeight(const Scaling<T> &scaling, T lse, const RowSum<T> &sum)
+        : natural(splat(T(scaling.natural))), from(splat(sum.is_found() ? sum.row_max : T(0))),
+          less(splat(sum.is_found() ? -log_of(sum.inverse) : lse)) {}
+    Vector<T> operator()(Vector<T> s) const {
+        return larger<T>((s - from) * natural - less, splat(T(Vectors<T>::LOWEST * 0.6931471805599453)));
+    }
+};
 
 // The weight of the sink of a row whose sum was found.
 template <class T> inline double weight_of_sink(const Scaling<T> &scaling, const RowSum<T> &sum, double sink) {

@@ -65,6 +65,8 @@ template <class T> inline void store_row(const T *in, int64_t dtype, long stride
         store_each(in, stride, count, (double *)out, [](T x) { return double(x); });
     } else if (dtype == BFLOAT16) {
         store_each(in, stride, count, (uint16_t *)out, [](T x) { return to_bfloat16(float(x)); });
+    } else if (HAS_FLOAT16_STORES && stride == 1) {
+        store_float16(in, count, (uint16_t *)out);
     } else {
         store_each(in, stride, count, (uint16_t *)out, [](T x) { return to_float16(float(x)); });
     }

@@ -11,8 +11,8 @@ namespace {
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
-constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 16 ? 24 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 16;  // rows that are finished at a time, in the first cache
+// Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
+constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.
@@ -227,6 +227,7 @@ template <class T> struct Scaling {
     bool acts_on_scores;
     T factor;
     T rise;          // the row max is raised if a score is above it by more than this: by a factor of e^8 of its weight
+    T least;         // a score that is below the row max by more than this has no weight
     double natural;  // a score times this is an exponent of e
     explicit Scaling(const Call &call) {
         acts_on_scores = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
@@ -234,6 +235,7 @@ template <class T> struct Scaling {
         factor = T(natural * 1.4426950408889634);
         const double most = 1e30;
         rise = T(8 / natural < most ? 8 / natural : most);
+        least = -T(-double(Vectors<T>::LOWEST) / factor < most ? -double(Vectors<T>::LOWEST) / factor : most);
     }
 };
 

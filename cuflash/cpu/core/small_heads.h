@@ -90,7 +90,7 @@ template <class T> struct SmallBuffers {
     Scratch scratch;
     SmallArray<T> q, k, v, out, dout, dq, dk, dv;
     long stride;  // from key to key in scores
-    T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta, *sinks, *queries;
+    T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *max, *entropy, *delta, *dentropy, *dmax, *sinks, *queries;
 
     SmallBuffers(const Call &call, char *memory)
         : scratch{memory}, q(call, scratch, Q, call.seqlen_q, call.head_dim),
@@ -110,7 +110,11 @@ template <class T> struct SmallBuffers {
         s = scratch.template take<T>(length * stride);
         ds = scratch.template take<T>(call.is_backward ? length * stride : 0);
         lse = scratch.template take<T>(stride);
+        max = scratch.template take<T>(has_row_reductions(call) ? stride : 0);
+        entropy = scratch.template take<T>(has_row_reductions(call) ? stride : 0);
         delta = scratch.template take<T>(stride);
+        dentropy = scratch.template take<T>(call.arrays[DENTROPY] ? stride : 0);
+        dmax = scratch.template take<T>(call.arrays[DMAX] ? stride : 0);
         sinks = scratch.template take<T>(stride);
         queries = scratch.template take<T>(stride);
         if (memory)
@@ -246,10 +250,14 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink. Returns their lse.
-template <class T>
-inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride,
-                              const T *sinks) {
+template <class T> struct ReducedRows {
+    Vector<T> lse, max, entropy;  // the last two if they are wanted
+};
+
+// Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink.
+template <class T, class R>
+inline ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s,
+                                   long stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
     for (long j = keys.first; j < keys.stop; ++j) {
@@ -259,24 +267,33 @@ inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, 
     }
     // A row that attends to no key has scores of -inf, and weights of 0.
     const Vector<T> row_max = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
-    Vector<T> sum = {};
+    Vector<T> sum = {}, moment = {};
     for (long j = keys.first; j < keys.stop; ++j) {
-        const Vector<T> weight = exp2<T>(load(s + j * stride) - row_max, factor);
+        const Vector<T> x = load(s + j * stride) - row_max, weight = exp2<T>(x, factor);
         store(s + j * stride, weight);
         sum += weight;
+        if constexpr (reduces) moment += weight * larger<T>(x, splat(scaling.least));
     }
     const Vector<T> one = splat(T(1));
-    Vector<T> lse = most * splat(T(scaling.natural)) + log<T>(sum), shrinks = one / (sum == T(0) ? one : sum);
+    const Vector<T> natural = splat(T(scaling.natural)), log_sum = log<T>(sum);
+    Vector<T> lse = most * natural + log_sum, shrinks = one / (sum == T(0) ? one : sum), entropy = {};
     lse = sum == T(0) ? splat(-infinity) : lse;
+    if constexpr (reduces) entropy = sum == T(0) ? Vector<T>{} : log_sum - moment * natural * shrinks;
     for (int i = 0; i < LANES<T> && sinks; ++i) {
         const double sink = sinks[i], top = sum[i] == 0 ? -__builtin_inf() : most[i] * scaling.natural;
         const double joined = top > sink ? top : sink, shifted = joined == -__builtin_inf() ? 0 : joined;
         const double rest = exp_of(top - shifted), total = sum[i] * rest + exp_of(sink - shifted);
         lse[i] = T(shifted + log_of(total));
+        if constexpr (reduces) {
+            const double of_sink = exp_of(sink - shifted), own = sum[i] * rest;
+            double all = own == 0 ? 0 : moment[i] * scaling.natural * rest + (top - shifted) * own;
+            all += of_sink == 0 ? 0 : (sink - shifted) * of_sink;
+            entropy[i] = T(total == 0 ? 0 : log_of(total) - all / total);
+        }
         shrinks[i] = T(rest / (total == 0 ? 1 : total));
     }
     for (long j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);
-    return lse;
+    return {lse, most * natural, entropy};
 }
 
 template <class T>
@@ -298,8 +315,13 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
         for (long x = 0; x < count; ++x)
             products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
-            store(buffers.lse + x,
-                  softmax_step<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
+            auto reduce = [&](auto reduces) {
+                const ReducedRows<T> found =
+                    softmax_step<T>(reduces, scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr);
+                store(buffers.lse + x, found.lse);
+                if constexpr (reduces) store(buffers.max + x, found.max), store(buffers.entropy + x, found.entropy);
+            };
+            has_row_reductions(call) ? reduce(std::true_type()) : reduce(std::false_type());
         });
         for (long x = 0; x < count; ++x) {
             const Member<T> &member = members[x];
@@ -311,16 +333,20 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
             if (end == queries.stop) buffers.out.write(call, *member.entry, member.head, queries);
         }
     });
-    for (long x = 0; x < count; ++x) {
-        T *lse = &number<T>(call, LSE, members[x].entry->batch, members[x].head);
-        for (long i = queries.first; i < queries.stop; ++i)
-            lse[i * call.strides[LSE][2]] = buffers.lse[x * num_rows + i];
-    }
+    auto write = [&](Array array, const T *from) {
+        for (long x = 0; x < count && call.arrays[array]; ++x) {
+            T *to = &number<T>(call, array, members[x].entry->batch, members[x].head);
+            for (long i = queries.first; i < queries.stop; ++i) to[i * call.strides[array][2]] = from[x * num_rows + i];
+        }
+    };
+    write(LSE, buffers.lse);
+    write(MAX, buffers.max);
+    write(ENTROPY, buffers.entropy);
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// lse of a head, and delta: rowsum(dout o out) - dlse.
+// lse of a head, delta, and gradients with respect to row reductions.
 template <class T>
 inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long slot) {
     const Entry &entry = *member.entry;
@@ -340,10 +366,11 @@ inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const M
         }
     }
     for (long i = 0; i < num_rows; ++i) {
-        const T of_row = number<T>(call, LSE, entry.batch, member.head, i);
-        lse[i] = of_row;
-        if (call.arrays[DLSE] && of_row != T(-__builtin_inf()))
-            delta[i] -= number<T>(call, DLSE, entry.batch, member.head, i);
+        auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, member.head, i); };
+        lse[i] = of_row(LSE);
+        delta[i] += of_row_gradients(call, entry, Row{member.head, i}, lse[i]);
+        if (call.arrays[DENTROPY]) buffers.dentropy[slot * num_rows + i] = of_row(DENTROPY);
+        if (call.arrays[DMAX]) buffers.dmax[slot * num_rows + i] = of_row(DMAX);
     }
 }
 
@@ -374,24 +401,51 @@ inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Me
     }
 }
 
-// Replaces scores s by weights, and the gradients ds of weights by those of q k^T. `sums`, if given, are those of rows.
+// The first key of each row of a vector of queries that has its largest score, or -1.
+template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys keys, const T *s, long stride) {
+    Vector<T> most = splat(-T(__builtin_inf())), at = splat(T(-1));
+    for (long j = keys.first; j < keys.stop; ++j) {
+        const Vector<T> score = sight.hide(load(s + j * stride), j);
+        at = score > most ? splat(T(j)) : at;
+        most = score > most ? score : most;
+    }
+    return at;
+}
+
+// Replaces scores s by weights, and the gradients ds of weights by those of q k^T. `sums`, if given, are those of rows,
+// and `dentropy` gradients with respect to entropies.
 template <class T>
 inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
-                          const T *delta, T *s, T *ds, long stride) {
+                          const T *delta, const T *dentropy, T *s, T *ds, long stride) {
+    const Scaling<T> scaling(call);
     const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
-    auto recompute_p = [&](auto weight_of) {
-        for (long j = keys.first; j < keys.stop; ++j) {
-            const Vector<T> weight = weight_of(sight.hide(load(s + j * stride), j));
-            store(s + j * stride, weight);
-            store(ds + j * stride, weight * (load(ds + j * stride) - deltas) * scale);
+    auto recompute = [&](auto weight_of, auto has_entropy) {
+        Vector<T> natural = scale, from = {}, less = load(lse), of_entropy = {};
+        if constexpr (has_entropy) {
+            of_entropy = load(dentropy);
+            for (int x = 0; x < LANES<T> && sums; ++x) {
+                const LogOfWeight<T> log_of_weight(scaling, lse[x], sums[x]);
+                from[x] = log_of_weight.from[x], less[x] = log_of_weight.less[x];
+            }
         }
+        const Vector<T> least = splat(T(Vectors<T>::LOWEST * 0.6931471805599453));
+        for (long j = keys.first; j < keys.stop; ++j) {
+            const Vector<T> score = sight.hide(load(s + j * stride), j), weight = weight_of(score);
+            Vector<T> gradient = load(ds + j * stride) - deltas;
+            if constexpr (has_entropy) gradient -= of_entropy * larger<T>((score - from) * natural - less, least);
+            store(s + j * stride, weight);
+            store(ds + j * stride, weight * gradient * scale);
+        }
+    };
+    auto recompute_p = [&](auto weight_of) {
+        dentropy ? recompute(weight_of, std::true_type()) : recompute(weight_of, std::false_type());
     };
     const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
     auto weight_by_lse = [&](Vector<T> score) { return exp2<T>(score * scale - of_rows, log2_e); };
     if (!sums) return recompute_p(weight_by_lse);
     Vector<T> row_max, inverse;
     for (int x = 0; x < LANES<T>; ++x) row_max[x] = sums[x].row_max, inverse[x] = sums[x].inverse;
-    const Vector<T> factor = splat(Scaling<T>(call).factor);
+    const Vector<T> factor = splat(scaling.factor);
     recompute_p([&](Vector<T> score) {
         const Vector<T> weight = exp2<T>(score - row_max, factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
@@ -471,9 +525,14 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
             const bool has_sums = any_large<T>(load(lse));
             RowSum<T> sums[LANES<T>];
             if (has_sums) find_row_sums(work, sight, keys, members, count, x, lse, buffers.s + x, stride, sums);
-            differentiate<T>(call, sight, keys, lse, has_sums ? sums : nullptr, buffers.delta + x, buffers.s + x,
-                             buffers.ds + x, stride);
+            const Vector<T> at = call.arrays[DMAX] ? first_maxima<T>(sight, keys, buffers.s + x, stride) : splat(T(-1));
+            differentiate<T>(call, sight, keys, lse, has_sums ? sums : nullptr, buffers.delta + x,
+                             call.arrays[DENTROPY] ? buffers.dentropy + x : nullptr, buffers.s + x, buffers.ds + x,
+                             stride);
             clear_rows_without_keys<T>(keys, load(lse), buffers.s + x, buffers.ds + x, stride);
+            for (int lane = 0; lane < LANES<T> && call.arrays[DMAX]; ++lane)
+                if (at[lane] >= 0)
+                    buffers.ds[long(at[lane]) * stride + x + lane] += buffers.dmax[x + lane] * T(call.scale);
         });
         for (long x = 0; x < count; ++x) {
             const long at = keys.first * stride + x * num_rows + begin;

@@ -14,7 +14,7 @@ template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     long keys_stride;
-    T *q, *o, *row_max, *l, *s, *p, *bias, *rows, *k_t, *v;
+    T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
 
     ForwardBuffers(const Work &work, char *memory)
@@ -27,6 +27,9 @@ template <class T> struct ForwardBuffers {
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         row_max = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
+        const long reduced = has_row_reductions(work.call) ? rows_of_q * LANES<T> : 0;
+        largest = scratch.template take<T>(reduced);
+        moment = scratch.template take<T>(reduced);
         // With bf16x2, there are scores and weights of two groups of rows: one is multiplied during the softmax of the
         // other.
         s = scratch.template take<T>((terms ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
@@ -52,61 +55,87 @@ __attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max,
     row_max = top;
 }
 
+// What the reductions of a row are made of, lane by lane: its largest scores, and the sums of p (s - row_max) over its
+// weights p. Where none are wanted, nothing is added up.
+template <class T> struct RowReductions {
+    static constexpr bool IS_WANTED = true;
+    T *largest, *moment;
+};
+struct NoReductions {
+    static constexpr bool IS_WANTED = false;
+};
+
+// Makes `moment` one with the row max `top`, before the row max is raised to that.
+template <class T> __attribute__((noinline)) void move_moment(T factor, T top, T row_max, const T *l, T *moment) {
+    if (row_max == T(-__builtin_inf())) return;
+    const Vector<T> difference = splat(row_max - top), shrinks = exp2<T>(difference, splat(factor));
+    store(moment, shrinks[0] > 0 ? (load(moment) + difference * load(l)) * shrinks : Vector<T>{});
+}
+
 // Raises the row max to the largest score, if that is above it by much.
-template <class T>
-inline void raise_row_max(const Scaling<T> &scaling, const T *s, long num_keys, T &row_max, T *l, T *o, long dim) {
+template <class T, class R>
+inline void raise_row_max(const Scaling<T> &scaling, const T *s, long num_keys, T &row_max, T *l, T *o, long dim,
+                          R reductions) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    if (any_above<T>(most, row_max + scaling.rise)) set_row_max(scaling.factor, most, row_max, l, o, dim);
+    if constexpr (R::IS_WANTED) store(reductions.largest, larger<T>(load(reductions.largest), most));
+    if (any_above<T>(most, row_max + scaling.rise)) {
+        if constexpr (R::IS_WANTED) move_moment(scaling.factor, largest_lane<T>(most), row_max, l, reductions.moment);
+        set_row_max(scaling.factor, most, row_max, l, o, dim);
+    }
 }
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
-template <class T, class Drops>
-inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_keys, T &row_max, T *l, T *o, long dim,
-                         const unsigned char *kept, T kept_scale) {
+template <class T, class Drops, class R>
+inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, long num_keys, T &row_max, T *l,
+                         T *o, long dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
-    raise_row_max(scaling, s, num_keys, row_max, l, o, dim);
+    raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
     const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max);
     const Exp2OfScaled<T> power(scaling.factor);
-    Vector<T> sum = {};
+    Vector<T> sum = {}, moment = {};
 #pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
-        const Vector<T> p = power(load(s + j) - minus);
+        const Vector<T> x = load(s + j) - minus, p = power(x);
         store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
         sum += p;
+        if constexpr (R::IS_WANTED) moment += p * larger<T>(x, splat(scaling.least));
     }
     store(l, load(l) + sum);
+    if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + moment);
 }
 
 // The same, where weights become bf16x2 of neighbours.
-template <class Drops>
-inline void exponentials_as_bf16x2(Drops drops, const Scaling<float> &scaling, const float *s, long num_keys,
-                                   float &row_max, float *l, float *o, long dim, const unsigned char *kept,
-                                   float kept_scale, float *packed) {
+template <class Drops, class R>
+inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
+                                   long num_keys, float &row_max, float *l, float *o, long dim,
+                                   const unsigned char *kept, float kept_scale, float *packed) {
     constexpr int N = LANES<float>;
-    raise_row_max(scaling, s, num_keys, row_max, l, o, dim);
+    raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
     const Vector<float> half = splat(0.5f);
-    Vector<float> sums[2] = {};
+    Vector<float> sums[2] = {}, moments[2] = {};
+    auto weight_of = [&](long j, int n) {
+        const Vector<float> x = load(s + j) - minus, p = exp2_of_half_less(x * factor + half);
+        sums[n] += p;
+        if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(x, splat(scaling.least));
+        return p;
+    };
     auto kept_of = [&](Vector<float> p, long j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
     long j = 0;
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
-        const Vector<float> p0 = exp2_of_half_less((load(s + j) - minus) * factor + half);
-        const Vector<float> p1 = exp2_of_half_less((load(s + j + N) - minus) * factor + half);
-        sums[0] += p0;
-        sums[1] += p1;
+        const Vector<float> p0 = weight_of(j, 0), p1 = weight_of(j + N, 1);
         store(packed + j / 2, round_to_bfloat16<float>(kept_of(p0, j), kept_of(p1, j + N)));
     }
     if (j < num_keys) {
-        const Vector<float> p = exp2_of_half_less((load(s + j) - minus) * factor + half);
-        sums[0] += p;
-        store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(p, j)));
+        store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(weight_of(j, 0), j)));
     }
     store(l, load(l) + (sums[0] + sums[1]));
+    if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
 }
 
 // The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`, and
@@ -146,15 +175,36 @@ inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, con
     return all;
 }
 
+// What remains of a row once all keys were seen: sums of its lanes, and of the jobs that split its keys.
+struct WholeRow {
+    double row_max, l, largest, moment;  // all in exponents of e
+};
+
+// Writes the row reductions that are wanted, after `finish_row` has found how the sink joins the row.
+template <class T>
+inline void write_row_reductions(const Call &call, const Entry &entry, Row row, const WholeRow &own,
+                                 const RowWithSink &all) {
+    const long i = entry.first_q + row.i;
+    if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
+    if (!call.arrays[ENTROPY]) return;
+    double moment = own.l * all.shrinks == 0 ? 0 : (own.moment + (own.row_max - all.row_max) * own.l) * all.shrinks;
+    if (all.of_sink != 0) moment += (number<T>(call, SINKS, 0, row.head) - all.row_max) * all.of_sink;
+    number<T>(call, ENTROPY, entry.batch, row.head, i) = T(all.l == 0 ? 0 : log_of(all.l) - moment / all.l);
+}
+
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
 template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
     return size_of(call.kv_dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
            dim % LANES<T> == 0;
 }
 
-// Where a job with a split of the keys of a block leaves its partial results: o, row max and l of the rows.
+// Where a job with a split of the keys of a block leaves its partial results: o of the rows and, after it, their
+// numbers.
+struct Partial {
+    enum { ROW_MAX, L, LARGEST, MOMENT, COUNT };
+};
 template <class T> inline T *partial_of(const Work &work, long job) {
-    return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
+    return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + Partial::COUNT);
 }
 
 // Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With bf16x2,
@@ -165,7 +215,15 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
                          long terms, F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
-    auto with_dropout = [&](auto run) { call.dropout_steps ? run(std::true_type()) : run(std::false_type()); };
+    // Calls run(drops, reductions) for a row, by the options that its loop over scores is specialised on.
+    auto with_options = [&](long r, auto run) {
+        auto reduce = [&](auto reductions) {
+            call.dropout_steps ? run(std::true_type(), reductions) : run(std::false_type(), reductions);
+        };
+        if (has_row_reductions(call))
+            return reduce(RowReductions<T>{buffers.largest + r * LANES<T>, buffers.moment + r * LANES<T>});
+        reduce(NoReductions());
+    };
     // A cap takes long, and steps of products come between rows only.
     const long most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
     first += keys.first;
@@ -180,15 +238,16 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
         const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
         if constexpr (MAY_USE_BF16X2<T>)
             if (terms == 1) {
-                with_dropout([&](auto drops) {
-                    exponentials_as_bf16x2(drops, scaling, row, columns, row_max, l, o, dim, kept, kept_scale,
-                                           p + r * KEYS_BF16X2_STRIDE);
+                with_options(r0 + r, [&](auto drops, auto reductions) {
+                    exponentials_as_bf16x2(drops, reductions, scaling, row, columns, row_max, l, o, dim, kept,
+                                           kept_scale, p + r * KEYS_BF16X2_STRIDE);
                 });
                 between();
                 continue;
             }
-        with_dropout(
-            [&](auto drops) { exponentials<T>(drops, scaling, row, columns, row_max, l, o, dim, kept, kept_scale); });
+        with_options(r0 + r, [&](auto drops, auto reductions) {
+            exponentials<T>(drops, reductions, scaling, row, columns, row_max, l, o, dim, kept, kept_scale);
+        });
         if constexpr (MAY_USE_TILES<T>)
             if (terms == 2) {
                 split_to_bf16x2(row, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);

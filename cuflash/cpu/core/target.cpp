@@ -4,6 +4,7 @@
 #if !defined(ONLY_BFLOAT16)
 #include "backward_jvp.h"
 #include "jvp.h"
+#include "weight_reductions.h"
 #endif
 
 #define JOINED(a, b) a##b
@@ -13,6 +14,7 @@ template <class T> static bool prepare_pass(Work &work) {
 #if !defined(ONLY_BFLOAT16)
     if (work.tangents)
         return work.call.is_backward ? prepare_backward<T, BackwardJvpBuffers<T>>(work) : prepare_jvp<T>(work);
+    if (reduces_weights(work.call)) return prepare_weight_reduction<T>(work);
 #endif
     if (work.call.finds_row_sums) return prepare_row_sums<T>(work);
     if (is_small(work.call)) return prepare_small<T>(work);

@@ -16,8 +16,6 @@ struct Kernels {
 };
 
 extern const Kernels kernels_baseline;
-// Those of other architectures, and those whose instructions the compiler does not know, are left out, and have no
-// address.
-#define IF_BUILT __attribute__((weak))
-extern const Kernels kernels_avx2 IF_BUILT, kernels_avx512 IF_BUILT, kernels_avx512_bfloat16 IF_BUILT,
-    kernels_amx IF_BUILT;
+// Those of other architectures, and those whose instructions the compiler does not know, are left out: their functions
+// are null.
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bfloat16, kernels_amx;

@@ -3,12 +3,9 @@
 #pragma once
 
 #include <fenv.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <time.h>
 
 #include "simd/processor.h"
+#include "system/system.h"
 #include "targets.h"
 
 namespace {
@@ -23,8 +20,8 @@ struct Running;
 // A thread of the pool. When the thread ends, this struct is kept for the next thread, because a call that is over may
 // still look at it.
 struct Worker {
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t woken = PTHREAD_COND_INITIALIZER;
+    Mutex mutex;
+    Condition woken;
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
     long index = 0;                         // among the workers of that call
     bool is_started = false;
@@ -34,7 +31,7 @@ struct Worker {
 };
 
 struct Pool {
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    Mutex mutex;
     Worker *idle = nullptr;   // the one that was the last at work comes first
     Worker *ended = nullptr;  // without a thread
 };
@@ -45,11 +42,9 @@ struct Running {
     Work work;
     const Kernels *kernels = nullptr;
     fenv_t rounding;  // of the thread that called
-#if defined(__linux__)
-    cpu_set_t cores;  // that it may use
-#endif
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+    Cores cores;      // that it may use
+    Mutex mutex;
+    Condition changed;
     std::atomic<bool> out_of_memory{false};
     std::atomic<long> left{0};  // workers that have joined and are done
     long num_idle = 0;          // how many of its workers, the first ones, have to be woken
@@ -57,25 +52,7 @@ struct Running {
     Worker *workers[];
 };
 
-inline long nanoseconds_now() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1'000'000'000L + now.tv_nsec;
-}
-
-inline timespec after_milliseconds(long milliseconds) {
-    timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += milliseconds % 1000 * 1'000'000L;
-    until.tv_sec += milliseconds / 1000 + until.tv_nsec / 1'000'000'000L;
-    until.tv_nsec %= 1'000'000'000L;
-    return until;
-}
-
-void *allocate_scratch(long bytes) {
-    void *memory = nullptr;
-    return posix_memalign(&memory, 64, bytes + 64) ? nullptr : memory;
-}
+void *allocate_scratch(long bytes) { return allocate_aligned(64, bytes + 64); }
 
 // ---- a call ---------------------------------------------------------------------------------------------------------
 
@@ -90,9 +67,9 @@ inline bool is_done(const Running &running) {
 }
 
 void announce(Running &running) {
-    pthread_mutex_lock(&running.mutex);
-    pthread_cond_broadcast(&running.changed);
-    pthread_mutex_unlock(&running.mutex);
+    running.mutex.lock();
+    running.changed.notify_all();
+    running.mutex.unlock();
 }
 
 void stop(Running &running) {
@@ -105,9 +82,9 @@ template <class Condition> void wait_until(Running &running, Condition is_met) {
     const long sleep_at = nanoseconds_now() + AWAKE_NS;
     while (!is_met() && nanoseconds_now() < sleep_at) rest();
     // The lock is taken even if there is nothing to wait for, because the announcing thread may still hold it.
-    pthread_mutex_lock(&running.mutex);
-    while (!is_met()) pthread_cond_wait(&running.changed, &running.mutex);
-    pthread_mutex_unlock(&running.mutex);
+    running.mutex.lock();
+    while (!is_met()) running.changed.wait(running.mutex);
+    running.mutex.unlock();
 }
 
 // Computes jobs of a call until there are no more. All jobs of a phase are done before the next one begins.
@@ -141,26 +118,26 @@ Worker *pop(Worker *&list) {
 }
 
 void make_idle(Worker &worker) {
-    pthread_mutex_lock(&pool.mutex);
+    pool.mutex.lock();
     push(pool.idle, worker);
-    pthread_mutex_unlock(&pool.mutex);
+    pool.mutex.unlock();
 }
 
 // Removes a worker from the idle ones for good; returns false if a call has taken it meanwhile.
 bool retire(Worker &worker) {
-    pthread_mutex_lock(&pool.mutex);
+    pool.mutex.lock();
     Worker **at = &pool.idle;
     while (*at && *at != &worker) at = &(*at)->next;
     const bool is_idle = *at;
     if (is_idle) *at = worker.next;
-    pthread_mutex_unlock(&pool.mutex);
+    pool.mutex.unlock();
     return is_idle;
 }
 
 void wake(Worker &worker) {
-    pthread_mutex_lock(&worker.mutex);
-    pthread_cond_signal(&worker.woken);
-    pthread_mutex_unlock(&worker.mutex);
+    worker.mutex.lock();
+    worker.woken.notify_one();
+    worker.mutex.unlock();
 }
 
 void wake_from(const Running &running, long first) {
@@ -182,20 +159,19 @@ Running *wait_for_call(Worker &worker) {
         rest();
     }
     for (;;) {
-        const timespec until = after_milliseconds(KEPT_MS);
-        int error = 0;
+        const Deadline until = after_milliseconds(KEPT_MS);
+        bool is_early = true;
         Running *running;
-        pthread_mutex_lock(&worker.mutex);
-        while (!(running = accept(worker)) && error == 0)
-            error = pthread_cond_timedwait(&worker.woken, &worker.mutex, &until);
-        pthread_mutex_unlock(&worker.mutex);
+        worker.mutex.lock();
+        while (!(running = accept(worker)) && is_early) is_early = worker.woken.wait(worker.mutex, until);
+        worker.mutex.unlock();
         if (running || retire(worker)) return running;
     }
 }
 
 bool has_scratch(Worker &worker, long bytes) {
     if (worker.scratch_bytes >= bytes && worker.scratch) return true;
-    free(worker.scratch);
+    free_aligned(worker.scratch);
     worker.scratch = allocate_scratch(bytes);
     worker.scratch_bytes = worker.scratch ? bytes : 0;
     return worker.scratch;
@@ -204,11 +180,7 @@ bool has_scratch(Worker &worker, long bytes) {
 // Computes jobs of a call on a thread of the pool, on the cores and with the rounding of the thread that called.
 void join(Worker &worker, Running &running) {
     wake_from(running, FAN_OUT * (worker.index + 1));
-#if defined(__linux__)
-    cpu_set_t cores;
-    if (sched_getaffinity(0, sizeof cores, &cores) == 0 && !CPU_EQUAL(&cores, &running.cores))
-        sched_setaffinity(0, sizeof cores, &running.cores);
-#endif
+    running.cores.use();
     fesetenv(&running.rounding);
     if (has_scratch(worker, running.work.scratch_bytes)) {
         compute(running, (char *)worker.scratch);
@@ -217,63 +189,42 @@ void join(Worker &worker, Running &running) {
         stop(running);
     }
     if (worker.scratch_bytes > KEPT_BYTES) {
-        free(worker.scratch);
+        free_aligned(worker.scratch);
         worker.scratch = nullptr;
     }
 }
 
-void *run_worker(void *argument) {
+void run_worker(void *argument) {
     Worker &worker = *(Worker *)argument;
-    // Signals, except for faults, are left to the threads of the program.
-    sigset_t signals;
-    sigfillset(&signals);
-    constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    for (int fault : FAULTS) sigdelset(&signals, fault);
-    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+    block_signals();
     while (Running *running = wait_for_call(worker)) {
         join(worker, *running);
         make_idle(worker);  // before the call ends, so that the next call finds it
-        pthread_mutex_lock(&running->mutex);
+        running->mutex.lock();
         ++running->left;
-        pthread_cond_broadcast(&running->changed);
-        pthread_mutex_unlock(&running->mutex);
+        running->changed.notify_all();
+        running->mutex.unlock();
     }
-    free(worker.scratch);
+    free_aligned(worker.scratch);
     worker.scratch = nullptr;
-    pthread_mutex_lock(&pool.mutex);
+    pool.mutex.lock();
     push(pool.ended, worker);
-    pthread_mutex_unlock(&pool.mutex);
-    return nullptr;
+    pool.mutex.unlock();
 }
 
 // A child of fork has the thread that forked, and none of the pool.
 void forget_threads_in_children() {
-    auto lock = [] { pthread_mutex_lock(&pool.mutex); };
-    auto unlock = [] { pthread_mutex_unlock(&pool.mutex); };
-    auto forget = [] { new (&pool) Pool; };
-    pthread_atfork(lock, unlock, forget);
-}
-
-bool start_thread(Worker &worker) {
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_t thread;
-    const int error = pthread_create(&thread, &attributes, run_worker, &worker);
-    pthread_attr_destroy(&attributes);
-    return error == 0;
+    at_fork([] { pool.mutex.lock(); }, [] { pool.mutex.unlock(); }, [] { new (&pool) Pool; });
 }
 
 // Gives a call to `wanted` workers, or to as many as there can be.
 void give(Running &running, long wanted) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, forget_threads_in_children);
+    static Once once;
+    once.run(forget_threads_in_children);
     fegetenv(&running.rounding);
-#if defined(__linux__)
-    sched_getaffinity(0, sizeof running.cores, &running.cores);
-#endif
+    running.cores.load();
     long count = 0;
-    pthread_mutex_lock(&pool.mutex);
+    pool.mutex.lock();
     while (count < wanted && pool.idle) running.workers[count++] = pop(pool.idle);
     running.num_idle = count;
     while (count < wanted) {
@@ -285,7 +236,7 @@ void give(Running &running, long wanted) {
         }
         running.workers[count++] = worker;
     }
-    pthread_mutex_unlock(&pool.mutex);
+    pool.mutex.unlock();
     running.num_workers = count;
     // Backwards, because a worker wakes others of higher indices, which have to have been given the call by then.
     for (long i = count - 1; i >= 0; --i) {
@@ -295,7 +246,7 @@ void give(Running &running, long wanted) {
     wake_from(running, 0);
     for (long i = running.num_idle; i < count; ++i) {
         running.workers[i]->is_started = true;
-        if (!start_thread(*running.workers[i])) running.workers[i]->is_started = false;
+        if (!start_thread<run_worker>(running.workers[i])) running.workers[i]->is_started = false;
     }
 }
 
@@ -308,9 +259,9 @@ void finish(Running &running) {
         Running *expected = &running;
         if (!worker.given.compare_exchange_strong(expected, nullptr)) continue;
         --num_begun;
-        pthread_mutex_lock(&pool.mutex);
+        pool.mutex.lock();
         push(worker.is_started ? pool.idle : pool.ended, worker);
-        pthread_mutex_unlock(&pool.mutex);
+        pool.mutex.unlock();
     }
     wait_until(running, [&] { return running.left == num_begun; });
 }

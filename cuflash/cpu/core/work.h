@@ -2,15 +2,12 @@
 // problem alone, and not from the number of threads, so that the bits of results do not depend on it.
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <atomic>
 #include <cstdlib>
 #include <new>
 
 #include "call.h"
+#include "system/system.h"
 
 struct Work;
 
@@ -54,18 +51,16 @@ struct LargeMemory {
     static LargeMemory *take(long bytes) {
         LargeMemory *memory = kept.exchange(nullptr);
         if (memory && memory->bytes >= bytes) return memory;
-        free(memory);
+        free_aligned(memory);
         const bool is_huge = bytes > KEPT_BYTES;
         const long unit = is_huge ? HUGE_PAGE : 4096, all = (bytes + HEAD_BYTES + unit - 1) / unit * unit;
-        void *fresh = nullptr;
-        if (posix_memalign(&fresh, unit, all)) return nullptr;
-#if defined(__linux__)
-        if (is_huge) madvise(fresh, all, MADV_HUGEPAGE);
-#endif
+        void *fresh = allocate_aligned(unit, all);
+        if (!fresh) return nullptr;
+        if (is_huge) use_large_pages(fresh, all);
         return new (fresh) LargeMemory{all - HEAD_BYTES};
     }
     static void leave(LargeMemory *memory) {
-        free(memory && memory->bytes <= KEPT_BYTES ? kept.exchange(memory) : memory);
+        free_aligned(memory && memory->bytes <= KEPT_BYTES ? kept.exchange(memory) : memory);
     }
 };
 
@@ -91,20 +86,21 @@ struct Work {
     double *sums = nullptr;                 // partial sums of gradients that are numbers
     char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
     char *row_sums = nullptr;               // sums of rows, if lse of any of them is large
+    long *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
     LargeMemory *packed_keys = nullptr;     // tiles of k and v, where blocks share them
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
     void *allocated[12] = {};
     int num_allocated = 0;
 
     ~Work() {
-        for (int i = 0; i < num_allocated; ++i) free(allocated[i]);
+        for (int i = 0; i < num_allocated; ++i) free_aligned(allocated[i]);
         LargeMemory::leave(packed_keys);
     }
 
     // Allocates memory for the time of the call; returns false if there is none left.
     template <class T> bool allocate(T *&p, long count) {
-        void *memory = nullptr;
-        if (posix_memalign(&memory, 64, count > 0 ? count * sizeof(T) : 64)) return false;
+        void *memory = allocate_aligned(64, count > 0 ? count * sizeof(T) : 64);
+        if (!memory) return false;
         allocated[num_allocated++] = memory;
         p = (T *)memory;
         return true;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.chunked import why_not_chunked
+from cuflash.plan.sm80.narrow import FORWARD_NARROW_TILES, NarrowTile, is_narrow
 from cuflash.plan.sm80.tiles import (
     FLOAT8_TILES,
     FORWARD_CHUNKED_TILES,
@@ -50,3 +51,24 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, FORWARD_TILES)
+
+
+class ForwardNarrow(ForwardFamily[NarrowTile]):
+    """lse of float32 heads so narrow that lanes multiply their columns in less time than tensor cores."""
+
+    kernel = "sm80/forward_narrow"
+    has_functions = True
+    serves_no_values = True
+    tile = NarrowTile
+
+    def table(self, problem: Problem) -> tuple[NarrowTile, ...]:
+        return FORWARD_NARROW_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return None if is_narrow(draft.problem) else ""
+
+    def draft(self, draft: Draft, tile: NarrowTile) -> None:
+        bias = draft.problem.bias
+        tile = tile.changed(bias_of_keys=bias is not None and bias.strides[2] == 0)
+        draft.tiles = (tile,)
+        super().draft(draft, tile)

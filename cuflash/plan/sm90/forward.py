@@ -7,6 +7,7 @@ import math
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm80.narrow import is_narrow
 from cuflash.plan.sm80.tiles import FORWARD_TILES
 from cuflash.plan.sm90.bf16_split import add_bf16_split, describe_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies, why_not_copied
@@ -97,6 +98,8 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         return (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
+        if draft.device.arch == 90 and is_narrow(draft.problem) and not draft.problem.row_reductions:
+            return "tensor cores would multiply 16 columns, most of them zeros"
         return why_not_split(draft, self.table(draft.problem))
 
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:

@@ -17,8 +17,10 @@ CHUNKS = "sm80/chunks.cuh"
 COPY = "sm80/copy.cuh"
 FORWARD = "sm80/forward.cu"
 FORWARD_CHUNKED = "sm80/forward_chunked.cu"
+FORWARD_NARROW = "sm80/forward_narrow.cu"
 FRAGMENTS = "sm80/fragments.cuh"
 LANES = "sm80/lane_products.cuh"
+MERGE_WARPS = "sm80/merge_warps.cuh"
 MMA = "sm80/mma.cuh"
 
 _COMMIT = "      ptx::copy_async_commit();\n"
@@ -27,6 +29,35 @@ _WAIT = "      ptx::copy_async_wait<0>();\n"
 
 # fmt: off
 MUTANTS = (
+    # ---- narrow heads
+    mutant("no wait for keys of narrow heads", FORWARD_NARROW,
+           "    ptx::copy_async_wait<0>();\n    ptx::sync_block();\n    if", "    ptx::sync_block();\n    if",
+           "forward narrow heads"),
+    mutant("no barrier before keys of narrow heads", FORWARD_NARROW,
+           "    ptx::copy_async_wait<0>();\n    ptx::sync_block();\n    if", "    ptx::copy_async_wait<0>();\n    if",
+           "forward narrow heads"),
+    mutant("no barrier before sums of narrow heads", FORWARD_NARROW,
+           "  ptx::copy_async_wait<0>();\n  ptx::sync_block();\n  softmax", "  ptx::copy_async_wait<0>();\n  softmax",
+           "forward narrow heads"),
+    mutant("keys of narrow heads go to the stage in use", FORWARD_NARROW, "load(n_block - 1, stage ^ 1);",
+           "load(n_block - 1, stage);", "forward narrow heads"),
+    mutant("keys past the last keep their columns", FORWARD_NARROW,
+           "const u32 bytes = key < key_stop ? sizeof(Real) : 0,", "const u32 bytes = sizeof(Real),",
+           "forward narrow heads"),
+    mutant("all columns of a key are the first", FORWARD_NARROW, "c * sizeof(Real)>(", "0>(", "forward narrow heads"),
+    mutant("a bias of the first key", FORWARD_NARROW, "score.bias + key * score",
+           "score.bias + first_key * score", "forward narrow heads"),
+    mutant("warps of narrow heads have the same keys", FORWARD_NARROW, "warp_index() * kWarpKeys +", "0 +",
+           "forward narrow heads"),
+    mutant("queries of the first fragment alone", FORWARD_NARROW,
+           "const int row = lane_row + 16 * m + 8 * half;\n#pragma", "const int row = lane_row + 8 * half;\n#pragma",
+           "forward narrow heads"),
+    mutant("products start with those of the tile before", FORWARD_NARROW, "column == 0 ? ", "false ? ",
+           "forward narrow heads"),
+    mutant("no mask with a bias of keys", FORWARD_NARROW, "if (masked && !mask.visible(row, key)) x",
+           "if (false) x", "forward narrow heads"),
+    mutant("lanes of narrow heads keep their own sums", FORWARD_NARROW, "  softmax.finish();\n", "",
+           "forward narrow heads"),
     # ---- chunks of columns
     mutant("no wait for a chunk", CHUNKS, "    ptx::copy_async_wait<kNumStages - 2>();\n", "", "forward chunked"),
     mutant("no barrier before a chunk", CHUNKS, "<kNumStages - 2>();\n    ptx::sync_block();\n",
@@ -42,11 +73,11 @@ MUTANTS = (
     mutant("scores keep those of the tile before", FORWARD_CHUNKED, "    set_zero(s);\n", "", "forward chunked"),
     mutant("warps of a row have the same keys", FORWARD_CHUNKED, "kBytesQ + warp_n * kNTiles * 8 * kRow", "kBytesQ",
            "forward chunked"),
-    mutant("sums of the other warps are left out", FORWARD_CHUNKED, "warp < kWarpsN; ++warp", "warp < 1; ++warp",
+    mutant("sums of the other warps are left out", MERGE_WARPS, "warp < warps; ++warp", "warp < 1; ++warp",
            "forward chunked"),
-    mutant("sums of warps are read before they are written", FORWARD_CHUNKED,
+    mutant("sums of warps are read before they are written", MERGE_WARPS,
            "  ptx::sync_block();\n  if (warp_n > 0) return;", "  if (warp_n > 0) return;", "forward chunked"),
-    mutant("sums of warps are relative to other maxima", FORWARD_CHUNKED, "part[1] * relative(part[0], larger)",
+    mutant("sums of warps are relative to other maxima", MERGE_WARPS, "part[1] * relative(part[0], larger)",
            "part[1]", "forward chunked"),
     mutant("sums of lanes are not added", FORWARD_CHUNKED, "  softmax.finish();\n", "", "forward chunked"),
     mutant("all slices are the first", CHUNKED, "block % kSlices * kSliceChunks", "0", "backward chunked"),

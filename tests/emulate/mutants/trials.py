@@ -5,6 +5,7 @@ from typing import Any
 
 import cuflash.testing as ct
 from cuflash import emulator
+from cuflash.plan.sm80.narrow import FORWARD_NARROW_TILES
 from cuflash.plan.sm80.tiles import (
     BACKWARD_CHUNKED_TILES,
     DQ_CHUNKED_TILES,
@@ -137,6 +138,9 @@ _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
 _LONG = replace(_GROUPED, seqlen_k=150, head_dim=150, causal=True, has_values=False, dlse=True)
+_POINTS = replace(
+    _GROUPED, seqlen_q=70, seqlen_k=600, head_dim=3, dtype="float32", bias=(4, 1, 600), causal=True, has_values=False
+)
 _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 _TOP_LEFT = replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left")
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
@@ -465,6 +469,7 @@ TRIALS: dict[str, AnyTrial] = {
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
     "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
+    "forward narrow heads": Trial(case=_POINTS, tiles=(replace(FORWARD_NARROW_TILES[0], block_n=128),), arch="8.0"),
     "forward chunked": Trial(case=_LONG, tiles=FORWARD_CHUNKED_TILES[:1], arch="8.0"),
     "backward chunked": Trial(case=_LONG, tiles=_CHUNKED_GRADIENTS, arch="8.0"),
     "scores chunked": Trial(case=_LONG, tiles=SCORES_CHUNKED_TILES[:1], arch="8.0", need=("dscale",)),

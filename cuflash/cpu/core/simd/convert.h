@@ -13,6 +13,13 @@ template <class T> inline void load_float16(const uint16_t *in, long count, T *o
     for (; i < count; ++i) out[i] = T(from_float16(in[i]));
 }
 
+template <class T> inline void store_float16(const T *in, long count, uint16_t *out) {
+    long i = 0;
+    if constexpr (HAS_FLOAT16_STORES && sizeof(T) == 4)
+        for (; i + LANES<T> <= count; i += LANES<T>) store_as<T>((Float16 *)(out + i), load(in + i));
+    for (; i < count; ++i) out[i] = to_float16(float(in[i]));
+}
+
 // fp8 numbers. Those of float8_e5m2 are the upper halves of float16.
 inline float from_e4m3fn(uint8_t x) {
     uint32_t size = uint32_t(x & 0x7F) << 20, sign = uint32_t(x & 0x80) << 24;

@@ -36,6 +36,13 @@ constexpr bool HAS_FMA = true, HAS_FLOAT16 = true;
 #else
 constexpr bool HAS_FMA = false, HAS_FLOAT16 = false;
 #endif
+// Instructions for products with one lane of a vector, and for conversions to float16; and whether a fused product can
+// only overwrite its sum, so that a sum that is needed again, like a constant, is copied first.
+#if defined(USES_NEON)
+constexpr bool HAS_LANE_PRODUCTS = true, HAS_FLOAT16_STORES = true, COPIES_SUMS = true;
+#else
+constexpr bool HAS_LANE_PRODUCTS = false, HAS_FLOAT16_STORES = false, COPIES_SUMS = false;
+#endif
 #if defined(USES_AVX512)
 constexpr bool HAS_SCALING = true;
 #else
@@ -61,18 +68,30 @@ inline long larger(long x, long y) { return x > y ? x : y; }
 inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
 inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 
+// Calls `run` with 0, 1, ..., COUNT - 1, as types.
+template <int COUNT, class F> inline void for_each_of(F run) {
+    if constexpr (COUNT > 0) {
+        for_each_of<COUNT - 1>(run);
+        run(std::integral_constant<int, COUNT - 1>());
+    }
+}
+
 template <class T> struct Vectors;
 
 template <> struct Vectors<float> {
     typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: its sum with x has the nearest integer in its low bits
     static constexpr int MANTISSA = 23;
     static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
     static constexpr int DEGREE = 6;
     static constexpr float EXP2[DEGREE + 1] = {1.0f,         0.6931472f,    0.2402265f,    0.05550327f,
                                                0.009618057f, 0.0013400428f, 0.00015461445f};
+    // The same for the order of operations of COPIES_SUMS.
+    static constexpr float EXP2_BY_PAIRS[DEGREE + 1] = {1.0f,           0.693147182f,   0.240226507f,   0.0555033721f,
+                                                        0.00961804762f, 0.00133997493f, 0.000154529509f};
     static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
     // (exp(2 x) - 1 - 2 x) / (2 x^2), for x of up to log(2) / 4.
     static constexpr int EXPM1_TERMS = 5;
@@ -85,6 +104,7 @@ template <> struct Vectors<double> {
     typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
     typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint64_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52
     static constexpr int MANTISSA = 52;
     static constexpr double LOWEST = -960, HIGHEST = 1024;
@@ -101,6 +121,7 @@ template <> struct Vectors<double> {
                                                 1.0178058390428893e-07,
                                                 7.074192209639015e-09,
                                                 4.4556433403988256e-10};
+    static constexpr auto &EXP2_BY_PAIRS = EXP2;
     static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
     static constexpr int EXPM1_TERMS = 10;
     static constexpr double EXPM1[EXPM1_TERMS] = {1.0,

@@ -35,15 +35,19 @@ template <class T> inline Vector<T> unless_below(Vector<T> p, Vector<T> x, Vecto
 // many others it is computed with.
 template <class V> inline V add_product(V sum, V x, V y) { return sum + x * y; }
 
+// The same with one lane of y, with HAS_LANE_PRODUCTS.
+template <int LANE, class V> V add_product_by_lane(V sum, V x, V y);
+
 // x / y of ordinary numbers, to about half a unit in the last place.
 template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) { return x / y; }
 
 // With HAS_SCALING.
 template <class T> Vector<T> nearest_integer(Vector<T> x);
 
-// What rounding down takes from x, and p 2^n, n being rounded down, where x is not below LOWEST, and 0 elsewhere.
+// What rounding down takes from x, 0 from infinities; and p 2^n, n being rounded down, where x is not below LOWEST, and 0
+// elsewhere.
 template <class T> inline Vector<T> above_integer(Vector<T> x) {
-    for (int i = 0; i < LANES<T>; ++i) x[i] -= std::floor(x[i]);
+    for (int i = 0; i < LANES<T>; ++i) x[i] = std::isinf(x[i]) ? T(0) : x[i] - std::floor(x[i]);
     return x;
 }
 template <class T> inline Vector<T> scale_ordinary(Vector<T> p, Vector<T> n, Vector<T> x) {
@@ -83,6 +87,16 @@ template <class T> inline T largest_lane(Vector<T> x) {
 
 // Whether a number is above the limit; NaN is not.
 template <class T> inline bool any_above(Vector<T> x, T limit) { return largest_lane<T>(x) > limit; }
+
+// The sums of lanes 0 and 1, 2 and 3, ... of x, and after them of y.
+template <class T> inline Vector<T> sums_of_neighbours(Vector<T> x, Vector<T> y) {
+    Integers<T> even, odd;
+    for (int i = 0; i < LANES<T>; ++i) {
+        even[i] = 2 * i;
+        odd[i] = 2 * i + 1;
+    }
+    return pick<T>(x, y, even) + pick<T>(x, y, odd);
+}
 
 // Lanes of ones or zeros, as the bytes from `bytes` on are.
 template <class T> inline Integers<T> mask_of_bytes(const unsigned char *bytes) {
@@ -190,6 +204,9 @@ template <class T> inline Vector<T> load_as(const Float16 *p) {
     for (int i = 0; i < LANES<T>; ++i) x[i] = from_float16(p[i].bits);
     return load(x);
 }
+
+// With HAS_FLOAT16_STORES.
+template <class T> void store_as(Float16 *p, Vector<T> x);
 
 template <class T> inline Vector<T> load_as(const Bf16x2 *p) {
     typedef T Anywhere __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));

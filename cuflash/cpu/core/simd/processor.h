@@ -5,8 +5,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -27,23 +29,36 @@ struct Processor {
 // Whether the system lets this process use tile registers. It is queried once.
 inline bool may_use_tiles() {
     if (HAS_MODEL) return true;
+#if defined(__linux__)
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static std::atomic<int> answer{0};            // 1 is yes, 2 is no
     if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
     return answer == 1;
+#else
+    return false;  // not tried
+#endif
 }
 
-// Compilers that do not know instructions do not know their names either: those are found by leaf 7 of CPUID.
+// By CPUID, and by what the system saves the registers of: compilers that do not know instructions do not know their
+// names either, and `__builtin_cpu_supports` needs a library that not every compiler has on every system.
 inline Processor find_processor() {
     Processor found{"SSE2"};
-    __builtin_cpu_init();
-    found.has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    found.has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    unsigned a, b, c, d;
+    unsigned a, b, c, d, saved, unused;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return found;  // OSXSAVE
+    const bool has_fma = (c >> 12 & 1) && (c >> 29 & 1);                  // and conversions of float16
+    asm volatile("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+    constexpr unsigned AVX = 0x6, AVX512 = 0xe6, F_DQ_BW_VL = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+#if defined(__APPLE__)
+    const bool saves_avx512 = true;  // from their first use on, which XCR0 does not show before
+#else
+    const bool saves_avx512 = (saved & AVX512) == AVX512;
+#endif
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+    found.has_avx2 = (saved & AVX) == AVX && has_fma && (b >> 5 & 1);
+    found.has_avx512 = found.has_avx2 && saves_avx512 && (b & F_DQ_BW_VL) == F_DQ_BW_VL;
+    const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.has_bfloat16 = found.has_avx512 && (a >> 5 & 1);
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) found.has_tiles = found.has_bfloat16 && (d >> 22 & 1) && (d >> 24 & 1);
-    if (HAS_MODEL) found.has_tiles = found.has_avx2;
+    found.has_tiles = HAS_MODEL ? found.has_avx2 : found.has_bfloat16 && has_tiles;
     return found;
 }
 

@@ -24,13 +24,8 @@ template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Ve
     if constexpr (COUNT == 1) {
         return x[0];
     } else {
-        Integers<T> even, odd;
-        for (int i = 0; i < LANES<T>; ++i) {
-            even[i] = 2 * i;
-            odd[i] = 2 * i + 1;
-        }
         const Vector<T> low = sums_of_lanes<T, COUNT / 2>(x), high = sums_of_lanes<T, COUNT / 2>(x + COUNT / 2);
-        return pick<T>(low, high, even) + pick<T>(low, high, odd);
+        return sums_of_neighbours<T>(low, high);
     }
 }
 
@@ -42,15 +37,29 @@ template <class T> inline Vector<T> iota() {
 }
 
 // 2^n for an integer n, where `rounded` is n + Vectors::ROUNDER. The shift leaves n alone, because the low bits of
-// ROUNDER are zeros.
+// ROUNDER are zeros. The sum of bits may wrap, as that of signed integers must not.
 template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
-    return (Vector<T>)(((Integers<T>)rounded << Vectors<T>::MANTISSA) + (Integers<T>)splat(T(1)));
+    using Unsigned = typename Vectors<T>::Unsigned;
+    return (Vector<T>)(((Unsigned)rounded << Vectors<T>::MANTISSA) + (Unsigned)splat(T(1)));
 }
 
 // 2^x of numbers from -1/2 to 1/2.
 template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
-    Vector<T> p = splat(Vectors<T>::EXP2[Vectors<T>::DEGREE]);
-    for (int i = Vectors<T>::DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
+    constexpr int DEGREE = Vectors<T>::DEGREE;
+    if constexpr (COPIES_SUMS) {
+        // Each constant that is added costs a copy: only every other one is, and the two that count most, which come
+        // last because their roundings do.
+        constexpr auto &C = Vectors<T>::EXP2_BY_PAIRS;
+        const Vector<T> square = rest * rest;
+        auto pair = [&](int i) { return add_product(splat(C[i]), rest, splat(C[i + 1])); };
+        constexpr int LAST = (DEGREE - 1) / 2 * 2;
+        Vector<T> p = pair(LAST);
+        if constexpr (LAST + 2 == DEGREE) p = add_product(p, square, splat(C[DEGREE]));
+        for (int i = LAST - 2; i >= 2; i -= 2) p = add_product(pair(i), square, p);
+        return add_product(splat(C[0]), rest, add_product(splat(C[1]), rest, p));
+    }
+    Vector<T> p = splat(Vectors<T>::EXP2[DEGREE]);
+    for (int i = DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
     return p;
 }
 
@@ -60,9 +69,10 @@ template <class T> inline Vector<T> power_of_two_biased(Vector<T> rounded) {
     return (Vector<T>)((Integers<T>)rounded << Vectors<T>::MANTISSA);
 }
 
-// 2^(x factor) to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred
-// times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its last place is
-// many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
+// 2^(x factor) to 1.2 units in the last place, or one where the factor is 1, and 0 below LOWEST: subnormal weights would
+// cost a hundred times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its
+// last place is many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays
+// NaN.
 template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
     const Vector<T> number = x * factor;
     if constexpr (HAS_SCALING) {
@@ -159,8 +169,9 @@ template <int COUNT> inline void rough_tanh_of_each(Vector<float> (&x)[COUNT]) {
 template <class T> inline Vector<T> log(Vector<T> x) {
     constexpr T ROOT = T(0.7071067811865476);
     constexpr int MANTISSA = Vectors<T>::MANTISSA;
-    const Integers<T> exponents = ((Integers<T>)x - (Integers<T>)splat(ROOT)) >> MANTISSA;
-    const Vector<T> m = (Vector<T>)((Integers<T>)x - (exponents << MANTISSA));
+    using Unsigned = typename Vectors<T>::Unsigned;
+    const Integers<T> exponents = (Integers<T>)((Unsigned)x - (Unsigned)splat(ROOT)) >> MANTISSA;
+    const Vector<T> m = (Vector<T>)((Unsigned)x - ((Unsigned)exponents << MANTISSA));
     const Vector<T> n = __builtin_convertvector(exponents, Vector<T>);
     const Vector<T> one = splat(T(1)), less = m - one, y = less / (m + one), square = y * y;
     Vector<T> series = splat(T(2.0 / (2 * Vectors<T>::LOG_TERMS + 1)));

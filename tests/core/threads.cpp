@@ -1,0 +1,238 @@
+// The threads of the compiled core, by its exported functions, where jobs only count: each is done once, phases follow
+// each other, callers and forked processes compute side by side, and a call without memory says so.
+#define SOURCES ""
+#include "core.cpp"
+
+#include <sys/wait.h>
+
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "check.h"
+
+namespace {
+
+// What a call does. Jobs find it by the seed of the call.
+struct Plan {
+    std::vector<long> num_jobs;  // of each phase
+    long scratch_bytes = 4096;
+    long work = 0;  // how long a job takes, in numbers that are added up
+    std::vector<std::vector<std::atomic<int>>> done;
+    std::atomic<long> num_done{0}, num_failures{0}, num_inside{0};
+    std::atomic<int> rounding{-1};  // of the threads; -2 if they differ
+    explicit Plan(std::vector<long> num_jobs) : num_jobs(num_jobs) {
+        for (long count : num_jobs) done.emplace_back(count > 0 ? count : 0);
+    }
+    long all() const {
+        long sum = 0;
+        for (long count : num_jobs) sum += count > 0 ? count : 0;
+        return sum;
+    }
+};
+
+thread_local int begun = 0;  // calls whose jobs this thread is at
+
+void burn(long count) {
+    volatile double sum = 0;
+    for (long i = 0; i < count; ++i) sum = sum + 1;
+}
+
+void run_job(Work &work, char *scratch, long job) {
+    Plan &plan = *(Plan *)work.call.seed;
+    ++plan.num_inside;
+    // Phases without jobs are left out: which one this is follows from the function that the job is of.
+    long phase = 0;
+    while (job >= plan.num_jobs[phase]) job -= plan.num_jobs[phase++];
+    long before = 0;
+    for (long p = 0; p < phase; ++p) before += plan.num_jobs[p];
+    if (plan.num_done < before) ++plan.num_failures;
+    if (begun != 1 || (uintptr_t)scratch % 64) ++plan.num_failures;
+    const int rounding = fegetround(), seen = plan.rounding.exchange(rounding);
+    if (seen != -1 && seen != rounding) plan.rounding = -2;
+    // The memory is this job's own.
+    memset(scratch, int(job), plan.scratch_bytes);
+    burn(plan.work);
+    for (long i = 0; i < plan.scratch_bytes; i += 512)
+        if (scratch[i] != char(job)) ++plan.num_failures;
+    ++plan.done[phase][job];
+    ++plan.num_done;
+    --plan.num_inside;
+}
+
+template <int PHASE> void run_phase(Work &work, char *scratch, long job) {
+    const Plan &plan = *(const Plan *)work.call.seed;
+    for (int p = 0; p < PHASE; ++p) job += plan.num_jobs[p];
+    run_job(work, scratch, job);
+}
+
+bool prepare(Work &work) {
+    constexpr void (*RUN[])(Work &, char *, long) = {run_phase<0>, run_phase<1>, run_phase<2>, run_phase<3>};
+    const Plan &plan = *(const Plan *)work.call.seed;
+    work.scratch_bytes = plan.scratch_bytes;
+    for (size_t phase = 0; phase < plan.num_jobs.size(); ++phase) work.add_phase(RUN[phase], plan.num_jobs[phase]);
+    return true;
+}
+
+struct Arguments {
+    Call fixed = {};
+    Changing changing = {};
+    Arguments(const Plan &plan, long num_threads) {
+        fixed.bytes = sizeof(Call);
+        changing.head_bytes = -1;
+        changing.num_threads = num_threads;
+        changing.are_disjoint = 1;
+        changing.seed = uint64_t(uintptr_t(&plan));
+    }
+};
+
+int run(const Plan &plan, long num_threads) {
+    const Arguments arguments(plan, num_threads);
+    return cuflash_run(&arguments.fixed, &arguments.changing);
+}
+
+// The same as a long call, of which this thread does nothing itself.
+int run_long(const Plan &plan, long num_threads) {
+    const Arguments arguments(plan, num_threads);
+    LongCall call = {};
+    cuflash_start(&arguments.fixed, &arguments.changing, &call);
+    while (!cuflash_wait(&call, 50)) {
+    }
+    cuflash_finish(&call);
+    return call.status;
+}
+
+bool is_done_once(const Plan &plan) {
+    bool is_right = plan.num_failures == 0 && plan.num_done == plan.all() && plan.num_inside == 0;
+    for (const auto &phase : plan.done)
+        for (const auto &count : phase) is_right &= count == 1;
+    return is_right;
+}
+
+const std::vector<long> SHAPES[] = {{1}, {2}, {64}, {1, 1, 1, 1}, {7, 3, 1, 16}, {100, 1, 100}, {3, 0, 5}};
+
+void test_jobs_are_done_once() {
+    for (const auto &shape : SHAPES)
+        for (long num_threads : {1L, 2L, 3L, 8L, 40L})
+            for (long work : {0L, 2000L})
+                for (bool is_long : {false, true}) {
+                    Plan plan(shape);
+                    plan.work = work;
+                    const int status = (is_long ? run_long : run)(plan, num_threads);
+                    CHECK(status == DONE && is_done_once(plan),
+                          "status %d, %ld jobs on %ld threads, %ld done, %ld wrong", status, plan.all(), num_threads,
+                          plan.num_done.load(), plan.num_failures.load());
+                }
+    for (bool is_long : {false, true}) {  // a call without a job
+        Plan plan({});
+        CHECK((is_long ? run_long : run)(plan, 3) == DONE, "no jobs, long call %d", is_long);
+    }
+}
+
+void test_many_callers_at_once() {
+    std::vector<std::thread> callers;
+    std::atomic<long> num_wrong{0};
+    for (int caller = 0; caller < 6; ++caller)
+        callers.emplace_back([&, caller] {
+            for (int n = 0; n < 60; ++n) {
+                Plan plan(SHAPES[(n + caller) % 7]);
+                plan.work = n % 3 * 500;
+                const int status = (n % 4 == 3 ? run_long : run)(plan, 1 + (n + caller) % 5);
+                if (status != DONE || !is_done_once(plan)) ++num_wrong;
+            }
+        });
+    for (std::thread &caller : callers) caller.join();
+    CHECK(num_wrong == 0, "%ld calls", num_wrong.load());
+}
+
+void test_rounding_is_that_of_the_caller() {
+    for (int rounding : {FE_UPWARD, FE_TONEAREST, FE_TOWARDZERO})
+        for (long num_threads : {1L, 4L}) {
+            fesetround(rounding);
+            Plan plan({64});
+            plan.work = 1000;
+            const int status = run(plan, num_threads);
+            fesetround(FE_TONEAREST);
+            CHECK(status == DONE && plan.rounding == rounding, "%d, expected %d", plan.rounding.load(), rounding);
+        }
+}
+
+void test_stopped_calls_do_nothing_more() {
+    for (int milliseconds : {0, 1, 3}) {
+        Plan plan({2000, 2000});
+        plan.work = 20'000;
+        const Arguments arguments(plan, 3);
+        LongCall call = {};
+        cuflash_start(&arguments.fixed, &arguments.changing, &call);
+        cuflash_wait(&call, milliseconds);
+        cuflash_finish(&call);
+        const long done = plan.num_done;
+        CHECK(done < plan.all() && plan.num_inside == 0 && plan.num_failures == 0, "%ld of %ld jobs", done, plan.all());
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        CHECK(plan.num_done == done, "%ld jobs after the end", plan.num_done - done);
+        cuflash_finish(&call);  // once more is allowed: a signal may come in between
+    }
+}
+
+void test_no_memory() {
+    for (bool is_long : {false, true})
+        for (long num_threads : {1L, 3L}) {
+            Plan plan({5});
+            plan.scratch_bytes = 1L << 56;
+            CHECK((is_long ? run_long : run)(plan, num_threads) == OUT_OF_MEMORY && plan.num_done == 0, "%ld threads",
+                  num_threads);
+            Plan next({5});
+            CHECK(run(next, num_threads) == DONE && is_done_once(next), "the call after it");
+        }
+}
+
+void test_other_layouts_are_refused() {
+    Plan plan({1});
+    Arguments arguments(plan, 2);
+    arguments.fixed.bytes -= 8;
+    CHECK(cuflash_run(&arguments.fixed, &arguments.changing) == OTHER_LAYOUT && plan.num_done == 0, "run");
+    LongCall call = {};
+    cuflash_start(&arguments.fixed, &arguments.changing, &call);
+    CHECK(cuflash_wait(&call, 0) && call.status == OTHER_LAYOUT, "start");
+    cuflash_finish(&call);
+}
+
+#if !defined(__SANITIZE_THREAD__)
+void test_forked_processes() {
+    for (int n = 0; n < 5; ++n) {
+        Plan before({9});
+        before.work = 2000;
+        run(before, 3);  // has threads, which the child does not have
+        const pid_t child = fork();
+        if (child == 0) {
+            Plan plan({7, 3});
+            Plan of_long({7, 3});
+            const bool is_right =
+                run(plan, 4) == DONE && is_done_once(plan) && run_long(of_long, 4) == DONE && is_done_once(of_long);
+            _exit(is_right ? 0 : 1);
+        }
+        int status = 1;
+        waitpid(child, &status, 0);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d of the child", status);
+        Plan after({9});
+        CHECK(run(after, 3) == DONE && is_done_once(after), "the parent");
+    }
+}
+#endif
+
+}  // namespace
+
+extern const Kernels kernels_baseline = {prepare, nullptr, [] { ++begun; }, [] { --begun; }};
+
+int main() {
+    test_jobs_are_done_once();
+    test_many_callers_at_once();
+    test_rounding_is_that_of_the_caller();
+    test_stopped_calls_do_nothing_more();
+    test_no_memory();
+    test_other_layouts_are_refused();
+#if !defined(__SANITIZE_THREAD__)
+    test_forked_processes();
+#endif
+    return report();
+}
