@@ -1,8 +1,8 @@
 """Contenders of second order: jvp, backward_jvp and the double backward pass, by the dense formula and by others.
 
 `calls["jvp"]` returns (tout,), `calls["backward_jvp"]` (tdq, tdk, tdv), and `calls["double_backward"]` all four: the
-gradients of sums of dq, dk and dv times the tangents with respect to dout, q, k and v. Each of these peers has what it
-can of them.
+gradients of tdq dq + tdk dk + tdv dv, summed, with respect to dout, q, k and v. Each of these peers has what it can of
+them.
 """
 
 from __future__ import annotations

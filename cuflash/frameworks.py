@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,29 @@ def forward_call(
     return found
 
 
+def add_keywords(
+    arrays: dict[str, Any],
+    keywords: Mapping[str, Any],
+    types: tuple[type, ...],
+    expected: str,
+    values_of: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Add the arrays among the keywords of a function to its q, k and v, and return the options among them.
+
+    Arrays are of one of the types. Where there is no v, it becomes values without columns, which `values_of` makes for
+    k, and of which lse is computed alone.
+    """
+    for name, x in arrays.items():
+        if not isinstance(x, types):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a {expected}")
+    if "v" not in arrays:
+        arrays["v"] = values_of(arrays["k"])
+        if "k_scale" in keywords:
+            keywords = {**keywords, "v_scale": keywords["k_scale"]}
+    arrays |= {name: x for name, x in keywords.items() if isinstance(x, types)}
+    return {name: x for name, x in keywords.items() if x is not None and name not in arrays}
+
+
 def check_lse_keywords(attn: FlashAttention | None, keywords: Mapping[str, Any]) -> None:
     """Refuse what a `logsumexp` does not take: what belongs to values, and dropout, which does not change lse."""
     if wrong := keywords.keys() & {"v", "v_scale", "dropout", "seed", "offset", "return_lse"}:
@@ -154,7 +177,7 @@ def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -
 def vmapped_shapes(
     call: Call, shapes: Mapping[str, Sequence[int]], mapped: Collection[str]
 ) -> dict[str, tuple[int, ...]] | None:
-    """How one pass computes all entries of a vmap: the shapes of the arrays of an entry, behind an axis of entries.
+    """How one pass computes all entries of a vmap: the shapes of the arrays of an entry, after an axis of entries.
 
     That axis is one more batch axis, so arrays get the axes between it and their own. Sinks, which all entries share,
     are left out. None where it cannot be one: dropout and functions depend on the batch entry, packed sequences and

@@ -57,7 +57,7 @@ class Pending:
         is None where this rank has heard them already, or never does.
         """
         self._barrier, self._hear, self._expected = barrier, hear, expected
-        self._may_travel = False
+        self._may_be_sent = False
 
     @property
     def is_waiting(self) -> bool:
@@ -82,9 +82,9 @@ class Pending:
     def before_rows(self) -> None:
         """Wait until rows may be exchanged. Only the first call waits."""
         self.hear()
-        if not self._may_travel:
+        if not self._may_be_sent:
             self._barrier()
-            self._may_travel = True
+            self._may_be_sent = True
 
     def after_rows(self) -> None:
         """Wait until all rows of the ranks of this process are exchanged."""

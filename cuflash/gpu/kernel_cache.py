@@ -34,7 +34,8 @@ def cache_directory() -> Path:
 
     `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`, on macOS
     `~/Library/Caches/cuflash`; on Windows `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process
-    alone, removed when the process ends. So it is, with a RuntimeWarning, where `CUFLASH_CACHE_DIR` begins with the home directory of nobody.
+    alone, removed when the process ends. So it is, with a RuntimeWarning, where `CUFLASH_CACHE_DIR` begins with the
+    home directory of nobody.
     """
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:

@@ -17,7 +17,7 @@ class Bar:
     """How much of what is to be done is done. On a terminal the bar goes away at the end of a `with` block.
 
     Nothing is shown of what takes less than a second, on a terminal, or less than a minute elsewhere. Only `advance`
-    writes, so that nothing runs beside what is measured.
+    writes, so that nothing runs next to what is measured.
     """
 
     label: str

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from cuflash.flash_attention import FlashAttention
-from cuflash.frameworks import check_lse_keywords, forward_call
+from cuflash.frameworks import add_keywords, check_lse_keywords, forward_call
 from cuflash.jax.primitives import FORWARD, RANDOM, Array, bind
 from cuflash.spec.options import check_random
 
@@ -196,20 +196,10 @@ def _forward(
     offset: Array,
     keywords: dict[str, Any],
 ) -> Any:
-    """out and lse of the forward pass; without v, of values that have no columns, as `cuflash` computes lse alone."""
-    for name, x in arrays.items():
-        if not isinstance(x, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a jax.Array")
-    k = arrays["k"]
-    if "v" not in arrays:
-        arrays["v"] = jax.numpy.empty((*k.shape[:-1], 0), k.dtype)
-        keywords |= {"v_scale": keywords["k_scale"]} if "k_scale" in keywords else {}
-    options: dict[str, Any] = {}
-    for name, x in keywords.items():
-        if isinstance(x, (jax.Array, np.ndarray)):
-            arrays[name] = x
-        elif x is not None:
-            options[name] = x
+    """out and lse of the forward pass; lse alone without v."""
+    options = add_keywords(
+        arrays, keywords, (jax.Array, np.ndarray), "jax.Array", lambda k: jax.numpy.empty((*k.shape[:-1], 0), k.dtype)
+    )
     attn = forward_call(attn, tuple(arrays), options, function).attn
     if attn.options.dropout:
         arrays[RANDOM] = _random(seed, offset)

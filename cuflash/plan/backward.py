@@ -206,7 +206,7 @@ def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any
     if hoisted.tables and (why_not is not None or hoisted.reads_pairs):
         draft.program = unhoisted
         if family.why_not_score_args(draft, main) is None:
-            why = why_not or "numbers of rows and keys, and sums of gradients, leave few registers for tables"
+            why = why_not or "per-row and per-key values, and sums of gradients, leave few registers for tables"
             draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
             return True
         draft.program = hoisted

@@ -293,5 +293,5 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     # The last family serves all that no other one does.
     tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
-        reasons_against.append("fp8 q, k and v become numbers of 16 bits, exactly, which are multiplied")
+        reasons_against.append("fp8 q, k and v become half precision, exactly, and are multiplied so")
     return family, tile, "\n".join([reason, *reasons_against])

@@ -32,7 +32,7 @@ def rows_of(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Whether this is decode: few queries, and keys enough to split."""
+    """Whether this is decode: so few queries, and so many keys, that keys are split."""
     heads, keys = problem.batch * problem.num_heads_kv, visible_keys(problem.mean_sequence)
     return heads > 0 and 0 < rows_of(problem) <= DECODE_ROWS and keys >= DECODE_MIN_SEQLEN_K
 

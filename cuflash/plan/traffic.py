@@ -28,9 +28,9 @@ from cuflash.spec.problem import Problem
 # fitted to the counters of an H200.
 L2_FRACTION = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
-# What the blocks of a main kernel own: tiles of queries, equal shares of the keys of all heads (decode), tiles of keys,
+# What the blocks of a main kernel own: tiles of queries, equal splits of the keys of all heads (decode), tiles of keys,
 # those of them that some query attends to, or tiles of queries for dq alone.
-Model = Literal["queries", "shares of keys", "keys", "visible keys", "queries of dq"]
+Model = Literal["queries", "splits of keys", "keys", "visible keys", "queries of dq"]
 
 
 class Plan(Protocol):
@@ -63,7 +63,7 @@ class Traffic:
     """Bytes that a pass moves."""
 
     tiles: int  # of operands and row statistics, from L2 or memory to shared memory
-    added: int = 0  # to sums of dq, in L2 or memory
+    added: int = 0  # to the dq accumulator, in L2 or memory
     read: int  # from device memory
     written: int  # to device memory
     least: int  # from and to device memory, if only inputs and results are moved, each once
@@ -229,7 +229,7 @@ def _forward(plan: Plan) -> Traffic:
     problem, tile = plan.problem, plan.tiles[0]
     one, of = problem.mean_sequence, _Rows.of(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    if "shares of keys" in plan.models:
+    if "splits of keys" in plan.models:
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(one, tile.block_m, tile.block_n)
@@ -250,7 +250,7 @@ def _forward(plan: Plan) -> Traffic:
 
 
 def _decoding(plan: Plan) -> tuple[int, float]:
-    """Bytes of tiles, and of keys and values read, where blocks take equal shares of the keys of all heads."""
+    """Bytes of tiles, and of keys and values read, where blocks take equal splits of the keys of all heads."""
     problem, tile, blocks = plan.problem, plan.tiles[0], plan.run_time.resident_blocks
     of_q, of_v = _row_bytes(problem)
     heads = problem.batch * problem.num_heads_kv

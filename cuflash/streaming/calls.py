@@ -42,9 +42,9 @@ _REMEDIES = {
     "block_table": "contiguous keys: the pages of each batch entry gathered into them",
     "cu_seqlens_q": "a call for each sequence, or sequences padded to one length as the entries of a batch",
     "cu_seqlens_k": "a call for each sequence, or sequences padded to one length as the entries of a batch",
-    "q_scale": "q of 16 bits a number or more",
-    "k_scale": "k of 16 bits a number or more",
-    "v_scale": "v of 16 bits a number or more",
+    "q_scale": "q in half precision or wider",
+    "k_scale": "k in half precision or wider",
+    "v_scale": "v in half precision or wider",
 }
 
 

@@ -8,7 +8,7 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
     dQ = scale dS K,  dK = scale dS^T Q
 
 The softcap c stands between scale Q K^T and S: with X = scale Q K^T / c and T = tanh X, dS is multiplied by 1 - T^2 on
-its way to dQ and dK. The other operands of S, beside Q and K, have gradients too, sums over what they are broadcast
+its way to dQ and dK. The other operands of S, next to Q and K, have gradients too, sums over what they are broadcast
 to::
 
     dbias = dS,  dslope = -sum dS o |i + d - j|,

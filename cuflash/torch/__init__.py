@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cuflash.flash_attention import FlashAttention
-from cuflash.frameworks import check_lse_keywords, forward_call
+from cuflash.frameworks import add_keywords, check_lse_keywords, forward_call
 from cuflash.torch.operators import Forward
 
 if TYPE_CHECKING:
@@ -217,21 +217,9 @@ def _forward(
     offset: int | None,
     keywords: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of the forward pass; without v, of values that have no columns, as `cuflash` computes lse alone."""
-    for name, x in arrays.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
-    q, k = arrays["q"], arrays["k"]
-    if "v" not in arrays:
-        arrays["v"] = k.new_empty((*k.shape[:-1], 0))
-        keywords |= {"v_scale": keywords["k_scale"]} if "k_scale" in keywords else {}
-    options: dict[str, Any] = {}
-    for name, x in keywords.items():
-        if isinstance(x, Tensor):
-            arrays[name] = x
-        elif x is not None:
-            options[name] = x
-    if torch.is_autocast_enabled(q.device.type):
+    """out and lse of the forward pass; lse alone without v."""
+    options = add_keywords(arrays, keywords, (Tensor,), "torch.Tensor", lambda k: k.new_empty((*k.shape[:-1], 0)))
+    if torch.is_autocast_enabled(arrays["q"].device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
         # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.

@@ -32,7 +32,7 @@ static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunct
               "no bias is looked up with a mask of bits");
 static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
-// The numbers of the keys of one head: what is added to all scores of a key, or what a function reads of it.
+// The per-key values of one head: what is added to all scores of a key, or what a function reads of it.
 struct PerKeyValues {
   const Score& score;
   const u8* mask;

@@ -208,7 +208,7 @@ def test_plans_say_what_is_served():
     for changes, why in others.values():
         plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), FORWARD)
         assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
-        assert "fp8 q, k and v become numbers of 16 bits" in plan.reason
+        assert "fp8 q, k and v become half precision" in plan.reason
     for case, arch, source in (
         (whole, "9.0", "sm90/forward_float8.cu"),
         (few, "9.0", "sm90/decode_float8.cu"),
@@ -216,7 +216,7 @@ def test_plans_say_what_is_served():
     ):
         plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), FORWARD)
         assert plan.kernels[0].source == source
-        assert ("become numbers of 16 bits" in plan.reason) == (source != "sm90/forward_float8.cu")
+        assert ("become half precision" in plan.reason) == (source != "sm90/forward_float8.cu")
     few = replace(few, dtype="float16", q_float8=False, q_scale=None)
     # Rows that TMA does not reach, and heads that are too wide.
     for other in (replace(few, strides="padded"), replace(few, head_dim=320)):

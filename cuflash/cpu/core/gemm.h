@@ -53,31 +53,33 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
 template <class T, int R, int N, Order ORDER>
 inline void product_block_by_lanes(const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
                                    long c_stride, bool adds) {
-    constexpr int L = LANES<T>, STEP = ORDER == Order::ROWS ? L : 1, LOADS = ORDER == Order::ROWS ? R : R / L;
+    constexpr int L = LANES<T>, TERMS = ORDER == Order::ROWS ? L : 1, LOADS = ORDER == Order::ROWS ? R : R / L;
+    constexpr int STEP = ORDER == Order::ROWS ? 4 : 1;  // with fewer, GCC moves sums from register to register
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (LOADS + 2) / 3;
     const T *from[GROUPS];
     const long next = ORDER == Order::ROWS ? a_stride : L;
     for (int g = 0; g < GROUPS; ++g) from[g] = a + 3 * g * next;
     long k = 0;
-    for (; k + STEP <= length; k += STEP) {
-        Vector<T> y[LOADS];
+    for (; k + STEP <= length; k += STEP)
+        for_each_of<STEP / TERMS>([&](auto) {
+            Vector<T> y[LOADS];
 #pragma GCC unroll 12
-        for (int i = 0; i < LOADS; ++i) y[i] = load(from[i / 3] + i % 3 * next);
-        for_each_of<STEP>([&](auto step) {
-            Vector<T> x[N];
+            for (int i = 0; i < LOADS; ++i) y[i] = load(from[i / 3] + i % 3 * next);
+            for_each_of<TERMS>([&](auto term) {
+                Vector<T> x[N];
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) x[n] = load(b + n * L);
-            for_each_of<R>([&](auto r) {
-                constexpr int i = ORDER == Order::ROWS ? r : r / L, lane = ORDER == Order::ROWS ? step : r % L;
+                for (int n = 0; n < N; ++n) x[n] = load(b + n * L);
+                for_each_of<R>([&](auto r) {
+                    constexpr int i = ORDER == Order::ROWS ? r : r / L, lane = ORDER == Order::ROWS ? term : r % L;
 #pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) sums[r][n] = add_product_by_lane<lane>(sums[r][n], x[n], y[i]);
+                    for (int n = 0; n < N; ++n) sums[r][n] = add_product_by_lane<lane>(sums[r][n], x[n], y[i]);
+                });
+                b += b_stride;
             });
-            b += b_stride;
-        });
 #pragma GCC unroll 4
-        for (int g = 0; g < GROUPS; ++g) from[g] += ORDER == Order::ROWS ? L : a_stride;
-    }
+            for (int g = 0; g < GROUPS; ++g) from[g] += ORDER == Order::ROWS ? L : a_stride;
+        });
     for (; k < length; ++k, b += b_stride)  // of rows, whose last elements do not fill a vector
         for_each_of<R>([&](auto r) {
             const Vector<T> y = splat(a[r * next + k]);

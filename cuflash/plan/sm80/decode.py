@@ -117,14 +117,14 @@ DECODE_FLOAT8_TILES = _table(key_bytes=1)
 
 
 class Decode(ForwardFamily[DecodeTile]):
-    """Blocks take equal shares of the keys of all heads."""
+    """Blocks take equal splits of the keys of all heads."""
 
     kernel = "sm80/decode"
     has_functions = True
     serves_no_values = True
     has_float8 = True
     tile = DecodeTile
-    model = "shares of keys"
+    model = "splits of keys"
     reads_keys_once = True
     unknown = ("packed sequences",)
 

@@ -16,14 +16,15 @@ from cuflash.plan.sm90.backward import (
     reversed_one_in_order,
 )
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker, why_too_large
+from cuflash.plan.sm90.scored import Sm90Tile
+from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardJvpSm90Tile(Tile):
+class BackwardJvpSm90Tile(Sm90Tile):
     """One way to cut the tangents of gradients for compute capability 9.0. A warpgroup, or two, own 64 of the keys."""
 
     max_dim: int
@@ -40,9 +41,6 @@ class BackwardJvpSm90Tile(Tile):
     defined = ("dx_stages", "schedule", "ping_pong", "has_tdout")
     variations: ClassVar = {"num_stages": (2, 3), "dx_stages": (1, 2), "ping_pong": (False, True)}
 
-    element_bytes = 2
-    min_blocks = 1
-    fragments_ahead = 0
     dim_multiple = 32
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
@@ -71,7 +69,7 @@ class BackwardJvpSm90Tile(Tile):
     def num_warps(self) -> int:
         """Four warps for each of two consumers, four for tdq, and four for the producer if it is not one of these.
 
-        It is not where warps beside it keep the order of tdq.
+        It is not where warps next to it keep the order of tdq.
         """
         return 16 if self.sums_first or self.dq_in_order else 12
 

@@ -38,7 +38,7 @@ from cuflash.spec.problem import Problem
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
     tile = DecodeSm90Tile
-    model: ClassVar[Model | None] = "shares of keys"
+    model: ClassVar[Model | None] = "splits of keys"
     reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences")
 

@@ -9,7 +9,7 @@ from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
-from cuflash.plan.sm90.scored import takes_pairs
+from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
 from cuflash.plan.sm90.tiles import (
     JVP_FLOAT32_SM90_TILES,
     JVP_TF32_SM90_TILES,
@@ -34,7 +34,7 @@ CONDITIONS = by_name(
 
 
 @dataclass(frozen=True, kw_only=True)
-class JvpSm90Tile(Tile):
+class JvpSm90Tile(Sm90Tile):
     """One way to cut attention with its tangent for compute capability 9.0. A consumer owns 64 of its queries."""
 
     max_dim: int
@@ -59,21 +59,11 @@ class JvpSm90Tile(Tile):
         "ping_pong": (False, True),
     }
 
-    element_bytes = 2
-    dim_multiple = 16
-    min_blocks = 1
-    fragments_ahead = 0
-
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
         )
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and four for the producer."""
-        return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         q, out = (chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, self.out_columns)))
@@ -84,7 +74,7 @@ class JvpSm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JvpWideSm90Tile(Tile):
+class JvpWideSm90Tile(Sm90Tile):
     """The same for head dimensions whose two accumulators take the registers of two warpgroups.
 
     Two consumers have the same queries, and half of the keys of a tile each.
@@ -99,11 +89,7 @@ class JvpWideSm90Tile(Tile):
     block_m = 64
     block_n = 128
 
-    element_bytes = 2
-    dim_multiple = 16
     num_warps = 12  # four for each of two consumers, and four for the producer
-    min_blocks = 1
-    fragments_ahead = 0
     value_rows = 32
 
     def rules(self) -> tuple[tuple[bool, str], ...]:

@@ -51,7 +51,22 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredTile(Tile):
+class Sm90Tile(Tile):
+    """A tile of warpgroups: what their rows have where they do not say otherwise."""
+
+    element_bytes = 2
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer of 64 queries, and four for the producer."""
+        return self.block_m // 16 + 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTile(Sm90Tile):
     """A tile whose kernel loads bias and masks by tile."""
 
     bias_of_pairs: int = 0  # bytes of an element, where tiles of a per-pair bias are loaded; else 0
@@ -98,7 +113,7 @@ class ScoredTile(Tile):
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:
-        """Whether a score reads numbers of keys and nothing of pairs, and there is no mask of blocks or of pairs."""
+        """Whether a score reads per-key values and none of pairs, and there is no mask of blocks or of pairs."""
         has_mask = problem.block_mask is not None or self.looks_up_pairs(problem)
         return self.per_key_values > 0 and not has_mask and problem.hoisted.reads_points
 

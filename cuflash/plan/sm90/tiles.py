@@ -14,6 +14,7 @@ from cuflash.plan.sm90.conditions import BACKWARD, FORWARD, FORWARD_FLOAT8, FORW
 from cuflash.plan.sm90.scored import (
     BIAS_BY_TMA,
     ScoredTile,
+    Sm90Tile,
     bias_by,
     bias_tile_bytes,
 )
@@ -47,11 +48,6 @@ class ForwardSm90Tile(ScoredTile):
         "ping_pong": (False, True),
     }
 
-    element_bytes = 2
-    dim_multiple = 16
-    min_blocks = 1
-    fragments_ahead = 0
-
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
@@ -66,11 +62,6 @@ class ForwardSm90Tile(ScoredTile):
         if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
             return tile
         return tile.changed(per_key_values=len(problem.hoisted.of_keys))
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and four for the producer."""
-        return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         q, out = (chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, 128)))
@@ -114,9 +105,6 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     }
 
     element_bytes = 4
-    dim_multiple = 16
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -124,11 +112,6 @@ class ForwardFloat32Sm90Tile(ScoredTile):
             (self.bf16_terms in (2, 3), "two or three bf16 terms"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
         )
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and four for the producer."""
-        return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         q, k, v = (
@@ -144,7 +127,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JvpFloat32Sm90Tile(Tile):
+class JvpFloat32Sm90Tile(Sm90Tile):
     """One way to cut attention with its tangent in float32 for compute capability 9.0, of operands as bf16 terms.
 
     A consumer owns 64 of the 128 queries.
@@ -162,10 +145,7 @@ class JvpFloat32Sm90Tile(Tile):
     variations: ClassVar = {"block_n": (16, 32, 48, 64), "num_stages": (1, 2), "ping_pong": (False, True)}
 
     element_bytes = 4
-    dim_multiple = 16
     num_warps = 12  # four for each of two consumers, and four for the producer
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -182,7 +162,7 @@ class JvpFloat32Sm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardFloat8Sm90Tile(Tile):
+class ForwardFloat8Sm90Tile(Sm90Tile):
     """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
     max_dim: int
@@ -202,8 +182,6 @@ class ForwardFloat8Sm90Tile(Tile):
     variations: ClassVar = {"block_m": (128, 192), "num_stages": (2, 3), "value_stages": (1, 2), "q_stages": (1, 2)}
 
     element_bytes = 2  # of out
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -214,7 +192,7 @@ class ForwardFloat8Sm90Tile(Tile):
     @property
     def num_warps(self) -> int:
         """Four warps for each consumer, the producer, and the three transposers."""
-        return self.block_m // 16 + 4
+        return super().num_warps
 
     @property
     def dim_multiple(self) -> int:
@@ -264,10 +242,6 @@ class BackwardSm90Tile(ScoredTile):
     conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
     variations: ClassVar = {"num_stages": (2, 3)}
-
-    element_bytes = 2
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         keys = 64 if self.splits_roles else 128
@@ -357,9 +331,6 @@ class BiasSm90Tile(ScoredTile):
     variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
 
     num_warps = 12  # four for each of two consumers and for the producer
-    dim_multiple = 16
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -408,9 +379,6 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
     element_bytes = 4
     num_warps = 16  # four each for dv, dk, dq and the producers
-    dim_multiple = 16
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (

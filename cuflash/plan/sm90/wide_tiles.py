@@ -7,15 +7,16 @@ from typing import ClassVar
 
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.key_splits import DECODE_ROWS
+from cuflash.plan.sm90.scored import Sm90Tile
 from cuflash.plan.tensor_map import CHUNK
-from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, maker
+from cuflash.plan.tiles import ARITHMETIC, chunked_bytes, maker
 from cuflash.spec.problem import Problem
 
 ONE_PASS_COLUMNS = 512  # columns of the output whose sums registers hold
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardWideSm90Tile(Tile):
+class ForwardWideSm90Tile(Sm90Tile):
     """One way to cut the forward pass of wide heads for compute capability 9.0. A block owns 64 of the block_m queries.
 
     Blocks that share a tile of queries are a cluster.
@@ -28,11 +29,7 @@ class ForwardWideSm90Tile(Tile):
     origin: str = field(compare=False)
 
     defined: ClassVar[tuple[str, ...]] = ("wide_sum", "column_blocks")
-    element_bytes = 2
-    dim_multiple = 16
     num_warps = 16  # four each for the two halves of the output, for scores and for the producer
-    min_blocks = 1
-    fragments_ahead = 0
     wide_sum = "kOut"
     column_blocks = 1
 
@@ -81,7 +78,7 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardWideSm90Tile(Tile):
+class BackwardWideSm90Tile(Sm90Tile):
     """One way to cut dv and dk of wide heads for compute capability 9.0, each of which has its own kernel.
 
     A block owns block_n keys, and its share of their columns; blocks that share keys are a cluster.
@@ -95,13 +92,9 @@ class BackwardWideSm90Tile(Tile):
     origin: str = field(compare=False)
 
     defined = ("wide_sum", "column_blocks")
-    element_bytes = 2
     block_m = 64
     block_n = 64
-    dim_multiple = 16
     num_warps = 16  # four each for the two halves of the sums, for scores and for the producer
-    min_blocks = 1
-    fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return ((self.column_blocks in (1, 2), "columns of one or two blocks"),)

@@ -36,12 +36,12 @@ constexpr bool HAS_FMA = true, HAS_FLOAT16 = true;
 #else
 constexpr bool HAS_FMA = false, HAS_FLOAT16 = false;
 #endif
-// Instructions for products with one lane of a vector. NaN that is stored as float16 keeps its bits where there is an
-// instruction for it.
+// Instructions for products with one lane of a vector, and for conversions to float16; and whether a fused product can
+// only overwrite its sum, so that a sum that is needed again, like a constant, is copied first.
 #if defined(USES_NEON)
-constexpr bool HAS_LANE_PRODUCTS = true, HAS_FLOAT16_STORES = true;
+constexpr bool HAS_LANE_PRODUCTS = true, HAS_FLOAT16_STORES = true, COPIES_SUMS = true;
 #else
-constexpr bool HAS_LANE_PRODUCTS = false, HAS_FLOAT16_STORES = false;
+constexpr bool HAS_LANE_PRODUCTS = false, HAS_FLOAT16_STORES = false, COPIES_SUMS = false;
 #endif
 #if defined(USES_AVX512)
 constexpr bool HAS_SCALING = true;
@@ -89,6 +89,9 @@ template <> struct Vectors<float> {
     static constexpr int DEGREE = 6;
     static constexpr float EXP2[DEGREE + 1] = {1.0f,         0.6931472f,    0.2402265f,    0.05550327f,
                                                0.009618057f, 0.0013400428f, 0.00015461445f};
+    // The same for the order of operations of COPIES_SUMS.
+    static constexpr float EXP2_BY_PAIRS[DEGREE + 1] = {1.0f,           0.693147182f,   0.240226507f,   0.0555033721f,
+                                                        0.00961804762f, 0.00133997493f, 0.000154529509f};
     static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
     // (exp(2 x) - 1 - 2 x) / (2 x^2), for x of up to log(2) / 4.
     static constexpr int EXPM1_TERMS = 5;
@@ -118,6 +121,7 @@ template <> struct Vectors<double> {
                                                 1.0178058390428893e-07,
                                                 7.074192209639015e-09,
                                                 4.4556433403988256e-10};
+    static constexpr auto &EXP2_BY_PAIRS = EXP2;
     static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
     static constexpr int EXPM1_TERMS = 10;
     static constexpr double EXPM1[EXPM1_TERMS] = {1.0,

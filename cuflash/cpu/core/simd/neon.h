@@ -92,7 +92,7 @@ template <> inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
 
 template <> inline Vector<float> load_as<float>(const Bfloat16 *p) {
     const uint16x4_t bits = vld1_u16((const uint16_t *)p);
-    return (Vector<float>)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(bits, bits));
+    return (Vector<float>)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(bits, vdup_n_u16(0)));
 }
 template <> inline Vector<float> load_as<float>(const Float16 *p) {
     return (Vector<float>)vcvt_f32_f16(vld1_f16((const float16_t *)p));

@@ -45,8 +45,21 @@ template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
 
 // 2^x of numbers from -1/2 to 1/2.
 template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
-    Vector<T> p = splat(Vectors<T>::EXP2[Vectors<T>::DEGREE]);
-    for (int i = Vectors<T>::DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
+    constexpr int DEGREE = Vectors<T>::DEGREE;
+    if constexpr (COPIES_SUMS) {
+        // Each constant that is added costs a copy: only every other one is, and the two that count most, which come
+        // last because their roundings do.
+        constexpr auto &C = Vectors<T>::EXP2_BY_PAIRS;
+        const Vector<T> square = rest * rest;
+        auto pair = [&](int i) { return add_product(splat(C[i]), rest, splat(C[i + 1])); };
+        constexpr int LAST = (DEGREE - 1) / 2 * 2;
+        Vector<T> p = pair(LAST);
+        if constexpr (LAST + 2 == DEGREE) p = add_product(p, square, splat(C[DEGREE]));
+        for (int i = LAST - 2; i >= 2; i -= 2) p = add_product(pair(i), square, p);
+        return add_product(splat(C[0]), rest, add_product(splat(C[1]), rest, p));
+    }
+    Vector<T> p = splat(Vectors<T>::EXP2[DEGREE]);
+    for (int i = DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
     return p;
 }
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #define WIN32_LEAN_AND_MEAN
+#if !defined(NOMINMAX)
 #define NOMINMAX
+#endif
 #if !defined(_WIN32_WINNT)
 #define _WIN32_WINNT 0x0601
 #endif
