@@ -138,8 +138,8 @@ inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns
 // Moves `at` to the first of a row's scores that are above `most`, the largest one so far, if one is. They are whole
 // vectors, the first of which is that of the key `first`.
 template <class T> inline void find_first_max(const T *s, long columns, long first, T &most, long &at) {
-    Vector<T> largest = load(s);
-    for (long j = LANES<T>; j < columns; j += LANES<T>) largest = larger<T>(largest, load(s + j));
+    Vector<T> largest = splat(most);  // and not NaN, if a score is
+    for (long j = 0; j < columns; j += LANES<T>) largest = larger<T>(load(s + j), largest);
     if (!any_above<T>(largest, most)) return;
     for (long j = 0; j < columns; ++j)
         if (s[j] > most) most = s[j], at = first + j;

@@ -117,7 +117,7 @@ inline void take_strongest(const T *s, long columns, long first, long count, Sco
         num == count ? best[count - 1].score : std::nextafter(reached_by(s, columns, count), T(-__builtin_inf()));
     long n = num;
     for (long j = 0; j < columns; j += LANES<T>) {
-        if (!any_above<T>(load(s + j), least)) continue;
+        if (!any_above<T>(larger<T>(load(s + j), splat(least)), least)) continue;  // NaN is none
         for (long x = j; x < j + LANES<T>; ++x) {  // without a branch, which would be predicted wrongly
             space[n] = {s[x], int32_t(first + x)};
             n += s[x] > least;
