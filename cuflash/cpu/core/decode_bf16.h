@@ -106,7 +106,7 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
                                                    const Coming *coming, float *o, long o_stride) {
     auto words = [&](long j, int n) {
         const Bits *p = (const Bits *)v.at[j] + d + n * LANES<float>;
-        return widen(load_halves(p));
+        return widen<float>(load_halves(p));
     };
     Vector<float> sums[R][N] = {};
     for (long j = 0; j < num_keys; j += 2) {

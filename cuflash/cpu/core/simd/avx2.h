@@ -54,6 +54,11 @@ template <> inline Words multiply_words(Words x, uint64_t y) {
     return (Words)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(y));
 }
 
+// The compiler widens each half of them.
+template <> inline Integers<float> widen<float>(Halves bits) {
+    return (Integers<float>)_mm256_cvtepu16_epi32((__m128i)bits);
+}
+
 template <> inline Vector<float> load_as<float>(const Float16 *p) {
     return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }

@@ -83,6 +83,11 @@ template <> inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
     return (KeptBytes)_mm256_movm_epi8(_mm512_cmpgt_epu16_mask((__m512i)draws, _mm512_set1_epi16(short(limit))));
 }
 
+// The compiler widens each half of them.
+template <> inline Integers<float> widen<float>(Halves bits) {
+    return (Integers<float>)_mm512_cvtepu16_epi32((__m256i)bits);
+}
+
 template <> inline Vector<float> load_as<float>(const Float16 *p) {
     return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }

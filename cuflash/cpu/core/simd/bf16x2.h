@@ -35,7 +35,7 @@ inline void load_piece(const char *row, long step, long dim, long d, Bits *out, 
 // because loads of tile registers wait long for what was stored in smaller pieces.
 inline void interleave_whole(const Bits *x, const Bits *y, float *out, long padded) {
     for (long d = 0; d < padded; d += LANES<float>)
-        store(out + d, (Vector<float>)(widen(load_halves(x + d)) | widen(load_halves(y + d)) << 16));
+        store(out + d, (Vector<float>)(widen<float>(load_halves(x + d)) | widen<float>(load_halves(y + d)) << 16));
 }
 
 // The same of any rows, of which the second may be missing.

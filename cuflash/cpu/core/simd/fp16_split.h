@@ -12,7 +12,7 @@ inline void split_to_bf16x2(const float *row, long count, float *high, float *lo
         const Vector<float> x = load(row + j);
         const Halves upper = round_to_bfloat16<float>(x);
         store_halves(high + j / 2, upper);
-        store_halves(low + j / 2, round_to_bfloat16<float>(x - floats_of(upper)));
+        store_halves(low + j / 2, round_to_bfloat16<float>(x - floats_of<float>(upper)));
     }
 }
 

@@ -189,15 +189,13 @@ inline Halves load_halves(const Bits *p) {
     typedef uint16_t Anywhere __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
     return *(const Anywhere *)p;
 }
-inline Integers<float> widen(Halves bits) {
+template <class T> inline Integers<T> widen(Halves bits) {
     typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
-    return (Integers<float>)__builtin_convertvector(bits, Unsigned);
+    return (Integers<T>)__builtin_convertvector(bits, Unsigned);
 }
-inline Vector<float> floats_of(Halves bits) { return (Vector<float>)(widen(bits) << 16); }
+template <class T> inline Vector<T> floats_of(Halves bits) { return (Vector<T>)(widen<T>(bits) << 16); }
 
-template <class T> inline Vector<T> load_as(const Bfloat16 *p) {
-    return (Vector<T>)floats_of(load_halves((const Bits *)p));
-}
+template <class T> inline Vector<T> load_as(const Bfloat16 *p) { return floats_of<T>(load_halves((const Bits *)p)); }
 
 template <class T> inline Vector<T> load_as(const Float16 *p) {
     T x[LANES<T>];
