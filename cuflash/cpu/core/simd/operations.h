@@ -107,7 +107,8 @@ template <class T> inline Integers<T> mask_of_bytes(const unsigned char *bytes) 
 
 // out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from
 // `count` on are taken as zeros. It takes log2(N) perfect shuffles.
-template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
+template <class T>
+inline void transpose_square(const T *in, int64_t stride, T *out, int64_t out_stride, int64_t count) {
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];
     Integers<T> low, high;
@@ -213,9 +214,9 @@ template <class T> inline Vector<T> load_as(const Bf16x2 *p) {
 
 // Whether none of these float16 is infinite or NaN.
 constexpr uint16_t INFINITE_FLOAT16 = 0x7C00;
-template <class B> inline bool are_finite(const B *bits, long count) {
+template <class B> inline bool are_finite(const B *bits, int64_t count) {
     bool found = false;
-    for (long i = 0; i < count; ++i) found |= (bits[i] & INFINITE_FLOAT16) == INFINITE_FLOAT16;
+    for (int64_t i = 0; i < count; ++i) found |= (bits[i] & INFINITE_FLOAT16) == INFINITE_FLOAT16;
     return !found;
 }
 

@@ -32,8 +32,8 @@ struct Processor {
 inline bool may_use_tiles() {
     if (HAS_MODEL) return true;
 #if defined(__linux__)
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
+    constexpr int64_t ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static std::atomic<int> answer{0};               // 1 is yes, 2 is no
     if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
     return answer == 1;
 #else
