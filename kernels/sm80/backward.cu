@@ -7,7 +7,8 @@
 // share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS
 // goes through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps
 // then share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a
-// slice of the columns of dK and dV, and both P' and dS' go through shared memory.
+// slice of the columns of dK and dV, and both P' and dS' go through shared memory. The steps of a tile of queries are
+// numbered [GEMM 1] to [GEMM 7], as in sm90/backward.cu.
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/operands.cuh"
@@ -48,6 +49,77 @@ CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
   load_pair(address + 16, stats[2], stats[3]);
 }
 
+// [GEMM 7] dQ = dS K, of a pair of tiles.
+CUFLASH_DEVICE void multiply_dq(Real (&dq)[kDqMTiles][kDqNTiles][4], u32 s_ds, u32 s_k) {
+  const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
+  const ColumnMajorA<kRowS> a(s_ds, dq_warp_m * kDqMTiles);
+  const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
+  set_zero(dq);
+  multiply<kBlockN / kStep>(dq, a, b);
+}
+
+// The epilogue where blocks share the query heads: leaves partial sums.
+CUFLASH_DEVICE void leave_partials(Real* partials, const Real (&dk)[kKeyTiles][kColumnTiles][4],
+                                   const Real (&dv)[kKeyTiles][kColumnTilesV][4]) {
+  const auto leave = [&](const auto& d) {
+#pragma unroll
+    for (const auto& row : d)
+#pragma unroll
+      for (const auto& tile : row) {
+        *(Real4*)partials = {tile[0], tile[1], tile[2], tile[3]};
+        partials += kNumThreads * 4;
+      }
+  };
+  if constexpr (kNeedsDk)
+    leave(dk);
+  else
+    partials += kBlockN * kDim;
+  if constexpr (kNeedsDv) leave(dv);
+}
+
+// The epilogue: dK and dV leave through the shared memory of K and V, which no thread reads any more after the
+// barrier.
+CUFLASH_DEVICE void store_gradients(const Params& params, Entry batch, int head_kv, int first_key, int warp_key,
+                                    int warp_d, const Real (&dk)[kKeyTiles][kColumnTiles][4],
+                                    const Real (&dv)[kKeyTiles][kColumnTilesV][4]) {
+  const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK;
+  ptx::sync_block();
+  const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
+  if constexpr (kNeedsDk)
+    store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
+  if constexpr (kNeedsDv)
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv,
+                                                           [&](int, int) { return kept_scale; });
+  ptx::sync_block();
+  const int seqlen_k = seqlen_k_of(params, batch);
+  if constexpr (kNeedsDk)
+    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
+                                  first_key, seqlen_k);
+  if constexpr (kNeedsDv)
+    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
+                                   first_key, seqlen_k);
+}
+
+// Loads tiles of queries, each into a stage of the ring.
+struct QueryLoader {
+  const Params& params;
+  const Entry batch;
+  const int seqlen_q;
+  const u32 s_ring;
+
+  CUFLASH_DEVICE void load(const QueryTileIterator& at, int stage) const {
+    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
+    const int first_row = at.m_block * kBlockM;
+    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
+                                  seqlen_q);
+    const int thread = ptx::thread_index();
+    if (thread < (int)kBytesStats / 16)
+      ptx::copy_async<16, 0>(s_stats + thread * 16,
+                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
+  }
+};
+
 CUFLASH_DEVICE void backward(const Params& params) {
   if (!is_chosen(params)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
@@ -73,17 +145,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const auto row_tile = [&](const QueryTileIterator& at) {
     return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block);
   };
-  const auto load_queries = [&](const QueryTileIterator& at, int stage) {
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
-    const int first_row = at.m_block * kBlockM;
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
-                                  seqlen_q);
-    const int thread = ptx::thread_index();
-    if (thread < (int)kBytesStats / 16)
-      ptx::copy_async<16, 0>(s_stats + thread * 16,
-                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
-  };
+  const QueryLoader loader{params, batch, seqlen_q, s_ring};
 
   // K and V arrive with the first tile of queries.
   QueryTileIterator current = QueryTileIterator::first(tiles, first_head);
@@ -94,7 +156,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
                                 key_stop);
 #pragma unroll
   for (int i = 0; i < kNumStages; ++i) {
-    if (i < num_steps) load_queries(next, i), next.advance(tiles);
+    if (i < num_steps) loader.load(next, i), next.advance(tiles);
     ptx::copy_async_commit();
   }
 
@@ -121,13 +183,14 @@ CUFLASH_DEVICE void backward(const Params& params) {
       Real first[4];
       load_own(0, first);
       const bool large = is_of_large(first[0]);
-      // P' and dP' before the softmax.
+      // [GEMM 1] S' = K Q'.
       set_zero(p);
       {
         const RowMajorA<kRow> a(s_k, warp_key);
         const ColumnMajorB<kRow, kWarpsQ> b(s_q, warp_d);
         multiply<kDim / kStep>(p, a, b);
       }
+      // [GEMM 2] dP' = V dO'.
       set_zero(ds);
       if constexpr (kNeedsDs) {
         const RowMajorA<kRowV> a(s_v, warp_key);
@@ -135,7 +198,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         multiply<kDimV / kStep>(ds, a, b);
       }
 
-      // P' = exp(score - lse), dS' = P' (dP' - delta).
+      // [3] P' = exp(S' - lse), [4] dS' = P' * (dP' - delta).
       {
         const Weights weights(params, batch, current.head, key_stop);
         const RowReductionGradients reductions(params, batch, current.head);
@@ -195,6 +258,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
       }
     }
 
+    // [GEMM 5] dV += P' dO, [GEMM 6] dK += dS' Q.
     const RowMajorB<kRowV, kWarpsD> operand_do(s_do, warp_d);
     const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
     const auto one = [](int, int) { return 1.0f; };
@@ -215,23 +279,19 @@ CUFLASH_DEVICE void backward(const Params& params) {
       if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
     }
 
-    // Adds dQ of this tile pair. With kOwnOperands, its dS is complete after the barrier that also ends the use of this
+    // [GEMM 7] dQ += dS K. With kOwnOperands, its dS is complete after the barrier that also ends the use of this
     // stage; otherwise it is complete already.
     const auto add_dq = [&]() {
       if constexpr (kDqByReduction) {
-        const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
-        const ColumnMajorA<kRowS> a(s_ds_now, dq_warp_m * kDqMTiles);
-        const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
         Real dq[kDqMTiles][kDqNTiles][4];
-        set_zero(dq);
-        multiply<kBlockN / kStep>(dq, a, b);
+        multiply_dq(dq, s_ds_now, s_k);
         add_to_dq(params, row_tile(current), dq);
       }
     };
     if constexpr (!kOwnOperands) add_dq();
     if constexpr (kNumStages == 2) ptx::copy_async_wait<0>();
     ptx::sync_block();
-    if (step + kNumStages < num_steps) load_queries(next, stage), next.advance(tiles);
+    if (step + kNumStages < num_steps) loader.load(next, stage), next.advance(tiles);
     ptx::copy_async_commit();
     if constexpr (kNumStages == 1) {
       ptx::copy_async_wait<0>();
@@ -245,40 +305,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
   if constexpr (kSplitsGroup) {
     Real* partials = partials_at(params, first_partial_of(params, num_n_blocks, batch, head_kv, n_block) + split,
                                  ptx::thread_index());
-    const auto leave = [&](const auto& d) {
-#pragma unroll
-      for (const auto& row : d)
-#pragma unroll
-        for (const auto& tile : row) {
-          *(Real4*)partials = {tile[0], tile[1], tile[2], tile[3]};
-          partials += kNumThreads * 4;
-        }
-    };
-    if constexpr (kNeedsDk)
-      leave(dk);
-    else
-      partials += kBlockN * kDim;
-    if constexpr (kNeedsDv) leave(dv);
+    leave_partials(partials, dk, dv);
     return;
   }
-
-  // The epilogue: dK and dV leave through the shared memory of K and V, which no thread reads any more after the
-  // barrier.
-  ptx::sync_block();
-  const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
-  if constexpr (kNeedsDk)
-    store_fragments<Order::kPairedColumns, kRow, kWarpsD>(s_k, warp_key, warp_d, dk, [&](int, int) { return scale; });
-  if constexpr (kNeedsDv)
-    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_v, warp_key, warp_d, dv,
-                                                           [&](int, int) { return kept_scale; });
-  ptx::sync_block();
-  const int seqlen_k = seqlen_k_of(params, batch);
-  if constexpr (kNeedsDk)
-    store_tile<kBlockN, kHeadDim>(s_k, (Storage*)keys_of(params, params.dk, batch, head_kv), params.dk.row_stride,
-                                  first_key, seqlen_k);
-  if constexpr (kNeedsDv)
-    store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
-                                   first_key, seqlen_k);
+  store_gradients(params, batch, head_kv, first_key, warp_key, warp_d, dk, dv);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)

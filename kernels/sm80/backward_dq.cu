@@ -12,6 +12,7 @@
 #include "common/softmax/row_reduction_gradients.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
+#include "sm80/key_loader.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int kNTiles = kBlockN / 8;
@@ -73,32 +74,23 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int m_block = work.block, head = work.head;
+  const int head = work.head;
   const Entry batch = work.batch;
-  const int first_row = m_block * kBlockM;
   const int seqlen_q = seqlen_q_of(params, batch);
-  const int head_kv = head / (params.num_heads / params.num_heads_kv);
-  const int key_stop = key_stop_of(params, batch);
-  const KeyTiles tiles(params, work, key_stop);
+  const QueryTile tile(params, work);
+  const int first_row = tile.first_row;
 
-  const Storage* g_k = keys_of(params, params.k, batch, head_kv);
-  const Storage* g_v = keys_of(params, params.v, batch, head_kv);
-  const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kNumStages * kBytesK;
+  const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ;
+  const KeyLoader<kBytesK, kBytesV> loader(params, tile, s_do + kBytesDo);
   const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
 
-  const auto load_keys = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN,
-                                 key_stop);
-    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN,
-                                  key_stop);
-  };
   load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
   load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
                                 seqlen_q);
-  if (tiles.start < tiles.stop) load_keys(tiles.stop - 1, 0);
+  if (tile.keys.start < tile.keys.stop) loader.load_k(tile.keys.stop - 1, 0), loader.load_v(tile.keys.stop - 1, 0);
   ptx::copy_async_commit();
 
-  const Weights weights(params, batch, head, key_stop);
+  const Weights weights(params, batch, head, tile.key_stop);
   const Dropout dropout(params, batch, head);
   const RowReductionGradients reductions(params, batch, head);
   const Real kept_scale = kept_scale_of(params);
@@ -120,20 +112,20 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     ptx::copy_async_wait<0>();
     ptx::sync_block();
     if constexpr (kNumStages == 2) {
-      if (n_block > tiles.start) load_keys(n_block - 1, 1 - stage);
+      if (n_block > tile.keys.start) loader.load_k(n_block - 1, 1 - stage), loader.load_v(n_block - 1, 1 - stage);
       ptx::copy_async_commit();
     }
 
-    const ColumnMajorB<kRow, 1> columns_k(s_k + stage * kBytesK);
-    const ColumnMajorB<kRowV, 1> columns_v(s_v + stage * kBytesV);
-    const RowMajorB<kRow, kDqWarpsD> rows_k(s_k + stage * kBytesK, warp_d);
+    const ColumnMajorB<kRow, 1> columns_k(loader.s_k + stage * kBytesK);
+    const ColumnMajorB<kRowV, 1> columns_v(loader.s_v + stage * kBytesV);
+    const RowMajorB<kRow, kDqWarpsD> rows_k(loader.s_k + stage * kBytesK, warp_d);
     Real s[kDqMTiles][kNTiles][4], dp[kDqMTiles][kNTiles][4];
     set_zero(s);
     multiply<kDim / kStep>(s, operand_q, columns_k);
     set_zero(dp);
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
-    const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
+    const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
     make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, reductions, kept_scale);
 
     add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
@@ -141,20 +133,12 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
       stage = 1 - stage;
     } else {
       ptx::sync_block();
-      if (n_block > tiles.start) load_keys(n_block - 1, 0);
+      if (n_block > tile.keys.start) loader.load_k(n_block - 1, 0), loader.load_v(n_block - 1, 0);
       ptx::copy_async_commit();
     }
   };
 
-  int n_block = tiles.stop - 1;
-#pragma unroll 1
-  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
-#pragma unroll 1
-  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
-  if constexpr (kHasLeftBound) {
-#pragma unroll 1
-    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
-  }
+  for_each_tile<false>(tile.keys, step);
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();

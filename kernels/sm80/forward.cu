@@ -5,7 +5,7 @@
 // A block owns kBlockM queries of one head and iterates over the tiles of keys from the last to the first; a warp owns
 // 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V
 // stream through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice
-// of the columns of O; every one of them computes S.
+// of the columns of O; every one of them computes S. The steps of a tile of keys are numbered [GEMM 1] to [GEMM 3].
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/float8.cuh"
@@ -17,6 +17,7 @@
 #include "common/softmax/store_lse.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/float8_fragments.cuh"
+#include "sm80/key_loader.cuh"
 #include "sm80/mma.cuh"
 #include "sm80/queries.cuh"
 
@@ -36,52 +37,108 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV, sizeof(KeyStorage));
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
+// The ring of tiles of keys and values.
+struct KeyRing : KeyLoader<kBytesK, kBytesV> {
+  using KeyLoader<kBytesK, kBytesV>::KeyLoader;
+
+  // Fills the ring: tile i of the loop goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
+  CUFLASH_DEVICE void fill() const {
+    const int num_tiles = tile.keys.stop - tile.keys.start;
+    if constexpr (kNumStages == 1) {
+      if (num_tiles > 0) load_k(tile.keys.stop - 1, 0);
+      ptx::copy_async_commit();
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNumStages - 1; ++i) {
+        if (i < num_tiles) load_k(tile.keys.stop - 1 - i, i), load_v(tile.keys.stop - 1 - i, i);
+        ptx::copy_async_commit();
+      }
+    }
+  }
+
+  // Waits for K of a tile, and begins the next load. One stage: V arrives during S = Q K^T, the next K during P V. More
+  // stages: a whole tile arrives ahead.
+  CUFLASH_DEVICE void wait_for_k(int n_block, int stage) const {
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      load_v(n_block, 0);
+      ptx::copy_async_commit();
+    } else {
+      ptx::copy_async_wait<kNumStages - 2>();
+      ptx::sync_block();
+      const int next = n_block - (kNumStages - 1);
+      const int next_stage = stage == 0 ? kNumStages - 1 : stage - 1;
+      if (next >= tile.keys.start) load_k(next, next_stage), load_v(next, next_stage);
+      ptx::copy_async_commit();
+    }
+  }
+  // The same for V, once S is there.
+  CUFLASH_DEVICE void wait_for_v(int n_block) const {
+    if constexpr (kNumStages == 1) {
+      ptx::copy_async_wait<0>();
+      ptx::sync_block();
+      if (n_block > tile.keys.start) load_k(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
+  }
+};
+
+// O / l, through the shared memory of Q so that the stores to global memory are wide.
+template <class RowFactor>
+CUFLASH_DEVICE void store_out(const Params& params, const QueryTile& tile, u32 s_q, int warp_row, int warp_d,
+                              const Real (&o)[kMTiles][kColumnTiles][4], int seqlen_q, RowFactor factor_of) {
+  const Work& work = tile.work;
+  if constexpr (CUFLASH_OUT_WIDE && kHasValues) {
+    store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_values_of(params.out, work.batch, work.head),
+                                   params.out.row_stride, tile.first_row, seqlen_q);
+  } else if constexpr (kHasValues) {
+    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, factor_of);
+    ptx::sync_block();
+    store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, work.batch, work.head), params.out.row_stride,
+                                   tile.first_row, seqlen_q);
+  }
+}
+
+// lse, and the reductions of rows.
+CUFLASH_DEVICE void store_rows(const Params& params, const Work& work, const OnlineSoftmax<kMTiles>& softmax,
+                               int lane_row, int warp_d, int seqlen_q) {
+  Real* g_lse = row_values_of(params.lse, work.batch, work.head);
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane_row + 16 * m + 8 * half;
+      if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q) {
+        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
+        store_row_reductions(params, work.batch, work.head, row, softmax, m, half);
+      }
+    }
+}
+
 CUFLASH_DEVICE void forward(const Params& params) {
   if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int m_block = work.block, head = work.head;
+  const int head = work.head;
   const Entry batch = work.batch;
-  const int first_row = m_block * kBlockM;
   const int seqlen_q = seqlen_q_of(params, batch);
-  const int head_kv = head / (params.num_heads / params.num_heads_kv);
-  const int key_stop = key_stop_of(params, batch);
-  const KeyTiles tiles(params, work, key_stop);
+  const QueryTile tile(params, work);
+  const int first_row = tile.first_row, key_stop = tile.key_stop;
 
-  const auto g_k = keys_of(params, params.k, batch, head_kv);
-  const auto g_v = keys_of(params, params.v, batch, head_kv);
-  const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ, s_v = s_k + kNumStages * kBytesK;
+  const u32 s_q = ptx::dynamic_shared();
+  const KeyRing ring(params, tile, s_q + kBytesQ);
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
-  const auto load_k = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN,
-                                 key_stop);
-  };
-  const auto load_v = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tiles.at(n_block) * kBlockN,
-                                  key_stop);
-  };
-
-  // Fill the ring: tile i of the loop goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
-  const int num_tiles = tiles.stop - tiles.start;
   load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, batch, head), params.q.row_stride, first_row,
                                   seqlen_q);
-  if constexpr (kNumStages == 1) {
-    if (num_tiles > 0) load_k(tiles.stop - 1, 0);
-    ptx::copy_async_commit();
-  } else {
-#pragma unroll
-    for (int i = 0; i < kNumStages - 1; ++i) {
-      if (i < num_tiles) load_k(tiles.stop - 1 - i, i), load_v(tiles.stop - 1 - i, i);
-      ptx::copy_async_commit();
-    }
-  }
+  ring.fill();
 
   const RowMajorA<kRowQ> operand_q(s_q, warp_row);
-  const KeysOperand<kDim, 1> operand_k(s_k);
-  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, warp_d);
-  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, batch, head_kv);
-  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, batch, head_kv);
+  const KeysOperand<kDim, 1> operand_k(ring.s_k);
+  const ValuesOperand<kDimV, kWarpsD> operand_v(ring.s_v, warp_d);
+  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, batch, tile.head_kv);
+  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, batch, tile.head_kv);
   const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
   const QueryScales q_scales(params, batch, head);
 
@@ -104,34 +161,17 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   int stage = 0;
   const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
-    // One stage: V arrives during S = Q K^T, the next K during P V. More stages: a whole tile arrives ahead.
-    if constexpr (kNumStages == 1) {
-      ptx::copy_async_wait<0>();
-      ptx::sync_block();
-      load_v(n_block, 0);
-      ptx::copy_async_commit();
-    } else {
-      ptx::copy_async_wait<kNumStages - 2>();
-      ptx::sync_block();
-      const int next = n_block - (kNumStages - 1);
-      const int next_stage = stage == 0 ? kNumStages - 1 : stage - 1;
-      if (next >= tiles.start) load_k(next, next_stage), load_v(next, next_stage);
-      ptx::copy_async_commit();
-    }
-
+    // [GEMM 1] S = Q K^T.
+    ring.wait_for_k(n_block, stage);
     Real s[kMTiles][kNTiles][4];
     set_zero(s);
     multiply<kDim / kStep>(s, operand_q,
                            [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
 
-    if constexpr (kNumStages == 1) {
-      ptx::copy_async_wait<0>();
-      ptx::sync_block();
-      if (n_block > tiles.start) load_k(n_block - 1, 0);
-      ptx::copy_async_commit();
-    }
+    ring.wait_for_v(n_block);
 
-    const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
+    // [2] P = exp(S - m), l += rowsum(P).
+    const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
     float scale[kNTiles][2];  // of the keys, then of the values
     k_scales.load(scale, lane_key, key_stop);
     multiply_columns<kKScale>(s, scale, k_scale);
@@ -148,6 +188,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
       multiply_columns<kVScale>(s, scale, v_scale);
     }
 
+    // [GEMM 3] O += P V.
     if constexpr (kHasValues) {
       add_product<kBlockN / kStep>(
           o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
@@ -155,23 +196,9 @@ CUFLASH_DEVICE void forward(const Params& params) {
     }
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   };
+  for_each_tile<kWide>(tile.keys, step);
 
-  int n_block = tiles.stop - 1;
-  if constexpr (kWide) {  // products of wide elements are long: one body of code serves all tiles
-#pragma unroll 1
-    for (; n_block >= tiles.start; --n_block) step(n_block, n_block >= tiles.full_stop || n_block < tiles.full_start);
-  } else {
-#pragma unroll 1
-    for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
-#pragma unroll 1
-    for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
-    if constexpr (kHasLeftBound) {
-#pragma unroll 1
-      for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
-    }
-  }
-
-  // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.
+  // The epilogue.
   softmax.finish();
   if (kHasSinks && !is_left_over(params, batch))
     softmax.add_sinks(o, [&](int, int) { return to_row_max(sink_of(params, head)); });
@@ -180,27 +207,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const auto factor_of = [&](int m, int half) {
     return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
   };
-  if constexpr (CUFLASH_OUT_WIDE && kHasValues) {
-    store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_values_of(params.out, batch, head),
-                                   params.out.row_stride, first_row, seqlen_q);
-  } else if constexpr (kHasValues) {
-    store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, factor_of);
-    ptx::sync_block();
-    store_tile<kBlockM, kHeadDimV>(s_q, (Storage*)queries_of(params.out, batch, head), params.out.row_stride, first_row,
-                                   seqlen_q);
-  }
-
-  Real* g_lse = row_values_of(params.lse, batch, head);
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 16 * m + 8 * half;
-      if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q) {
-        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
-        store_row_reductions(params, batch, head, row, softmax, m, half);
-      }
-    }
+  store_out(params, tile, s_q, warp_row, warp_d, o, seqlen_q, factor_of);
+  store_rows(params, work, softmax, lane_row, warp_d, seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward)

@@ -14,7 +14,7 @@
 //   - Where blocks add to dQ in order, three warps of a last warpgroup each do what takes as long as a memory access:
 //     load tiles (once dQ is done with a step, to keep out of its way), wait for this block's turn, and end the turn.
 // Consumers issue dV and dK of a tile of queries right after S' of the next one (after dP' where they make no S'), so
-// that these run during P' or dS' of the next one. They ping-pong through what the other would slow down (kPingPong).
+// that these run during P' or dS' of the next one. They ping-pong through what the other would slow down (kTurns).
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
@@ -71,7 +71,7 @@ struct Consumer {
   const int warp_key, lane_key;
   const u32 rows_k, rows_v;
   const float kept_scale;
-  const PingPong<kPingPong, kConsumers, kPingPongBarrier> ping_pong;
+  const PingPong<kTurns != Turns::kNone, kConsumers, kPingPongBarrier> ping_pong;
 
   float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv && kHasValues ? kDimV / 8 : 1][4];
   Fragment k_operand[kHoldsK ? kDim / 16 : 1];
@@ -209,7 +209,7 @@ struct Consumer {
   // Makes operands of the weights that dV is made of. Those that dropout has marked become 0.
   template <int rows>
   CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
-    if constexpr (kPacksWeights) {
+    if constexpr (kKept == Kept::kWeights) {
       PackedWeights::to_operands(packed, p_operand);
     } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
@@ -258,9 +258,9 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
-    if constexpr (kPassesEarly) ping_pong.pass();
+    if constexpr (kTurns == Turns::kUntilS) ping_pong.pass();
     // Where derivatives are kept, no registers are left for the coefficients of the shorter series of cap_near.
-    scores_are_small = kPacksWeights ? weights.score.cap_near(products) : weights.score.cap(products);
+    scores_are_small = kKept == Kept::kWeights ? weights.score.cap_near(products) : weights.score.cap(products);
     keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
       const int key = first + warp_key;
@@ -317,7 +317,7 @@ struct Consumer {
   CUFLASH_DEVICE void keep_derivatives(const float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2]) const {
     if constexpr (kNeedsDsoftcap) {
       keep_scores(p);
-    } else if constexpr (kPacksDerivatives) {
+    } else if constexpr (kKept == Kept::kDerivatives) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -337,7 +337,8 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       float handed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) handed[i] = kPacksDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
+      for (int i = 0; i < 4; ++i)
+        handed[i] = kKept == Kept::kDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
     arrive_as_warp(shared.p_ring.full(p_at));
@@ -356,7 +357,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. The assembler then moves most exponentials after that
       // point; a ping-pong that passes only after the exponentials costs more than it gains.
-      if (!kPassesEarly && n == kQueryTiles - 1) ping_pong.pass();
+      if (kTurns == Turns::kUntilDs && n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
       [[maybe_unused]] float dentropy[2];
@@ -369,7 +370,8 @@ struct Consumer {
           row_delta = ptx::fused(dentropy[i % 2], log_of_weight(kHasDropout ? fabsf(p[n][i]) : p[n][i]), row_delta);
         ds[n][i] = gradient_of(p[n][i], ds[n][i], kept_scale, row_delta);
         if constexpr (kSumsEarly) lane_sums.add(n, i, ds[n][i], distance);
-        if constexpr (kPacksDerivatives && makes_dv && !kNeedsDsoftcap) ds[n][i] *= element_of(derivative[n], i);
+        if constexpr (kKept == Kept::kDerivatives && makes_dv && !kNeedsDsoftcap)
+          ds[n][i] *= element_of(derivative[n], i);
       }
     }
     if constexpr (!makes_dv) {
@@ -418,7 +420,7 @@ struct Consumer {
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     // Two derivatives share a register, as float16; or two weights do, see PackedWeights.
-    [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    [[maybe_unused]] u32 derivative[kKept != Kept::kNothing && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions of_head(common, batch, m_tile.head);

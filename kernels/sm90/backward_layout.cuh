@@ -30,32 +30,49 @@ constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
-// Where scores have derivatives by the products, a lane keeps one of two things until dS' is made, two neighbours in a
-// register. Either it keeps the weights, and multiplies P' by the derivatives; or it keeps the derivatives. It does the
-// latter where dropout marks weights by their sign; where bias terms follow the soft cap, because they come between the
-// tanh and the weights; and where the gradient of such a bias term is summed. Where gradients of the soft cap, or of
-// arrays that a score_mod or mask_mod reads, are summed, the derivatives are made after dS', and nothing is kept here.
-constexpr bool kPacksWeights =
-    kHasDerivative && (kHasScoreFunction ? !kSumsScoreArgs : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
-constexpr bool kPacksWeightsOfCap = kPacksWeights && !kHasScoreFunction;
-constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
-static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
+// What a lane keeps until dS' is made, two neighbours in a register.
+enum class Kept {
+  // Scores have no derivatives by the products. Or gradients of the soft cap, or of arrays that a score_mod or mask_mod
+  // reads, are summed; then the derivatives are made after dS'.
+  kNothing,
+  // The weights; P' is multiplied by the derivatives.
+  kWeights,
+  // The derivatives: where dropout marks weights by their sign; where bias terms follow the soft cap, because they come
+  // between the tanh and the weights; and where the gradient of such a bias term is summed.
+  kDerivatives,
+};
+constexpr bool kMayKeepWeights =
+    kHasScoreFunction ? !kSumsScoreArgs : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout;
+constexpr Kept kKept = !kHasDerivative     ? Kept::kNothing
+                       : kMayKeepWeights   ? Kept::kWeights
+                       : kHasScoreFunction ? Kept::kNothing
+                                           : Kept::kDerivatives;
+constexpr bool kKeepsWeightsOfCap = kKept == Kept::kWeights && !kHasScoreFunction;
+static_assert(kKept != Kept::kWeights || !kHasDropout,
+              "weights are marked by their sign, which derivatives would change");
 // How many numbers a score_mod or mask_mod reads of a row, and of a key. Each warp of the consumers has its own copy
 // of those that it needs of a tile.
 constexpr int kNumPerRow = CUFLASH_PER_ROW_VALUES, kNumPerWarpKey = CUFLASH_PER_WARP_KEY_VALUES;
-// Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
-// ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
-// time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
-// kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
-// But the kernel is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a per-pair bias, and by
-// 4 % with a bias of keys at head_dim 64. On an H100, the pass with scores of points is 11 to 28 % faster without
-// ping-pong; with gradients of the points, it is from 6 % slower to 9 % faster.
-// With a soft cap alone, P' takes so long that the other consumer is let in as soon as S' is there. This is 1 to 2 %
-// faster than no ping-pong, while a ping-pong from P' to dS' is 3 to 11 % slower.
-constexpr bool kPassesEarly = kPacksWeights && !kHasScoreFunction && !kSplitsRoles;
-constexpr bool kPingPong = (kNumPerRow + kNumPerWarpKey == 0 || kSplitsRoles) && (!kHasDerivative || kPassesEarly) &&
-                           !kHasDropout && !kBiasOfPairs && (!kHasPerKeyValues || kDkFromShared) &&
-                           (kBiasBytes == 0 || kAddsByTile);
+// How consumers ping-pong. If they run side by side, each product takes twice as long, and then both have only
+// exponentials to do at the same time. On an H200 ping-pong makes the kernel 9 to 12 % faster at head_dim 128 from
+// seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %. But the kernel is slower by 7 to 14 % where a
+// function acts on the products, by 2 to 5 % with a per-pair bias, and by 4 % with a bias of keys at head_dim 64. On an
+// H100, the pass with scores of points is 11 to 28 % faster without ping-pong; with gradients of the points, it is from
+// 6 % slower to 9 % faster.
+enum class Turns {
+  kNone,  // side by side
+  // With a soft cap alone, P' takes so long that the other consumer is let in as soon as S' is there. This is 1 to 2 %
+  // faster than no ping-pong, while a ping-pong from P' to dS' is 3 to 11 % slower.
+  kUntilS,
+  // One goes from P' to dS' while the other waits, or does the rest of its own step. With split roles the first lets
+  // the second in once its products are issued.
+  kUntilDs,
+};
+constexpr bool kCapsAlone = kKeepsWeightsOfCap && !kSplitsRoles;
+constexpr bool kSideBySide = (kNumPerRow + kNumPerWarpKey > 0 && !kSplitsRoles) || (kHasDerivative && !kCapsAlone) ||
+                             kHasDropout || kBiasOfPairs || (kHasPerKeyValues && !kDkFromShared) ||
+                             (kBiasBytes != 0 && !kAddsByTile);
+constexpr Turns kTurns = kSideBySide ? Turns::kNone : kCapsAlone ? Turns::kUntilS : Turns::kUntilDs;
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");

@@ -17,13 +17,13 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
       if (!(shown >> bit_of(n, i) & 1)) score[n][i] = -ptx::infinity();
 }
 
-// Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows. With kPacksWeightsOfCap
+// Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows. With kKeepsWeightsOfCap
 // none has: where soft caps are so large, scores are natural (cuflash/plan/draft.py).
 CUFLASH_DEVICE bool has_large_rows(u32 s_stats) {
-  return !kPacksWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
+  return !kKeepsWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
 }
 
-// Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With kPacksWeights these are the
+// Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With Kept::kWeights these are the
 // tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats` is
 // the address of the statistics of this lane's first query.
 template <int rows>
@@ -35,7 +35,7 @@ CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32
     [[maybe_unused]] const float tanh[4] = {p[n][0], p[n][1], p[n][2], p[n][3]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * exponent_scale - lse[i % 2]);
-    if constexpr (kPacksWeights) {
+    if constexpr (kKept == Kept::kWeights) {
       PackedWeights::pack(p[n], packed[n]);
       // Hidden pairs have -inf in place of a tanh. Saturation makes their derivative 0, so that they stay 0.
 #pragma unroll

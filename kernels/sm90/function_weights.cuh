@@ -21,7 +21,7 @@ struct FunctionWeights {
   const RowSum* row_sums;     // of this lane's first query
   bool large;                 // whether some rows of the tile are large
 
-  // Turns products into P'. With kPacksWeights it multiplies `p` by the derivatives of the score by the scaled product,
+  // Turns products into P'. With Kept::kWeights it multiplies `p` by the derivatives of the score by the scaled product,
   // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some row may
   // be large or may not exist. Such a row gets no weight, whatever the function returns.
   template <int rows, class Masked>
@@ -45,7 +45,7 @@ struct FunctionWeights {
         p[n][i] = exponential(p[n][i] * kLog2e - lse[i % 2]);
         if (masked && (lse[i % 2] == ptx::infinity() || (large && !row_sums[8 * n + i % 2].exists()))) p[n][i] = 0.0f;
       }
-      if constexpr (kPacksWeights) {
+      if constexpr (kKept == Kept::kWeights) {
         PackedWeights::pack(p[n], packed[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i];

@@ -103,6 +103,27 @@ struct TileRange {
   int start, full_start, full_stop, stop;
 };
 
+// Calls step(n_block, masked) for the positions of a range, from the last to the first: for tiles that need the mask
+// with Constant<true>, for the others with Constant<false>. With `one_body` one body of code serves all tiles, and
+// `masked` is a bool.
+template <bool one_body, class Step>
+CUFLASH_DEVICE void for_each_tile(const TileRange& tiles, const Step& step) {
+  int n_block = tiles.stop - 1;
+  if constexpr (one_body) {
+#pragma unroll 1
+    for (; n_block >= tiles.start; --n_block) step(n_block, n_block >= tiles.full_stop || n_block < tiles.full_start);
+  } else {
+#pragma unroll 1
+    for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+#pragma unroll 1
+    for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+    }
+  }
+}
+
 // Tiles of keys that queries [first_row, last_row] of a batch entry attend to.
 CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_row, int last_row, int key_stop) {
   int start = 0, full_start = 0, full_stop = key_stop / kBlockN, stop = ceil_div(key_stop, kBlockN);

@@ -2,6 +2,7 @@
 
 from tests.emulate.mutants.mutant import mutant
 
+SCHEDULE = "common/schedule/schedule.cuh"
 SCORES = "common/score/scores.cuh"
 SCORE_GRADIENTS = "common/score/score_gradients.cuh"
 QUERY_ITERATOR = "common/schedule/query_iterator.cuh"
@@ -19,6 +20,7 @@ FORWARD = "sm80/forward.cu"
 FORWARD_CHUNKED = "sm80/forward_chunked.cu"
 FORWARD_NARROW = "sm80/forward_narrow.cu"
 FRAGMENTS = "sm80/fragments.cuh"
+KEY_LOADER = "sm80/key_loader.cuh"
 LANES = "sm80/lane_products.cuh"
 MERGE_WARPS = "sm80/merge_warps.cuh"
 MMA = "sm80/mma.cuh"
@@ -138,7 +140,7 @@ MUTANTS = (
            "PlainRow{stats[i / 2 * 2]}", "backward"),
     mutant("tiles of early queries are taken for full", QUERY_ITERATOR, "m_block < tiles.full_start ||", "",
            "backward window"),
-    mutant("dS of the first warp's rows", BACKWARD, "a(s_ds_now, dq_warp_m * kDqMTiles);", "a(s_ds_now, 0);",
+    mutant("dS of the first warp's rows", BACKWARD, "a(s_ds, dq_warp_m * kDqMTiles);", "a(s_ds, 0);",
            "backward"),
     mutant("columns of dq are not dealt", BACKWARD, "RowMajorB<kRow, kDqWarpsD> b(", "RowMajorB<kRow, 1> b(",
            "backward"),
@@ -162,8 +164,9 @@ MUTANTS = (
     mutant("dV is not scaled", BACKWARD, "[&](int, int) { return kept_scale; });", "[](int, int) { return 1.0f; });",
            "dropout backward"),
     # ---- sm80/backward_dq.cu
-    mutant("keys go to the stage in use", BACKWARD_DQ, "load_keys(n_block - 1, 1 - stage);",
-           "load_keys(n_block - 1, stage);", "deterministic"),
+    mutant("keys go to the stage in use", BACKWARD_DQ,
+           "loader.load_k(n_block - 1, 1 - stage), loader.load_v(n_block - 1, 1 - stage);",
+           "loader.load_k(n_block - 1, stage), loader.load_v(n_block - 1, stage);", "deterministic"),
     mutant("no barrier before keys are overwritten", BACKWARD_DQ,
            "    ptx::copy_async_wait<0>();\n    ptx::sync_block();\n", "    ptx::copy_async_wait<0>();\n",
            "deterministic"),
@@ -254,13 +257,13 @@ MUTANTS = (
            _SYNC + "      load_v(n_block, 0);\n", "forward"),
     mutant("the copy of V is not committed", FORWARD, "      load_v(n_block, 0);\n" + _COMMIT,
            "      load_v(n_block, 0);\n", "forward"),
-    mutant("no wait for V", FORWARD, _WAIT + _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n",
-           _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n", "forward"),
+    mutant("no wait for V", FORWARD, _WAIT + _SYNC + "      if (n_block > tile.keys.start) load_k(n_block - 1, 0);\n",
+           _SYNC + "      if (n_block > tile.keys.start) load_k(n_block - 1, 0);\n", "forward"),
     mutant("no barrier between S and the next K", FORWARD,
-           _WAIT + _SYNC + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n",
-           _WAIT + "      if (n_block > tiles.start) load_k(n_block - 1, 0);\n", "forward"),
+           _WAIT + _SYNC + "      if (n_block > tile.keys.start) load_k(n_block - 1, 0);\n",
+           _WAIT + "      if (n_block > tile.keys.start) load_k(n_block - 1, 0);\n", "forward"),
     mutant("the same K is fetched again", FORWARD, "load_k(n_block - 1, 0);", "load_k(n_block, 0);", "forward"),
-    mutant("K before the first tile is fetched", FORWARD, "if (n_block > tiles.start) load_k", "if (true) load_k",
+    mutant("K before the first tile is fetched", FORWARD, "if (n_block > tile.keys.start) load_k", "if (true) load_k",
            "forward"),
     mutant("one group too many may be in flight", FORWARD, "ptx::copy_async_wait<kNumStages - 2>();",
            "ptx::copy_async_wait<kNumStages - 1>();", "forward ring"),
@@ -269,8 +272,8 @@ MUTANTS = (
            "forward ring"),
     mutant("the next tile goes to the stage in use", FORWARD, "stage == 0 ? kNumStages - 1 : stage - 1;", "stage;",
            "forward ring"),
-    mutant("the last tile is not fetched", FORWARD, "if (next >= tiles.start) load_k", "if (next > tiles.start) load_k",
-           "forward ring"),
+    mutant("the last tile is not fetched", FORWARD, "if (next >= tile.keys.start) load_k",
+           "if (next > tile.keys.start) load_k", "forward ring"),
     mutant("a tile of the ring is not committed", FORWARD, "load_v(next, next_stage);\n" + _COMMIT,
            "load_v(next, next_stage);\n", "forward ring"),
     mutant("the stage does not advance", FORWARD, "stage = stage == kNumStages - 1 ? 0 : stage + 1;", "",
@@ -287,10 +290,10 @@ MUTANTS = (
            "return lane_row + 16 * m + i % 2 * 8; }", "forward window"),
     mutant("warps share rows", FORWARD, "warp_index() / kWarpsD * 16 * kMTiles,", "warp_index() / kWarpsD * 16,",
            "forward"),
-    mutant("tiles at the right edge are taken for full", FORWARD,
+    mutant("tiles at the right edge are taken for full", SCHEDULE,
            "n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});",
            "n_block >= tiles.full_stop; --n_block) step(n_block, Constant<false>{});", "forward", "forward window"),
-    mutant("tiles at the left edge are taken for full", FORWARD,
+    mutant("tiles at the left edge are taken for full", SCHEDULE,
            "n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});",
            "n_block >= tiles.start; --n_block) step(n_block, Constant<false>{});", "forward window"),
     mutant("O takes the room of Q before all have read it", FORWARD,
@@ -304,13 +307,17 @@ MUTANTS = (
     mutant("lse of rows that do not exist", FORWARD, "fragment_column() == 0 && row < seqlen_q",
            "fragment_column() == 0", "forward"),
     mutant("lse without its stride", FORWARD, "g_lse + row * params.lse.row_stride", "g_lse + row", "forward far"),
-    mutant("rows of out up to seqlen_k", FORWARD, "first_row,\n                                   seqlen_q);",
-           "first_row,\n                                   params.seqlen_k);", "forward"),
-    mutant("V is read past kv_lengths", FORWARD, "                                  key_stop);",
-           "                                  params.seqlen_k);", "forward lengths"),
-    mutant("V by the stride of K", FORWARD, "g_v, params.v.row_stride", "g_v, params.k.row_stride", "forward"),
-    mutant("groups of heads are dealt in turns", FORWARD, "head / (params.num_heads / params.num_heads_kv);",
-           "head % params.num_heads_kv;", "forward"),
+    mutant("rows of out up to seqlen_k", FORWARD,
+           "                                   tile.first_row, seqlen_q);\n  }\n}",
+           "                                   tile.first_row, params.seqlen_k);\n  }\n}", "forward"),
+    mutant("V is read past kv_lengths", KEY_LOADER, "s_v + stage * bytes_v, g_v, params.v.row_stride, "
+           "tile.keys.at(n_block) * kBlockN,\n                                  tile.key_stop);",
+           "s_v + stage * bytes_v, g_v, params.v.row_stride, "
+           "tile.keys.at(n_block) * kBlockN,\n                                  params.seqlen_k);", "forward lengths"),
+    mutant("V by the stride of K", KEY_LOADER, "g_v, params.v.row_stride", "g_v, params.k.row_stride", "forward"),
+    mutant("groups of heads are dealt in turns", SCHEDULE,
+           "head_kv(work.head / (params.num_heads / params.num_heads_kv)),",
+           "head_kv(work.head % params.num_heads_kv),", "forward"),
     mutant("the scale is forgotten", FORWARD, "softmax.update(s, o, exponent_scale);", "softmax.update(s, o, kLog2e);",
            "forward"),
     mutant("short tiles start first", FORWARD, "params.num_heads, kHasRightBound);", "params.num_heads, false);",
@@ -319,7 +326,7 @@ MUTANTS = (
            "forward sinks"),
     mutant("the sink in natural units", FORWARD, "to_row_max(sink_of(params, head))", "sink_of(params, head)",
            "forward sinks"),
-    mutant("every warp takes the first columns of O", FORWARD, "operand_v(s_v, warp_d);", "operand_v(s_v);",
+    mutant("every warp takes the first columns of O", FORWARD, "operand_v(ring.s_v, warp_d);", "operand_v(ring.s_v);",
            "forward float64"),
     mutant("sums are of what is kept", FORWARD, "    softmax.update(s, o, exponent_scale);\n",
            "    softmax.update(s, o, exponent_scale);\n    softmax.row_sum[0][0] *= 0.7f;\n", "dropout"),
