@@ -26,7 +26,7 @@ def test_core_has_no_warnings_on_arm64(name):
         assert done.returncode == 0, done.stderr[-5000:]
 
 
-@pytest.mark.skipif(not sampling.exhaustive, reason="takes an hour: with --exhaustive")
+@pytest.mark.skipif(not sampling.exhaustive, reason="an emulator is slow: with --exhaustive")
 def test_core_on_an_emulated_processor(tmp_path):
     if missing := arm64.missing_tools():
         pytest.skip(f"no {', '.join(missing)}")
