@@ -257,6 +257,10 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
     ) -> ForwardResult[ArrayT, ArrayT]: ...
     @overload
     def forward(
+        self: ContextParallel[Any], q: ArrayT, k: Array, v: Array, *, want: Collection[str], **optional_inputs: Any
+    ) -> NamedForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def forward(
         self: ContextParallel[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **optional_inputs: Any
     ) -> NumpyForwardResult[ScalarT]: ...
     @overload
@@ -331,13 +335,14 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
     @overload
     def backward(
         self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        seed: Integer = None, offset: Integer = None, **optional_inputs: Unpack[WithDlse],
+        entropy: Array = ..., dentropy: Array = ..., seed: Integer = None, offset: Integer = None,
+        **optional_inputs: Unpack[WithDlse],
     ) -> Gradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
         self: ContextParallel[None], dout: Array, q: ArrayT, k: KeyT, v: ValueT, out: Array, lse: Array, *,
-        need: Collection[str], seed: Integer = None, offset: Integer = None,
-        **optional_inputs: Unpack[WithDlse],
+        need: Collection[str], entropy: Array = ..., dentropy: Array = ..., seed: Integer = None,
+        offset: Integer = None, **optional_inputs: Unpack[WithDlse],
     ) -> NamedGradients[ArrayT, KeyT, ValueT]: ...
     @overload
     def backward(
@@ -423,6 +428,10 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
         self: ContextParallel[None], q: ArrayT, k: Array, v: Array, *, seed: Integer = None,
         offset: Integer = None, **optional_inputs: Unpack[OptionalArrays],
     ) -> ForwardResult[ArrayT, ArrayT]: ...
+    @overload
+    def decode(
+        self: ContextParallel[Any], q: ArrayT, k: Array, v: Array, *, want: Collection[str], **optional_inputs: Any
+    ) -> NamedForwardResult[ArrayT, ArrayT]: ...
     @overload
     def decode(
         self: ContextParallel[WithFunction], q: NumpyArray[ScalarT], k: Array, v: Array, **optional_inputs: Any

@@ -113,7 +113,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4)]
     assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
     arrays = given_of(case)
-    expected, *others = (weights_of(case, *own, arrays, deterministic=True) for own in (*pairs, dealt))
+    expected, *others = (weights_of(case, own[0], own[1], arrays, deterministic=True) for own in (*pairs, dealt))
     for found in others:
         for name, x in found.items():
             assert x.tobytes() == expected[name].tobytes(), name
@@ -191,7 +191,9 @@ def test_bits_of_row_reductions_do_not_depend_on_the_number_of_ranks(data, case,
     assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
     case = replace(case, row_reductions=("entropy",))
     need = ct.gradients_of(case.problem)
-    expected, *others = (rows_of(case, case.arrays(), *own, need, deterministic=True) for own in (*pairs, dealt))
+    expected, *others = (
+        rows_of(case, case.arrays(), own[0], own[1], need, deterministic=True) for own in (*pairs, dealt)
+    )
     for found in others:
         for name, x in found.items():
             assert x.tobytes() == expected[name].tobytes(), name
