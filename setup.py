@@ -49,7 +49,13 @@ class System(NamedTuple):
 
 SYSTEMS = {
     "linux": System(".so", ["c++"], ["-fPIC"], ["-shared", "-pthread", "-Wl,--gc-sections"], ["-s"]),
-    "macos": System(".dylib", ["c++"], ["-fPIC"], ["-dynamiclib", "-Wl,-dead_strip"], ["-Wl,-x"]),
+    "macos": System(
+        ".dylib",
+        ["c++"],
+        ["-fPIC"],
+        ["-dynamiclib", "-Wl,-dead_strip", "-Wl,-install_name,@rpath/libcuflash.dylib"],
+        ["-Wl,-x"],
+    ),
     # Without libraries of the compiler beside it, which other machines do not have.
     "windows": System(".dll", ["c++", "g++", "clang++"], [], ["-shared", "-static", "-Wl,--gc-sections"], ["-s"]),
     "msvc": System(".dll", ["clang++"], [], ["-shared", "-fuse-ld=lld", "-Wl,/OPT:REF"], []),  # Clang for its libraries

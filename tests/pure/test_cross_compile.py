@@ -92,8 +92,18 @@ done
 LINKED = {
     "x86_64-linux-gnu": (".so", "-shared -pthread -Wl,--gc-sections -s", "-fPIC", 5),
     "aarch64-unknown-linux-musl": (".so", "-shared -pthread -Wl,--gc-sections -s", "-fPIC", 1),
-    "arm64-apple-darwin23.6.0": (".dylib", "-dynamiclib -Wl,-dead_strip -Wl,-x", "-fPIC", 1),
-    "x86_64-apple-darwin23.6.0": (".dylib", "-dynamiclib -Wl,-dead_strip -Wl,-x", "-fPIC", 5),
+    "arm64-apple-darwin23.6.0": (
+        ".dylib",
+        "-dynamiclib -Wl,-dead_strip -Wl,-install_name,@rpath/libcuflash.dylib -Wl,-x",
+        "-fPIC",
+        1,
+    ),
+    "x86_64-apple-darwin23.6.0": (
+        ".dylib",
+        "-dynamiclib -Wl,-dead_strip -Wl,-install_name,@rpath/libcuflash.dylib -Wl,-x",
+        "-fPIC",
+        5,
+    ),
     "x86_64-w64-mingw32": (".dll", "-shared -static -Wl,--gc-sections -s", "-Wa,-muse-unaligned-vector-move", 5),
     "x86_64-w64-windows-gnu": (".dll", "-shared -static -Wl,--gc-sections -s", "-std=c++17", 5),
     "aarch64-pc-windows-msvc": (".dll", "-shared -fuse-ld=lld -Wl,/OPT:REF", "-std=c++17", 1),
