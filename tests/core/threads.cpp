@@ -197,7 +197,6 @@ void test_other_layouts_are_refused() {
     cuflash_finish(&call);
 }
 
-#if !defined(__SANITIZE_THREAD__)
 void test_forked_processes() {
     for (int n = 0; n < 5; ++n) {
         Plan before({9});
@@ -218,7 +217,6 @@ void test_forked_processes() {
         CHECK(run(after, 3) == DONE && is_done_once(after), "the parent");
     }
 }
-#endif
 
 }  // namespace
 
@@ -231,8 +229,6 @@ int main() {
     test_stopped_calls_do_nothing_more();
     test_no_memory();
     test_other_layouts_are_refused();
-#if !defined(__SANITIZE_THREAD__)
     test_forked_processes();
-#endif
     return report();
 }

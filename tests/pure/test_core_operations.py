@@ -26,13 +26,16 @@ if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
 
 SOURCES, TESTS = core.LIBRARY.parent, CHECKOUT / "tests" / "core"
-# What sanitizers say before they end a process, and how they are asked to let an allocation fail.
+# How sanitizers are compiled in, and what lets allocations fail and processes fork under them.
 SANITIZERS = {
     "": "",
     "address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
     "thread": "-fsanitize=thread",
 }
-OPTIONS = "allocator_may_return_null=1"
+OPTIONS = {
+    "ASAN_OPTIONS": "allocator_may_return_null=1",
+    "TSAN_OPTIONS": "allocator_may_return_null=1:die_after_fork=0",
+}
 MODEL = "-DMODEL_OF_TILES"
 OPTIMIZED = ["-O1", "-fexpensive-optimizations"]  # with which GCC fuses products and sums, as it does in the core
 
@@ -75,8 +78,8 @@ CHOSEN = list(TARGETS) if sampling.exhaustive else list(TARGETS)[-1:]
 def compile(compiler: str, sanitizer: str, target: str, sources: list[Path | str], program: Path, *more: str) -> None:
     flags = [flag for flag in of_setup()["FLAGS"] if flag != "-fvisibility=hidden"]
     gcc = "clang" not in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    flags += [*(OPTIMIZED if gcc else OPTIMIZED[:1]), "-pthread", "-g1", f"-I{SOURCES}", f"-I{TESTS}"]
-    flags += [*TARGETS[target], *SANITIZERS[sanitizer].split(), *(["-DSANITIZED"] if sanitizer else [])]
+    flags += [*(OPTIMIZED if gcc else OPTIMIZED[:1]), "-pthread", f"-I{SOURCES}", f"-I{TESTS}"]
+    flags += [*TARGETS[target], *SANITIZERS[sanitizer].split(), *(["-DSANITIZED", "-g1"] if sanitizer else [])]
     flags += ["-DDENSE"] if sampling.exhaustive else []
     ended = subprocess.run(
         [compiler, *flags, *more, *map(str, sources), "-o", str(program)], capture_output=True, text=True
@@ -85,8 +88,7 @@ def compile(compiler: str, sanitizer: str, target: str, sources: list[Path | str
 
 
 def run(program: Path) -> None:
-    environment = os.environ | {f"{name}_OPTIONS": OPTIONS for name in ("ASAN", "TSAN")}
-    ended = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=3600)
+    ended = subprocess.run([program], env=os.environ | OPTIONS, capture_output=True, text=True, timeout=3600)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said[-20_000:]
     assert "Sanitizer: " not in said and "runtime error" not in said, said[-20_000:]
@@ -124,6 +126,7 @@ def test_calls(tmp_path, compiler, sanitizer):
             ]
         for job in jobs:
             job.result()
-        definitions = ['-DSOURCES=""', *([MODEL] if "amx" in TARGETS else [])]
+        left_out = " ".join(f"IS_LEFT_OUT({name})" for name in of_setup()["NAMES"] if name not in TARGETS)
+        definitions = ['-DSOURCES=""', f"-DLEFT_OUT={left_out}", *([MODEL] if "amx" in TARGETS else [])]
         compile(compiler, sanitizer, "baseline", [tests, SOURCES / "core.cpp", *objects], program, *definitions)
     run(program)
