@@ -56,6 +56,15 @@ def test_several_tiles_and_splits_keep_the_oracle_rule(way, case):
     ct.assert_backward(case, **found.gradients)
 
 
+def test_small_entropies_have_their_digits():
+    """Of rows with most of their weight on one key, whatever the row max of the softmax lags."""
+    case = ct.Case(
+        seqlen_q=300, seqlen_k=300, num_heads=4, num_heads_kv=1, head_dim=40, sinks=True, score_spread=4.0, seed=340,
+        row_reductions=BOTH,
+    )  # fmt: skip
+    ct.assert_forward(case, **results_of(case).forward)
+
+
 @settings(max_examples=examples(80))
 @given(way=WAYS, case=cases())
 def test_other_results_and_any_number_of_threads_have_the_same_bits(way, case):

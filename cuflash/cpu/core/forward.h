@@ -117,7 +117,7 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const bool reduces = has_row_reductions(call);
     if (reduces) {
         clear(buffers.moment, num_rows * LANES<T>);
-        for (int64_t x = 0; x < num_rows * LANES<T>; ++x) buffers.largest[x] = T(-__builtin_inf());
+        for (int64_t r = 0; r < num_rows; ++r) buffers.largest[r] = T(-__builtin_inf());
     }
 
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
@@ -141,7 +141,7 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
     for (int64_t r = 0; r < num_rows; ++r) {
         const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
-        const T largest = reduces ? largest_lane<T>(load(buffers.largest + r * LANES<T>)) : T(0);
+        const T largest = reduces ? buffers.largest[r] : T(0);
         const T moment = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
         const T *o = buffers.o + r * sizes.dim_v;
         if (partial) {
@@ -182,7 +182,8 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
             const double row_max = in_exponents(n, Partial::ROW_MAX), own = partial(n)[dim + Partial::L];
             const double factor = row_max == -infinity ? 0 : exp_of(row_max - top);
             l += factor * own;
-            if (factor != 0) moment += factor * (in_exponents(n, Partial::MOMENT) + (row_max - top) * own);
+            const double from = in_exponents(n, Partial::LARGEST) - largest;
+            if (factor != 0) moment += factor * (in_exponents(n, Partial::MOMENT) + from * own);
             for (int64_t d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
         }
         const RowWithSink all = finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);

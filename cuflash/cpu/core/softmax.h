@@ -28,7 +28,7 @@ template <class T> struct ForwardBuffers {
         row_max = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
         const int64_t reduced = has_row_reductions(work.call) ? rows_of_q * LANES<T> : 0;
-        largest = scratch.template take<T>(reduced);
+        largest = scratch.template take<T>(has_row_reductions(work.call) ? rows_of_q : 0);
         moment = scratch.template take<T>(reduced);
         // With bf16x2, there are scores and weights of two groups of rows: one is multiplied during the softmax of the
         // other.
@@ -55,21 +55,32 @@ __attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max,
     row_max = top;
 }
 
-// What the reductions of a row are made of, lane by lane: its largest scores, and the sums of p (s - row_max) over its
-// weights p. Where none are wanted, nothing is added up.
+// What the reductions of a row are made of: its largest score so far, and the sums, lane by lane, of p (s - largest) over
+// its weights p. Sums from the row max would be larger, by what it lags, and so would their rounding errors. Where no
+// reductions are wanted, nothing is added up.
 template <class T> struct RowReductions {
     static constexpr bool IS_WANTED = true;
-    T *largest, *moment;
+    T &largest;
+    T *moment;
 };
 struct NoReductions {
     static constexpr bool IS_WANTED = false;
 };
 
-// Makes `moment` one with the row max `top`, before the row max is raised to that.
-template <class T> __attribute__((noinline)) void move_moment(T factor, T top, T row_max, const T *l, T *moment) {
+// Moves to the largest score, before the row max does.
+template <class T> __attribute__((noinline)) void set_largest(Vector<T> most, const T *l, RowReductions<T> reductions) {
+    const T top = largest_lane<T>(most), rises = reductions.largest - top;
+    if (reductions.largest > T(-__builtin_inf()))
+        store(reductions.moment, load(reductions.moment) + splat(rises) * load(l));
+    reductions.largest = top;
+}
+
+// Rescales moments, before the row max is set to the largest score.
+template <class T>
+__attribute__((noinline)) void rescale_moment(T factor, Vector<T> most, T row_max, RowReductions<T> reductions) {
     if (row_max == T(-__builtin_inf())) return;
-    const Vector<T> difference = splat(row_max - top), shrinks = exp2<T>(difference, splat(factor));
-    store(moment, shrinks[0] > 0 ? (load(moment) + difference * load(l)) * shrinks : Vector<T>{});
+    const Vector<T> shrinks = exp2<T>(splat(row_max - largest_lane<T>(most)), splat(factor));
+    store(reductions.moment, shrinks[0] > 0 ? load(reductions.moment) * shrinks : Vector<T>{});
 }
 
 // Raises the row max to the largest score, if that is above it by much.
@@ -80,9 +91,10 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_key
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    if constexpr (R::IS_WANTED) store(reductions.largest, larger<T>(load(reductions.largest), most));
+    if constexpr (R::IS_WANTED)
+        if (any_above<T>(most, reductions.largest)) set_largest<T>(most, l, reductions);
     if (any_above<T>(most, row_max + scaling.rise)) {
-        if constexpr (R::IS_WANTED) move_moment(scaling.factor, largest_lane<T>(most), row_max, l, reductions.moment);
+        if constexpr (R::IS_WANTED) rescale_moment<T>(scaling.factor, most, row_max, reductions);
         set_row_max(scaling.factor, most, row_max, l, o, dim);
     }
 }
@@ -96,13 +108,14 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
     const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max);
     const Exp2OfScaled<T> power(scaling.factor);
-    Vector<T> sum = {}, moment = {};
+    Vector<T> sum = {}, moment = {}, largest = {};
+    if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < num_keys; j += N) {
-        const Vector<T> x = load(s + j) - minus, p = power(x);
+        const Vector<T> score = load(s + j), p = power(score - minus);
         store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
         sum += p;
-        if constexpr (R::IS_WANTED) moment += p * larger<T>(x, splat(scaling.least));
+        if constexpr (R::IS_WANTED) moment += p * larger<T>(score - largest, splat(scaling.least));
     }
     store(l, load(l) + sum);
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + moment);
@@ -117,11 +130,12 @@ inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<floa
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
     const Vector<float> half = splat(0.5f);
-    Vector<float> sums[2] = {}, moments[2] = {};
+    Vector<float> sums[2] = {}, moments[2] = {}, largest = {};
+    if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
     auto weight_of = [&](int64_t j, int n) {
-        const Vector<float> x = load(s + j) - minus, p = exp2_of_half_less(x * factor + half);
+        const Vector<float> score = load(s + j), p = exp2_of_half_less((score - minus) * factor + half);
         sums[n] += p;
-        if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(x, splat(scaling.least));
+        if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(score - largest, splat(scaling.least));
         return p;
     };
     auto kept_of = [&](Vector<float> p, int64_t j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
@@ -177,7 +191,7 @@ inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, con
 
 // What remains of a row once all keys were seen: sums of its lanes, and of the jobs that split its keys.
 struct WholeRow {
-    double row_max, l, largest, moment;  // all in exponents of e
+    double row_max, l, largest, moment;  // all in exponents of e; the moment is one from the largest score
 };
 
 // Writes the row reductions that are wanted, after `finish_row` has found how the sink joins the row.
@@ -187,7 +201,7 @@ inline void write_row_reductions(const Call &call, const Entry &entry, Row row, 
     const int64_t i = entry.first_q + row.i;
     if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
     if (!call.arrays[ENTROPY]) return;
-    double moment = own.l * all.shrinks == 0 ? 0 : (own.moment + (own.row_max - all.row_max) * own.l) * all.shrinks;
+    double moment = own.l * all.shrinks == 0 ? 0 : (own.moment + (own.largest - all.row_max) * own.l) * all.shrinks;
     if (all.of_sink != 0) moment += (number<T>(call, SINKS, 0, row.head) - all.row_max) * all.of_sink;
     number<T>(call, ENTROPY, entry.batch, row.head, i) = T(all.l == 0 ? 0 : log_of(all.l) - moment / all.l);
 }
@@ -221,7 +235,7 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
             call.dropout_steps ? run(std::true_type(), reductions) : run(std::false_type(), reductions);
         };
         if (has_row_reductions(call))
-            return reduce(RowReductions<T>{buffers.largest + r * LANES<T>, buffers.moment + r * LANES<T>});
+            return reduce(RowReductions<T>{buffers.largest[r], buffers.moment + r * LANES<T>});
         reduce(NoReductions());
     };
     // A cap takes long, and steps of products come between rows only.
