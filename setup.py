@@ -33,7 +33,8 @@ FLAGS = ["-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-
 FAST = ["-O3"]
 # Compiles in three quarters of the time, for processors that hardly exist: AVX2 would lose a third of the speed of
 # decode, AVX-512 up to 12 % of all.
-QUICKLY_BUILT = ["-O2", "-fvect-cost-model=dynamic"]
+QUICKLY_BUILT = ["-O2"]
+QUICKLY_BUILT_BY_GCC = [*QUICKLY_BUILT, "-fvect-cost-model=dynamic"]
 
 
 class System(NamedTuple):
@@ -70,7 +71,6 @@ TARGETS = {
 }
 # For tests, with -DMODEL_OF_TILES in CXXFLAGS: AVX2 computes what AMX does.
 MODEL_OF_AMX = ["-mavx2", "-mfma", "-mf16c", "-DONLY_BFLOAT16"]
-LEVELS = {"x86_64": {"baseline": QUICKLY_BUILT}, "other": {}}
 # As `cuflash_processor` of the core says them.
 NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bfloat16": "AVX-512 with bfloat16", "amx": "AMX"}
 
@@ -100,13 +100,18 @@ def _compiler() -> list[str]:
     return [*(_words_of("CXX") or [usual]), *_words_of("ARCHFLAGS")]
 
 
+def _said_by_compiler(option: str) -> str:
+    """What the compiler prints for an option; an empty text if it cannot be run."""
+    try:
+        process = subprocess.run([*_compiler(), option], capture_output=True, text=True, errors="replace", check=False)
+    except (OSError, NotBuiltError):
+        return ""
+    return process.stdout
+
+
 def _triple() -> str:
     """What the compiler compiles for, such as x86_64-linux-gnu; this machine where it does not say."""
-    try:
-        process = subprocess.run([*_compiler(), "-dumpmachine"], capture_output=True, text=True, check=False)
-    except (OSError, UnicodeError, NotBuiltError):
-        return _triple_of_machine()
-    words = process.stdout.split()
+    words = _said_by_compiler("-dumpmachine").split()
     return words[0].lower() if len(words) == 1 else _triple_of_machine()
 
 
@@ -175,11 +180,13 @@ class BuildCore(build_ext):
         triple = _triple()
         system = _system(triple)
         machine = "x86_64" if triple.partition("-")[0] in ("x86_64", "amd64") else "other"
-        targets, levels = TARGETS[machine], LEVELS[machine]
+        targets = TARGETS[machine]
+        is_gcc = "Free Software Foundation" in _said_by_compiler("--version")
+        levels = {"baseline": QUICKLY_BUILT_BY_GCC if is_gcc else QUICKLY_BUILT} if machine == "x86_64" else {}
         flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
         if "amx" in targets and "-DMODEL_OF_TILES" in flags_of_user:
             targets = targets | {"amx": MODEL_OF_AMX}
-        flags = [*FLAGS, *system.flags, *(MINGW_GCC if triple.endswith("mingw32") else [])]
+        flags = [*FLAGS, *system.flags, *(MINGW_GCC if is_gcc and "mingw" in triple else [])]
         begun = time.monotonic()
         print(
             f"cuflash: {compiler[0]} compiles the core of the CPU path for {triple}, {len(targets)} times", flush=True
@@ -210,7 +217,10 @@ class BuildCore(build_ext):
             objects = [str(directory / f"{name}.o") for name in (*built, "core")]
             strip = [] if any(word.startswith("-g") for word in flags_of_user) else system.strip
             library = directory / f"built{system.suffix}"
-            failure = _failure_of([*compiler, *system.link, *strip, *objects, "-o", str(library)])
+            # The core needs none of it, and zig would compile it for minutes. GCC has no such option before version 13.
+            without_cpp_library = [] if is_gcc or "msvc" in triple else ["-nostdlib++"]
+            link = [*system.link, *without_cpp_library, *strip]
+            failure = _failure_of([*compiler, *link, *objects, "-o", str(library)])
         if failure:
             raise NotBuiltError(failure)
         target.parent.mkdir(parents=True, exist_ok=True)

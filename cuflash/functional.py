@@ -67,13 +67,17 @@ def _as_method(
     function: str, parameters: Mapping[str, Any], keywords: dict[str, Any]
 ) -> tuple[FlashAttention, dict[str, Any]]:
     """The instance whose `forward` a function calls, and the keywords that `forward` gets."""
-    is_option = {name: name in _OPTIONS and (name != "mask" or callable(x)) for name, x in keywords.items()}
-    options = {name: x for name, x in keywords.items() if is_option[name] and name in parameters}
+    options: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, x in keywords.items():
+        is_option = name in _OPTIONS and name in parameters and (name != "mask" or callable(x))
+        (options if is_option else arrays)[name] = x
     # A function is traced by each call: it may read Python variables that have changed.
     attn = (_kept if _KEPT_TYPES.issuperset(map(type, options.values())) else FlashAttention)(**options)
-    arrays = {name: x for name, x in keywords.items() if name not in options}
-    if unknown := [name for name in arrays if name not in parameters and name not in attn.options.score_args]:
-        raise unexpected_keyword(function, min(unknown), (*attn.options.score_args, *parameters))
+    if not parameters.keys() >= arrays.keys():
+        accepted = (*attn.options.score_args, *parameters)
+        if unknown := arrays.keys() - accepted:
+            raise unexpected_keyword(function, min(unknown), accepted)
     return attn, arrays
 
 

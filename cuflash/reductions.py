@@ -12,52 +12,25 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
-from cuflash.arrays.dlpack import module_of
 from cuflash.cpu import reductions as on_numpy
 from cuflash.preparation import Preparation, backend_of
-from cuflash.spec.batch_axes import shape_of_lse
-from cuflash.spec.call import Backend, Call, prepare
-from cuflash.spec.inputs import INPUTS, OptionalArrays
-from cuflash.spec.outputs import GRADIENTS, OUTPUTS
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
+from cuflash.spec.call import Backend, prepare
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.reductions import (
-    as_rows_of_values,
-    as_values,
+    ColumnSums,
     checked_count,
-    group_of,
+    checked_of_reduction,
     keys_of,
-    of_rows,
+    own_and_others,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, check_need, named_tuple_of, needed
-from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
-from cuflash.spec.streamed import Streamed
+from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
 from cuflash.spec.type_variables import FunctionT
 from cuflash.streaming import reductions as of_streamed
 
 if TYPE_CHECKING:
-    from cuflash.spec.inputs import ScoreGradients
-
-    class ColumnGradients(ScoreGradients[Any, Any, Any]):
-        """The gradients of column sums: those of `backward`, then dlse and dweights."""
-
-        dlse: Any
-        dweights: Any
-
-
-OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
-_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not: sinks act through lse alone
-# What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
-OWN_ARGUMENTS = {
-    "column_sums": ("weights", *COLUMN_SUMS.default),
-    "column_max": COLUMN_MAX.default,
-    "top_keys": ("count", *TOP_KEYS.default),
-    "column_sums_backward": ("weights", "dsums", *OF_COLUMN_SUMS),
-}
-WIDE_COLUMNS = 8  # columns of values on a GPU, so that rows of 16-bit numbers have 16 bytes
+    from cuflash.spec.reductions import ColumnGradients
 
 
 class Reductions(Preparation[FunctionT]):
@@ -249,7 +222,7 @@ class Reductions(Preparation[FunctionT]):
         (100, 8)
         """
         given = self._given("column_sums_backward", optional_inputs)
-        own, gradients = _own_and_others(need, self.options.score_gradients)
+        own, gradients = own_and_others(need, self.options.score_gradients)
         results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
         names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
         if given["block_table"] is not None:
@@ -259,78 +232,13 @@ class Reductions(Preparation[FunctionT]):
             )
         arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
-        found = _ColumnSums(call).gradients(own)
+        found = ColumnSums(call, backend_of(call.backend)).gradients(own)
         exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
         of_sums = [x if call.imported is None else call.imported.export(x, None) for x in found[len(names) :]]
         return named_tuple_of((*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
 
     def _given(self, method: str, optional_inputs: dict[str, Array]) -> dict[str, Array | None]:
-        check_names_of_method(method, self.options, OWN_ARGUMENTS[method])
-        return checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
-
-
-def _own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
-    """The gradients that only column sums have, and the others."""
-    known = (*(name for name in GRADIENTS if name not in _NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
-    check_need(need, known)
-    return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
-
-
-class _ColumnSums:
-    """The gradients of column sums as passes over values (`cuflash.spec.reductions`)."""
-
-    def __init__(self, call: Call) -> None:
-        own = dict(call.arrays)
-        lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
-        k, xp = own["k"], module_of(own["q"])
-        streamed = k if isinstance(k, Streamed) else None
-        k = k if streamed is None else streamed.array
-        if k.dtype.name in FLOAT8:
-            raise NotImplementedError(
-                f"k: got dtype {k.dtype} for column_sums_backward, expected numbers of at least 16 bits: give "
-                "cuflash.dequantize(k, k_scale)"
-            )
-        self.layout, self.lse = call.options.layout, lse
-        check_array("lse", lse, shape_of_lse(self.layout, own), softmax_dtype_of(own["q"].dtype.name))
-        check_byte_order("lse", lse.dtype)
-        self.group = group_of(k, lse, self.layout)
-        self.columns = self.group if xp is np else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
-        keys = k.shape[-3 if self.layout == "bshd" and k.ndim > 2 else -2]
-        check_array("dsums", dsums, (*lse.shape[:-1], keys), lse.dtype.name)
-        check_byte_order("dsums", dsums.dtype)
-        if weights is not None:
-            check_array("weights", weights, tuple(lse.shape), lse.dtype.name)
-            check_byte_order("weights", weights.dtype)
-        self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
-        v = as_values(dsums, self.group, self.columns, self.layout, k.dtype)
-        self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
-        self.call, self.backend = call, backend_of(call.backend)
-
-    def gradients(self, own: tuple[str, ...]) -> list[Any]:
-        """Those of the passes that the call wants, and those of `own`."""
-        found: list[Any] = []
-        if self.call.need:
-            q = self.inputs["q"]
-            dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, q.dtype)
-            of_rows = {"lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
-            arrays = {**self.inputs, **of_rows, **self._absent("dlse")}
-            found += self.backend.backward(self.call.options, arrays, self.call.need)
-        if own:
-            means = self._means()
-            found += [-self.factors * means if name == "dlse" else means for name in own]
-        return found
-
-    def _absent(self, *names: str) -> dict[str, None]:
-        """What a call on a GPU is told that it has not."""
-        return dict.fromkeys(names) if self.call.backend == "cupy" else {}
-
-    def _means(self) -> Array:
-        """``sum_j P[i, j] * dsums[j]`` of each row."""
-        arrays = {**self.inputs, **self._absent("out", "lse")}
-        out, lse = self.backend.forward(self.call.options, arrays, need=OUTPUTS)
-        xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
-        is_empty = self.lse == -xp.inf
-        return xp.where(is_empty, 0, means * xp.exp(xp.where(is_empty, -xp.inf, lse) - xp.where(is_empty, 0, self.lse)))
+        return checked_of_reduction(method, self.options, optional_inputs)
 
 
 @functools.cache

@@ -35,11 +35,7 @@ def forward(
     """
     if results := _repeated(FORWARD, options, arrays, need, random):
         return results
-    if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
-        return calls.run(lambda own, found: forward(own, _given(found), random, need))
-    problem = bound(FORWARD, options, arrays, need).problem
-    return cpu.forward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    return _first_time(FORWARD, options, arrays, need, random)
 
 
 def backward(
@@ -49,49 +45,36 @@ def backward(
 
     `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
-    if "row_sums" in arrays:
-        others = {name: x for name, x in arrays.items() if name != "row_sums"}
-        problem = bound(BACKWARD, options, others, need).problem
-        return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
-    if results := _repeated(BACKWARD, options, arrays, need, random):
+    if "row_sums" not in arrays and (results := _repeated(BACKWARD, options, arrays, need, random)):
         return results
-    if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
-        return calls.run(lambda own, found: backward(own, _given(found), need, random))
-    problem = bound(BACKWARD, options, arrays, need).problem
-    return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    return _first_time(BACKWARD, options, arrays, need, random)
 
 
 def jvp(
     options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
 ) -> tuple[Any, ...]:
     """The results `need` of arrays and tangents by name, as `forward` gives its own."""
-    return _with_tangents(JVP, cpu.jvp, options, arrays, need, random)
+    return _first_time(JVP, options, arrays, need, random)
 
 
 def backward_jvp(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The tangents of gradients `need` of arrays and tangents by name, as `backward` gives gradients."""
-    if "row_sums" in arrays:
-        others = {name: x for name, x in arrays.items() if name != "row_sums"}
-        problem = bound(BACKWARD_JVP, options, others, need).problem
-        return cpu.backward_jvp(problem, need=need, **arrays, seed=random[0], offset=random[1])
-    return _with_tangents(BACKWARD_JVP, cpu.backward_jvp, options, arrays, need, random)
+    return _first_time(BACKWARD_JVP, options, arrays, need, random)
 
 
-def _with_tangents(
-    pass_: Pass,
-    compute: Callable[..., tuple[Any, ...]],
-    options: Options,
-    arrays: dict[str, Any],
-    need: tuple[str, ...],
-    random: tuple[int, int],
+def _first_time(
+    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Any, ...]:
-    if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
-        return calls.run(lambda own, found: _with_tangents(pass_, compute, own, _given(found), need, random))
-    problem = bound(pass_, options, arrays, need).problem
+    """The results of a call that repeats none."""
+    own = {name: x for name, x in arrays.items() if name != "row_sums"}
+    if len(own) == len(arrays) and (axes := axes_of(options, own, need)):
+        method: Any = {FORWARD: forward, BACKWARD: backward, JVP: jvp, BACKWARD_JVP: backward_jvp}[pass_]
+        calls = Calls(axes, options, own, need, np, gives_partials=False)
+        return calls.run(lambda options, found: method(options, _given(found), need=need, random=random))
+    problem = bound(pass_, options, own, need).problem
+    compute: Callable[..., tuple[Any, ...]] = getattr(cpu, pass_.name)
     return compute(problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 

@@ -55,7 +55,7 @@ from cuflash.spec.inputs import (
 )
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import MOVABLE_OF_KEYS, MOVABLE_OVER_ROWS, OF_QUERIES, OUTPUTS, model_of
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, FORWARD, JVP, TOP_KEYS
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
@@ -75,6 +75,9 @@ _PASS_OF_METHOD = {
     "backward": BACKWARD,
     "jvp": JVP,
     "backward_jvp": BACKWARD_JVP,
+    "column_sums": COLUMN_SUMS,
+    "column_max": COLUMN_MAX,
+    "top_keys": TOP_KEYS,
 }
 # Tangents of these, too.
 _TANGENTS_OF_ALL = tuple(f"t{name}" for name in (*(row.name for row in PER_HEAD_INPUTS), *NUMBERS))
@@ -310,6 +313,9 @@ class Calls:
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
+        if arrays.get("dmax") is not None:
+            expected = "dlse and dentropy alone: which key of which rank gets it is known where all keys are"
+            raise not_served("dmax", type(arrays["dmax"]).__name__, expected)
         own = spec.prepare(self.options, arrays, required, (), rewrites=False)
         if own.backend == "streamed":
             raise not_served("k", "Streamed", "keys and values where q is: each rank has only a shard of them")

@@ -12,14 +12,15 @@ The short story of a call:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.arrays.checks import as_real, type_error, typed, value_error
+from cuflash.distributed import passes
 from cuflash.distributed.arguments import checked_split, positive, transport_of
-from cuflash.distributed.calls import Call, Calls, of_pairs
-from cuflash.distributed.execution import Execution
+from cuflash.distributed.calls import Calls
+from cuflash.distributed.reductions import RankReductions
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.second_derivatives import SecondDerivatives
 from cuflash.distributed.split import Split
@@ -27,8 +28,13 @@ from cuflash.shards.slices import steps_of
 from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
 from cuflash.spec.keywords import checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
-from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.results import (
+    Array,
+    ForwardResult,
+    Gradients,
+    wanted_results,
+)
 from cuflash.spec.score_args import check_names
 from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 
     from cuflash.spec.inputs import OptionalArrays, ScoreGradients
     from cuflash.spec.options import OptionsWithoutCausal
-    from cuflash.spec.outputs import WithDlse
+    from cuflash.spec.outputs import NamedForwardResult, WithDlse
     from cuflash.spec.results import NumpyForwardResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
 
@@ -53,10 +59,7 @@ if TYPE_CHECKING:
         causal: bool | Literal["top_left"]
 
 
-_BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
-
-
-class ContextParallel(SecondDerivatives[FunctionT]):
+class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
     """Exact attention and its gradients, for sequences of which each rank has a shard.
 
     Parameters
@@ -229,7 +232,7 @@ class ContextParallel(SecondDerivatives[FunctionT]):
             raise value_error("check", False, "True, or two Split, which say how many rows each rank has")
         transport = transport_of(comm)
         self.rank, self.size = transport.rank, transport.size
-        self._calls = Calls(
+        self._calls = self._calls_of_weights = Calls(
             options=self.options,
             splits=splits,
             chunks=chunks,
@@ -238,6 +241,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
             check=check,
             transport=transport,
         )
+        if dropout:  # weights that are reduced are those before it
+            self._calls_of_weights = replace(self._calls, options=replace(self.options, dropout=0.0))
 
     # fmt: off
     @overload
@@ -268,8 +273,9 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         *,
         seed: int | None = None,
         offset: int | None = None,
+        want: Collection[str] = (),
         **optional_inputs: Array,
-    ) -> ForwardResult:
+    ) -> ForwardResult | NamedForwardResult:
         """Attention of this rank's queries over the keys of all ranks.
 
         Parameters
@@ -285,6 +291,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `cuflash.FlashAttention.forward` takes them, for the rows of all ranks: the same on all of them. The host
             reads them, so if they are on the GPU it waits for the device.
+        want : collection of {"max", "entropy"}, optional
+            Row reductions, as `cuflash.FlashAttention.forward` takes it: the same on all ranks.
         block_table : array, optional
             Not served.
         q_scale, k_scale, v_scale : array, optional
@@ -296,7 +304,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         Returns
         -------
         ForwardResult
-            ``out`` and ``lse`` of this rank's queries, as `cuflash.FlashAttention.forward` returns them.
+            ``out`` and ``lse`` of this rank's queries, and the reductions that are wanted, as
+            `cuflash.FlashAttention.forward` returns them.
 
         Raises
         ------
@@ -315,7 +324,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         plan : Which rank computes what.
         cuflash.FlashAttention.forward : The same on one device.
         """
-        return self._forward("forward", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
+        arrays, names = {"q": q, "k": k, "v": v}, wanted_results(want, {})
+        return passes.forward(self._calls, "forward", arrays, optional_inputs, (seed, offset), names)  # type: ignore[no-any-return]
 
     # fmt: off
     @overload
@@ -346,6 +356,9 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         lse: Array,
         *,
         dlse: Array | None = None,
+        dmax: Array | None = None,
+        entropy: Array | None = None,
+        dentropy: Array | None = None,
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
         offset: int | None = None,
@@ -363,6 +376,11 @@ class ContextParallel(SecondDerivatives[FunctionT]):
             As `forward` returned them.
         dlse : array, optional
             Gradient with respect to this rank's lse, of its shape and dtype: on all ranks or on none.
+        dmax : array, optional
+            Not served.
+        entropy, dentropy : array, optional
+            The entropy of this rank's rows that `forward` returned, which dentropy needs, and the gradient with respect
+            to it, like dlse.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
@@ -391,26 +409,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         cuflash.FlashAttention.backward : The same on one device.
         """
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-
-        of_functions = self.options.score_gradients
-
-        def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-            absent = dict.fromkeys((*GRADIENTS, *of_functions))
-            return needed(need, {**given, **self.options.numbers}, absent, of_functions)
-
-        def compute(call: Call, run: Execution) -> Gradients | NamedGradients:
-            results = {name: call.empty(name, run.problem) for name in call.need}
-            views = {
-                name: view_4d(x, self.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()
-            }
-            if "dbias" in views:
-                views["dbias"] = of_pairs(views["dbias"])
-            run.backward(call.need, views)
-            return named_tuple_of(call.own.wanted)(*call.exported(list(results.values())))
-
-        return self._calls.carry_out(
-            "backward", arrays, optional_inputs, _BACKWARD_INPUTS, (seed, offset), compute, names
-        )
+        arrays |= {"dmax": dmax} if dentropy is None else {"dmax": dmax, "entropy": entropy, "dentropy": dentropy}
+        return passes.backward(self._calls, arrays, optional_inputs, (seed, offset), need)  # type: ignore[no-any-return]
 
     # fmt: off
     @overload
@@ -441,8 +441,9 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         *,
         seed: int | None = None,
         offset: int | None = None,
+        want: Collection[str] = (),
         **optional_inputs: Array,
-    ) -> ForwardResult:
+    ) -> ForwardResult | NamedForwardResult:
         """Decode: attention of queries that all ranks have, over keys of which each rank has a shard.
 
         Each rank attends to its own keys and sends its partial result to all others; keys and values are not
@@ -458,6 +459,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         seed, offset : int, optional
             As `forward` takes them.
+        want : collection of {"max", "entropy"}, optional
+            As `forward` takes it.
         block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
         **optional_inputs : array, optional
@@ -466,7 +469,7 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         Returns
         -------
         ForwardResult
-            ``out`` and ``lse`` of all queries, the same on all ranks.
+            ``out`` and ``lse`` of all queries, and the reductions that are wanted, the same on all ranks.
 
         Raises
         ------
@@ -483,7 +486,8 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference (2023),
         https://pytorch.org/blog/flash-decoding/: splits of the keys, here on ranks.
         """
-        return self._forward("decode", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
+        arrays, names = {"q": q, "k": k, "v": v}, wanted_results(want, {})
+        return passes.forward(self._calls, "decode", arrays, optional_inputs, (seed, offset), names)  # type: ignore[no-any-return]
 
     # fmt: off
     @overload
@@ -526,24 +530,3 @@ class ContextParallel(SecondDerivatives[FunctionT]):
         """
         arrays = {"q": q, "k": k, "v": v}
         return self._calls.carry_out("plan", arrays, optional_inputs, INPUTS, (0, 0), lambda call, run: run.schedule)
-
-    def _forward(
-        self,
-        method: str,
-        arrays: dict[str, Any],
-        optional_inputs: dict[str, Any],
-        random: tuple[int | None, int | None],
-    ) -> ForwardResult:
-        """What `forward` and `decode` return."""
-
-        def compute(call: Call, run: Execution) -> ForwardResult:
-            out = run.xp.empty(run.problem.out_shape, numpy_dtype(run.problem.dtype))
-            lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
-            views = {"out": view_4d(out, self.options.layout), "lse": view_rows(lse)}
-            if method == "decode":
-                run.decode(**views)
-            else:
-                run.forward(views)
-            return ForwardResult(*call.exported((out, lse)))
-
-        return self._calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute)

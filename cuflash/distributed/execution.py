@@ -21,7 +21,9 @@ from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
 from cuflash.gpu.merging import Tangents
-from cuflash.shards.merge import merge_into
+from cuflash.gpu.replay import of_thread
+from cuflash.shards.merge import merge_into, merge_large_entropies
+from cuflash.shards.reductions import RunningReductions, indices_in, merge_top_keys, reduce_columns
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import BROADCAST, INPUTS, MOVABLE_BROADCAST, NAMES
@@ -29,12 +31,11 @@ from cuflash.spec.outputs import (
     DEFAULT_NEED,
     MOVABLE_OF_KEYS,
     OF_QUERIES,
-    OUTPUTS,
     SOFTMAX_GRADIENTS,
     TAKEN_BY_BACKWARD,
     gradient_of,
 )
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, COLUMN_MAX, FORWARD, TOP_KEYS, Pass
 
 Array = Any
 # What a backward pass by keys needs of rows only in its row sums.
@@ -54,7 +55,7 @@ class Execution(Run):
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, results: Mapping[str, Array], pass_: Pass = FORWARD) -> None:
-        """Fill out, with four axes, and lse, with three; and their tangents, if the pass makes them."""
+        """Fill out, with four axes, and the results of rows, with three: lse, and tangents or reductions."""
         self.fill(tuple(results.values()), lambda run: run._forward(results, pass_))
 
     def _forward(self, results: Mapping[str, Array], pass_: Pass) -> None:
@@ -69,10 +70,12 @@ class Execution(Run):
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for name, x in (own | pairs).items():
-                            assign(x, -np.inf if name in ("lse", "lse_pairs") else 0)
+                            assign(x, -np.inf if name in ("lse", "lse_pairs", "max") else 0)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
-                    call = functools.partial(calls.forward, tile.queries, tile.keys, pass_=pass_)
+                    call = functools.partial(
+                        calls.forward, tile.queries, tile.keys, pass_=pass_, reductions=tuple(results)
+                    )
                     is_wide = not is_one and calls.is_on_cpu
                     calls.into(own, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
                     if is_wide and row_sums.has_large(own["lse"]):
@@ -121,7 +124,7 @@ class Execution(Run):
         if of_keys:
             self._backward_by_keys(of_keys, results, pass_)
 
-    def _row_sums(self, need: tuple[str, ...]) -> Array:
+    def _row_sums(self, need: tuple[str, ...], *, is_wide: bool = False) -> Array:
         """The row sums of this rank's queries over the keys of all ranks, where lse is large.
 
         Calls are those that make dk and dv, because sums of weights are 1 only if these have the very same scores.
@@ -137,11 +140,11 @@ class Execution(Run):
                 if not is_some(tile.queries):
                     continue
                 arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
-                is_wide = self._sums_dq(need) or not pieces.is_one(tile)
+                widens = is_wide or self._sums_dq(need) or not pieces.is_one(tile)
                 with streams.of_call(number):
                     if not calls.is_on_cpu:
                         arrays |= {"lse": self._lse_of(calls, tile, arrays)}
-                    sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide and calls.is_on_cpu)
+                    sums = self._row_sums_of(calls, tile, arrays, is_wide=widens and calls.is_on_cpu)
                 for span in tile.needed:
                     own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.needed)]
         found = [
@@ -288,31 +291,106 @@ class Execution(Run):
         out, dout, dlse = (self.arrays.get(name) for name in ("out", "dout", "dlse"))
         return minus_delta(out, dout, dlse, self.slices.softmax_dtype)
 
-    def decode(self, out: Array, lse: Array) -> None:
-        """Fill out, with four axes, and lse, with three, for queries that all ranks have."""
-        self.fill((out, lse), lambda run: run._decode(out, lse))
+    # ---- reductions of the weights -----------------------------------------------------------------------------------
 
-    def _decode(self, out: Array, lse: Array) -> None:
+    def columns(self, results: Mapping[str, Array], pass_: Pass) -> None:
+        """Fill what a reduction over queries gives, (batch, num_heads, rows of keys)."""
+        self.fill(tuple(results.values()), lambda run: run._with_row_sums()._columns(results, pass_))
+
+    def _columns(self, results: Mapping[str, Array], pass_: Pass) -> None:
+        traversal, split, ((name, result),) = self.schedule.by_keys, self.schedule.split_k, results.items()
+        of_pairs = (x for x in BROADCAST if x not in self.broadcasts_rows)
+        rows = tuple(x for x in ("q", "lse", "dlse", "row_sums", *of_pairs) if self.arrays.get(x) is not None)
+        pieces = Pieces(self, traversal)
+        for a_round, heads, held, streams in Rows(self, traversal, rows, rows).steps():
+            for number, tile in a_round.longest_first(self.rank):
+                own = result[:, self.q_heads(heads), self.local(split, tile.own_keys)]
+                if not pieces.is_one(tile):
+                    own = self.xp.empty(own.shape, own.dtype)
+                with streams.of_call(number):
+                    if tile.queries[0] == tile.queries[1]:
+                        assign(own, 0)
+                    else:
+                        arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
+                        call = functools.partial(calls.reduce, tile.queries, tile.keys, pass_=pass_)
+                        calls.into({name: own}, arrays, call, front=tile.front[1])
+                if not pieces.is_one(tile):
+                    pieces.add(tile, heads, {name: own})
+            with streams.returns():
+                for piece, found in pieces.complete(heads):
+                    into = result[:, self.q_heads(heads), self.local(split, traversal.pieces[self.rank][piece])]
+                    reduce_columns(into, [partial[name] for partial in found], is_max=pass_ is COLUMN_MAX)
+                    streams.keep(found)
+
+    def top_keys(self, results: Mapping[str, Array]) -> None:
+        """Fill indices and weights of the strongest keys, (batch, num_heads, rows of queries, count) each."""
+        self.fill(tuple(results.values()), lambda run: run._with_row_sums()._top_keys(results))
+
+    def _top_keys(self, results: Mapping[str, Array]) -> None:
+        if of_thread.recording is not None:
+            of_thread.recording.spoil()  # sorting is not recorded
+        traversal, names, split = self.schedule.by_queries, self._of_keys_given, self.schedule.split_q
+        pieces, count = Pieces(self, traversal), results["key_indices"].shape[3]
+        for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
+            q_heads = self.q_heads(heads)
+            for number, tile in a_round.longest_first(self.rank):
+                own = {name: x[:, q_heads, self.local(split, tile.own_queries)] for name, x in results.items()}
+                if not pieces.is_one(tile):
+                    own = {name: self.xp.empty(x.shape, x.dtype) for name, x in own.items()}
+                with streams.of_call(number):
+                    if self._is_left_over(tile):
+                        assign(own["key_indices"], -1)
+                        assign(own["key_weights"], 0)
+                    else:
+                        arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
+                        call = functools.partial(calls.reduce, tile.queries, tile.keys, pass_=TOP_KEYS, count=(count,))
+                        calls.into(own, arrays, call, front=tile.front[0])
+                        own["key_indices"][...] = indices_in(own["key_indices"], tile.needed, self.xp)
+                if not pieces.is_one(tile):
+                    pieces.add(tile, heads, own)
+            with streams.returns():
+                for piece, found in pieces.complete(heads):
+                    at = self.local(split, traversal.pieces[self.rank][piece])
+                    into = [x[:, q_heads, at] for x in results.values()]
+                    into[0][...], into[1][...] = -1, 0
+                    for partial in found:
+                        merge_top_keys(*into, *partial.values())
+                    streams.keep(found)
+
+    def _with_row_sums(self) -> Execution:
+        """The same with the row sums of rows whose lse is large, if it is that of these keys."""
+        if not self.has_large_rows:
+            return self
+        others = {name: x for name, x in self.arrays.items() if name != "dlse"}
+        sums = dlpack.on_host(replace(self, arrays=others)._row_sums((), is_wide=True))
+        found = self.xp.asarray(row_sums.explaining(sums, dlpack.on_host(self.arrays["lse"])))
+        return replace(self, arrays={**self.arrays, "row_sums": found}, has_large_rows=False)
+
+    def decode(self, results: Mapping[str, Array]) -> None:
+        """Fill out, with four axes, and lse and reductions, with three, for queries that all ranks have."""
+        self.fill(tuple(results.values()), lambda run: run._decode(results))
+
+    def _decode(self, results: Mapping[str, Array]) -> None:
         """Each rank sends its partial results to all others, and all ranks merge them in the order of keys."""
-        traversal, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
+        traversal, others, queries = self.schedule.by_keys, self.others, (0, results["out"].shape[2])
         seen = [
             [tile for tile in traversal.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)
         ]
         order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
-        found = [Found.of(self, len(own), out, lse) for own in seen]
+        found = [Found.of(self, len(own), results) for own in seen]
         for tile, partial in zip(seen[self.rank], found[self.rank].partials, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
-            call = functools.partial(self.slices.forward, queries, tile.keys)
+            call = functools.partial(self.slices.forward, queries, tile.keys, reductions=tuple(results))
             pairs = {name: x for name, x in partial.items() if name == "lse_pairs"}
-            results: dict[str, Array] = {name: x for name, x in partial.items() if name in OUTPUTS}
-            self.slices.into(results, arrays | pairs, call, is_wide=self.slices.is_on_cpu)
+            own_results = {name: x for name, x in partial.items() if name in results}
+            self.slices.into(own_results, arrays | pairs, call, is_wide=self.slices.is_on_cpu)
             if "row_sums" in partial:
                 partial["row_sums"][...] = self._row_sums_of(self.slices, tile, arrays | {"lse": partial["lse"]})
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
-        _merge([found[rank].partials[i] for _, rank, i in order], {"out": out, "lse": lse})
+        _merge([found[rank].partials[i] for _, rank, i in order], results)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; inputs of the softmax go to the first."""
@@ -409,8 +487,14 @@ def _merge(partials: Sequence[Mapping[str, Array]], results: Mapping[str, Array]
     lses = [partial["lse_pairs"] if "lse_pairs" in partial else partial["lse"] for partial in partials]
     sums = [partial.get("row_sums") for partial in partials]
     has_sums = any(x is not None and (x[..., 1] >= 0).any() for x in sums)
-    tangents = None
+    reductions, tangents = RunningReductions(results), None
+    for partial in partials:
+        reductions.add(partial)
+    reductions.finish()
     if "tout" in results:
         of_partials = ([partial[name] for partial in partials] for name in ("tout", "tlse"))
         tangents = Tangents(results["tout"], results["tlse"], *of_partials)
     merge_into(outs, lses, results["out"], results["lse"], sums if has_sums else (), tangents)
+    if has_sums and "entropy" in results:
+        entropies = [partial["entropy"] for partial in partials]
+        merge_large_entropies(entropies, lses, sums, results["entropy"])

@@ -64,17 +64,18 @@ class Found(NamedTuple):
     partials: list[dict[str, Array]]
 
     @classmethod
-    def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
+    def of(cls, run: Run, count: int, results: Mapping[str, Array]) -> Found:
         """Memory for `count` partial results, each of which is aligned for wide accesses.
 
         They have what rounding leaves of lse, too: kernels store it with lse, and in host memory it is in row sums.
         """
-        dtype, wide = run.slices.softmax_dtype, np.dtype(np.float64)
-        layout = {"out": (out.shape, dtype)}
+        dtype, wide, of_rows = run.slices.softmax_dtype, np.dtype(np.float64), results["lse"].shape
+        layout = {name: (x.shape, dtype) for name, x in results.items()}
         if run.slices.is_on_cpu:
-            layout |= {"lse": (lse.shape, dtype), "row_sums": ((*lse.shape, NUMBERS), wide)}
+            layout |= {"row_sums": ((*of_rows, NUMBERS), wide)}
         else:
-            layout |= {"lse_pairs": ((*lse.shape, 2), dtype)}
+            del layout["lse"]
+            layout |= {"lse_pairs": ((*of_rows, 2), dtype)}
         sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in layout.values()]
         memory = run.xp.empty((count, sum(sizes)), dtype)
         partials: list[dict[str, Array]] = [{} for _ in range(count)]

@@ -103,9 +103,11 @@ class ForwardFamily(Family[Row]):
                 return "it reads no pages"
         return super().why_not_served(draft)
 
-    @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:
-        """Add the kernels of the pass."""
+        """Add the kernels of the pass: unless a family says otherwise, one with a block for each tile of queries."""
+        draft.add_block_index(tile, "key_index")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
 class BackwardJvpFamily(ForwardFamily[Row]):

@@ -212,18 +212,32 @@ def _merge_large(
     tangents: Tangents | None,
 ) -> None:
     """Merge the rows again in which the lse of some split is large."""
-    rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
-    rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
-    partials = [
-        row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
-    ]
-    found, weights = row_sums.merged(partials)
+    rows, found, weights = _large_rows(lses, sums)
     outs = [x[rows] for x in outs]
     out[rows] = _weighted_sum(weights, outs)
     lse[rows] = row_sums.lse_of(found)
     if tangents is not None:
         of_rows = Tangents(*tangents[:2], *([x[rows] for x in own] for own in tangents[2:]))
         tangents.tout[rows], tangents.tlse[rows] = _tangents_of(weights, outs, of_rows, np.float64)
+
+
+def merge_large_entropies(
+    entropies: Sequence[Array], lses: Sequence[Array], sums: Sequence[Array | None], entropy: Array
+) -> None:
+    """Merge entropies in the rows in which the lse of some split is large, by the row sums of splits."""
+    with np.errstate(all="ignore"):
+        rows, _, fractions = _large_rows(lses, sums)
+        entropy[rows] = entropy_of(fractions, [x[rows] for x in entropies])
+
+
+def _large_rows(lses: Sequence[Array], sums: Sequence[Array | None]) -> tuple[Array, Array, list[Array]]:
+    """The rows in which the lse of some split is large, their row sums, and the fractions of splits."""
+    rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
+    rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
+    partials = [
+        row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
+    ]
+    return rows, *row_sums.merged(partials)
 
 
 # fmt: off

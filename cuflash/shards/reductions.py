@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cuflash.arrays import dlpack
+from cuflash.arrays.memory_ranges import Span
 from cuflash.gpu.elementwise import apply, assign
 from cuflash.spec.outputs import ROW_REDUCTIONS
 
@@ -117,6 +119,7 @@ def entropy_of(fractions: Sequence[Array], entropies: Sequence[Array]) -> Array:
 # Arguments and code of kernels: what they read, and what they read and write. LOWEST is the least finite number.
 _KERNELS = {
     "max": ("T own", "T total", "if (own > total || own != own) total = own;"),
+    "sum": ("T own", "T total", "total += own;"),
     "entropy": (
         "T lse, T rest, T own",
         "T largest, T largest_rest, T weight, T moment",
@@ -147,18 +150,35 @@ def _kernel(name: str, dtype: str) -> Any:
     return kernel(reads, writes, code.replace("(T)", f"({dtype})"), f"cuflash_reduce_{name}")
 
 
-def merge_top_keys(
-    indices: Array, weights: Array, own_indices: Array, own_weights: Array, *, first_key: int = 0
-) -> None:
-    """Take the strongest keys of a split into account, in place; its indices count from `first_key`.
+def merge_top_keys(indices: Array, weights: Array, own_indices: Array, own_weights: Array) -> None:
+    """Take the strongest keys of a split into account, in place; indices are those of all keys.
 
     Of equal weights the lower index comes first.
     """
     xp, count = dlpack.module_of(weights), weights.shape[-1]
-    every = xp.concatenate([indices, xp.where(own_indices < 0, -1, own_indices + first_key)], axis=-1)
+    every = xp.concatenate([indices, own_indices], axis=-1)
     both = xp.concatenate([weights, own_weights], axis=-1)
     by_index = xp.argsort(every, axis=-1)
     every, both = (xp.take_along_axis(x, by_index, axis=-1) for x in (every, both))
     order = xp.argsort(xp.where(every < 0, 1, -both), axis=-1, kind="stable")[..., :count]
     indices[...] = xp.take_along_axis(every, order, axis=-1)
     weights[...] = xp.take_along_axis(both, order, axis=-1)
+
+
+def indices_in(indices: Array, spans: Sequence[Span], xp: Any) -> Array:
+    """The indices among all keys of those of a call, which has the keys of some spans, one after the other."""
+    found, before = xp.where(indices < 0, -1, indices + spans[0][0]), 0
+    for (start, stop), (after, _) in itertools.pairwise(spans):
+        before += stop - start
+        found = xp.where(indices >= before, indices - before + after, found)
+    return found
+
+
+def reduce_columns(target: Array, partials: Sequence[Array], *, is_max: bool) -> None:
+    """Write the sums, or the maxima, of the columns of calls on other queries; in their order."""
+    assign(target, partials[0])
+    for partial in partials[1:]:
+        if dlpack.module_of(target) is np:
+            (np.maximum if is_max else np.add)(target, partial, out=target)
+        else:
+            apply(_kernel("max" if is_max else "sum", target.dtype.name), (partial,), (target,))

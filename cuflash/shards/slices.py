@@ -165,17 +165,23 @@ class Slices:
 
     def reduce(
         self, queries: Span, keys: Span, arrays: dict[str, Array], pass_: Pass, count: tuple[int, ...] = ()
-    ) -> tuple[Array, ...]:
+    ) -> dict[str, Array]:
         """The results of a reduction of the weights of a slice; `count` is how many keys `TOP_KEYS` finds of a row.
 
-        The weights are those among all keys, whose lse is given.
+        The weights are those among all keys, whose lse is given. `arrays` may have arrays for results.
         """
+        arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         options = self.options_of(queries, keys)
+        into = {name: arrays.pop(name) for name in pass_.default if name in arrays}
         of_call = self.score_args(options, queries, keys, arrays["q"]) | arrays
         given = {name: x for name, x in self._packed(of_call).items() if x is not None}
-        found = getattr(self.reductions, pass_.name)(options, given, *count)
-        found = found if isinstance(found, tuple) else (found,)
-        return found if self.starts is None else tuple(x[None] for x in found)
+        results = getattr(self.reductions, pass_.name)(options, given, *count)
+        results = results if isinstance(results, tuple) else (results,)
+        found = dict(zip(pass_.default, results, strict=True))
+        found = found if self.starts is None else {name: x[None] for name, x in found.items()}
+        for name, x in into.items():
+            assign(x, found[name])
+        return found
 
     def of_all(self, options: Options, queries: Span, keys: Span, q: Array, pass_: Pass) -> dict[str, Array]:
         """What every call of a pass gets whole: what functions read, and the tangents of this and of numbers."""

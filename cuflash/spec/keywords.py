@@ -117,7 +117,7 @@ def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> Typ
     if method in _OF_ROW_REDUCTIONS and name in ("want", *ROW_REDUCTIONS, *OF_ROW_REDUCTIONS):
         return NotImplementedError(
             f"{name}: got it in {method}, expected in FlashAttention.forward and backward: row reductions have no "
-            "tangents, and ranks give none; make that call with all keys on one device"
+            "tangents, and ranks take want=, but no arrays to write them to"
         )
     remedy = _remedy(method, name, accepted)
     return TypeError(f"{method}() got an unexpected keyword argument {name!r}" + (remedy and f": {remedy}"))

@@ -199,6 +199,7 @@ COLUMN_MAX = _reduction("column_max", COLUMN_MAX_ROWS)
 TOP_KEYS = _reduction("top_keys", TOP_KEYS_ROWS)
 PASSES = (FORWARD, BACKWARD, JVP, BACKWARD_JVP)
 PASS_NAMES = tuple(pass_.name for pass_ in PASSES)
+PASSES_WITH_TANGENTS = tuple(pass_ for pass_ in PASSES if pass_.has_tangents)
 PASSES_WITHOUT_TANGENTS = tuple(pass_ for pass_ in PASSES if not pass_.has_tangents)
 # What `plan`, `compile` and `tune` prepare unless they are told otherwise: calls without tangents.
 DEFAULT_PASSES = tuple(pass_.name for pass_ in PASSES_WITHOUT_TANGENTS)

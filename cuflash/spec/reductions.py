@@ -11,27 +11,51 @@ with the gradients of the sums as those columns of v, dP is the factor of the ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order
+from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
 from cuflash.arrays.checks import as_integer, counted, value_error
 from cuflash.arrays.dlpack import module_of
-from cuflash.spec.batch_axes import as_one_call
-from cuflash.spec.call import Backend, prepare
-from cuflash.spec.inputs import INPUTS
+from cuflash.spec.batch_axes import as_one_call, shape_of_lse
+from cuflash.spec.call import Backend, Call, prepare
+from cuflash.spec.inputs import INPUTS, OptionalArrays
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import GRADIENTS, OUTPUTS
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.spec.quantization import dequantize
+from cuflash.spec.results import check_need
 from cuflash.spec.rewrites import equivalent
+from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
 from cuflash.spec.streamed import Streamed, StreamedPair
+
+if TYPE_CHECKING:
+    from cuflash.spec.inputs import ScoreGradients
+
+    class ColumnGradients(ScoreGradients[Any, Any, Any]):
+        """The gradients of column sums: those of `backward`, then dlse and dweights."""
+
+        dlse: Any
+        dweights: Any
+
 
 Array = Any  # of NumPy or CuPy
 HALVES = ("float16", "bfloat16")
 MOST_KEYS = 64  # of a row, that `top_keys` returns
+OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
+_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not: sinks act through lse alone
+# What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
+OWN_ARGUMENTS = {
+    "column_sums": ("weights", *COLUMN_SUMS.default),
+    "column_max": COLUMN_MAX.default,
+    "top_keys": ("count", *TOP_KEYS.default),
+    "column_sums_backward": ("weights", "dsums", *OF_COLUMN_SUMS),
+}
+WIDE_COLUMNS = 8  # columns of values on a GPU, so that rows of 16-bit numbers have 16 bytes
 
 
 class Reduction(NamedTuple):
@@ -67,8 +91,7 @@ def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) 
     given = {name: x for name, x in given.items() if x is not None}
     weights = given.pop("weights", None) if method == "column_sums" else None  # else a function may read such an array
     if weights is not None:
-        check_array("weights", weights, tuple(given["lse"].shape), given["lse"].dtype.name)
-        check_byte_order("weights", weights.dtype)
+        check_weights(weights, given["lse"])
         given["dlse"] = weights
     streamed = {name: x for name, x in given.items() if isinstance(x, Streamed)}
     hosts = {name: x.array for name, x in streamed.items()}
@@ -105,6 +128,18 @@ def widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
         elif x.dtype.name in HALVES:
             found[name] = x.astype(np.float32)
     return {name: x for name, x in found.items() if name not in ("q_scale", "k_scale", "v_scale")}
+
+
+def checked_of_reduction(method: str, options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The optional inputs of a method, and what its functions read, by name; None for those that are not given."""
+    check_names_of_method(method, options, OWN_ARGUMENTS[method])
+    return checked_with_score_args(method, OptionalArrays, options, given)
+
+
+def check_weights(weights: Array, lse: Array) -> None:
+    """Check the factors of queries."""
+    check_array("weights", weights, tuple(lse.shape), lse.dtype.name)
+    check_byte_order("weights", weights.dtype)
 
 
 # ---- column sums as gradients of values ------------------------------------------------------------------------------
@@ -175,3 +210,66 @@ def _by_group(x: Array, group: int) -> Array:
 def _as_caller(x: Array, has_heads: bool, layout: str, dtype: Any) -> Array:
     x = _by_heads(x, layout) if has_heads else x[0]
     return module_of(x).ascontiguousarray(x).astype(dtype)
+
+
+def own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
+    """The gradients that only column sums have, and the others."""
+    known = (*(name for name in GRADIENTS if name not in _NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
+    check_need(need, known)
+    return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
+
+
+class ColumnSums:
+    """The gradients of column sums as passes over values, by a backend of the arrays of a call."""
+
+    def __init__(self, call: Call, backend: Any) -> None:
+        own = dict(call.arrays)
+        lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
+        k, xp = own["k"], module_of(own["q"])
+        streamed = k if isinstance(k, Streamed) else None
+        k = k if streamed is None else streamed.array
+        if k.dtype.name in FLOAT8:
+            raise NotImplementedError(
+                f"k: got dtype {k.dtype} for column_sums_backward, expected numbers of at least 16 bits: give "
+                "cuflash.dequantize(k, k_scale)"
+            )
+        self.layout, self.lse = call.options.layout, lse
+        check_array("lse", lse, shape_of_lse(self.layout, own), softmax_dtype_of(own["q"].dtype.name))
+        check_byte_order("lse", lse.dtype)
+        self.group = group_of(k, lse, self.layout)
+        self.columns = self.group if xp is np else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
+        keys = k.shape[-3 if self.layout == "bshd" and k.ndim > 2 else -2]
+        check_array("dsums", dsums, (*lse.shape[:-1], keys), lse.dtype.name)
+        check_byte_order("dsums", dsums.dtype)
+        if weights is not None:
+            check_weights(weights, lse)
+        self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
+        v = as_values(dsums, self.group, self.columns, self.layout, k.dtype)
+        self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
+        self.call, self.backend = call, backend
+
+    def gradients(self, own: tuple[str, ...]) -> list[Any]:
+        """Those of the passes that the call wants, and those of `own`."""
+        found: list[Any] = []
+        if self.call.need:
+            q = self.inputs["q"]
+            dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, q.dtype)
+            of_rows = {"lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
+            arrays = {**self.inputs, **of_rows, **self._absent("dlse")}
+            found += self.backend.backward(self.call.options, arrays, self.call.need)
+        if own:
+            means = self._means()
+            found += [-self.factors * means if name == "dlse" else means for name in own]
+        return found
+
+    def _absent(self, *names: str) -> dict[str, None]:
+        """What a call on a GPU is told that it has not."""
+        return dict.fromkeys(names) if self.call.backend == "cupy" else {}
+
+    def _means(self) -> Array:
+        """``sum_j P[i, j] * dsums[j]`` of each row."""
+        arrays = {**self.inputs, **self._absent("out", "lse")}
+        out, lse = self.backend.forward(self.call.options, arrays, need=OUTPUTS)
+        xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
+        is_empty = self.lse == -xp.inf
+        return xp.where(is_empty, 0, means * xp.exp(xp.where(is_empty, -xp.inf, lse) - xp.where(is_empty, 0, self.lse)))

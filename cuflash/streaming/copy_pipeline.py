@@ -10,12 +10,15 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from cuflash.arrays.memory_ranges import Span, cut_evenly
 from cuflash.cpu.jobs import available_cores
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Array = Any
 Host = np.ndarray[Any, Any]
@@ -141,11 +144,8 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
 
-class Feed:
-    """Gives chunks of arrays on the device, one after the other, while the next chunk is being copied.
-
-    When this context is left, all copies from host memory are done.
-    """
+class Transfer:
+    """Chunks of arrays between the host and two buffers on the device, on a stream of its own."""
 
     def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
         longest = max((stop - start for start, stop in spans), default=0)
@@ -154,12 +154,22 @@ class Feed:
         self.staged = [lane for lane in self.lanes.values() if not lane.is_direct]
         self.workers = Workers(self.staged)
         self.stream = device.stream()
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class Feed(Transfer):
+    """Gives chunks of arrays on the device, one after the other, while the next chunk is being copied.
+
+    When this context is left, all copies from host memory are done.
+    """
+
+    def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
+        super().__init__(device, arrays, spans)
         self.arrived: list[Any] = [None, None]  # for each buffer, an event after the copy of its chunk
         self.used = [device.mark(None)] * 2  # for each buffer, an event after its last use, by earlier owners, too
         self.filled: list[list[Any]] = [[], []]  # for each staging buffer, the copies to it that are under way
-
-    def __enter__(self) -> Feed:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -198,21 +208,13 @@ class Feed:
         self._fill(number + 2, self.arrived[number % 2])
 
 
-class Drain:
+class Drain(Transfer):
     """Copies chunks of results to the host while the next are computed. When it is left, all copies are done."""
 
     def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
-        longest = max((stop - start for start, stop in spans), default=0)
-        self.device, self.spans = device, spans
-        self.lanes = {name: Lane(device, array, longest) for name, array in arrays.items()}
-        self.staged = [lane for lane in self.lanes.values() if not lane.is_direct]
-        self.workers = Workers(self.staged)
-        self.stream = device.stream()
+        super().__init__(device, arrays, spans)
         self.left: list[Any] = [None, None]  # for each buffer, an event after its chunk was copied out
         self.emptied: list[list[Any]] = [[], []]  # for each staging buffer, the copies out of it that are under way
-
-    def __enter__(self) -> Drain:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

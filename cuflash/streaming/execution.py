@@ -191,7 +191,7 @@ class StreamedPass:
         whole, run = {"columns": result[..., None]}, self._with_row_sums()
         self._clear_unseen(whole)
         for step in self._steps(whole):
-            step.buffers["columns"][..., 0] = run._reduced(step)[0]
+            (step.buffers["columns"][..., 0],) = run._reduced(step).values()
 
     def top_keys(self, indices: Array, weights: Array) -> None:
         """Fill indices and weights of the strongest keys, (batch, num_heads, seqlen_q, count) each."""
@@ -200,7 +200,9 @@ class StreamedPass:
         for step in self._steps({}):
             rows = slice(*step.chunk.queries)
             found = run._reduced(step, indices.shape[-1])
-            merge_top_keys(indices[:, :, rows], weights[:, :, rows], *found, first_key=step.chunk.keys[0])
+            own_indices, own_weights = found.values()
+            own_indices = self.slices.xp.where(own_indices < 0, -1, own_indices + step.chunk.keys[0])
+            merge_top_keys(indices[:, :, rows], weights[:, :, rows], own_indices, own_weights)
 
     def _with_row_sums(self) -> StreamedPass:
         """The same with the row sums of rows whose lse is large, if it is that of these keys."""
@@ -210,7 +212,7 @@ class StreamedPass:
         arrays = {**self.arrays, "row_sums": row_sums.explaining(self._row_sums(), lse)}
         return replace(self, slices=replace(self.slices, arrays=arrays))
 
-    def _reduced(self, step: ChunkStep, *count: int) -> tuple[Array, ...]:
+    def _reduced(self, step: ChunkStep, *count: int) -> dict[str, Array]:
         return self.slices.reduce(*step.chunk, self.arrays_of(step, of_softmax=False), self.pass_, count)
 
     def _chunks_of_maxima(self) -> Array:

@@ -72,6 +72,7 @@ class Yardstick:
         Tensor cores cut off sums of products of half precision every 16 columns: above head dimensions of 256 the sum
         of the sizes of these sums counts where it is larger. lse of half precision has a unit of the difference of the
         row's scores, too, of at most log(2^32) (log(2^14) for float16), by which a lazy maximum may lag.
+        A row has one lse: what its rounding changes in P * dlse adds up in dbias of a bias without an axis of keys.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
         moves them alike, so that lse counts as at most ``LARGE_LSE``. Row reductions have a unit of themselves

@@ -346,10 +346,12 @@ class Collector:
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
         head = replace(head, derivatives=self._counted(head, QK))
         QK2 = np.maximum(QK**2, np.where(visible, Q**2 @ K.T**2, 0))  # where products cancel, QK has their digits
-        if problem.bias is not None and problem.bias.strides[3] == 0:  # D is rounded once for all keys of a row
+        if (
+            problem.bias is not None and problem.bias.strides[3] == 0
+        ):  # D and lse are rounded once for all keys of a row
             of_row = P.sum(axis=1, keepdims=True) ** 2
             dS_bias = _added_to_largest(dS_bias, D2 * of_row)
-            dS_bias_noise = _added_to_largest(dS_bias_noise, (D_moved2 + noise.rows**2 * D2) * of_row)
+            dS_bias_noise = _added_to_largest(dS_bias_noise, (D_moved2 + noise.rows**2 * (D2 + dL2)) * of_row)
         self.of_scores.add(head, dS_bias, dS * QK2, power=2)
         self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
         self.enters.add(head, visible.astype(np.float64), np.ones(()), power=0)

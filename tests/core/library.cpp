@@ -207,6 +207,8 @@ int run(const Library &core, const Given &given, int limit, Way way) {
     return call.status;
 }
 
+// Compares a result with the formula in float64: twice the error of the plain formula in float32 is allowed, and two units
+// in the last place. In float64 errors are smaller by 2^29, and the formula has as large ones.
 void compare(const char *what, const char *name, const Storage &found, const std::vector<double> &exact,
              const std::vector<double> &plain, double unit) {
     double most = 0, error = 0;
@@ -215,9 +217,9 @@ void compare(const char *what, const char *name, const Storage &found, const std
         most = std::max(most, std::abs(exact[i]));
         error = std::max(error, std::abs(plain[i] - exact[i]));
     }
+    const double allowed = unit == 0x1p-52 ? 4 * std::ldexp(error, -29) + 4 * unit * most : 2 * error + 2 * unit * most;
     for (size_t i = 0; i < exact.size(); ++i) {
-        const bool is_right =
-            std::isinf(exact[i]) ? found[i] == exact[i] : std::abs(found[i] - exact[i]) <= 2 * error + 2 * unit * most;
+        const bool is_right = std::isinf(exact[i]) ? found[i] == exact[i] : std::abs(found[i] - exact[i]) <= allowed;
         CHECK(is_right, "%s: %s[%zu] is %g, expected %g", what, name, i, found[i], exact[i]);
     }
 }
@@ -235,11 +237,7 @@ void test(const Library &core, const Shape &s, int64_t dtype, std::mt19937_64 &r
     Arrays plain = exact;
     const double scale = 1 / std::sqrt(double(s.head_dim));
     compute<double>(s, scale, exact);
-    if (dtype == FLOAT64) {
-        compute<double>(s, scale, plain);
-    } else {
-        compute<float>(s, scale, plain);
-    }
+    compute<float>(s, scale, plain);
     // The backward pass takes out and lse as they are rounded here.
     const double unit = dtype == FLOAT64 ? 0x1p-52 : dtype == FLOAT32 ? 0x1p-23 : 0x1p-7;
     const int64_t softmax = dtype == FLOAT64 ? FLOAT64 : FLOAT32;
@@ -308,8 +306,8 @@ int main(int count, char **words) {
     std::mt19937_64 random(0);
     test_functions(core);
     for (int64_t dtype : {FLOAT32, FLOAT64, BFLOAT16}) {
-        for (const Shape &shape : {Shape{1, 2, 1, 5, 7, 3, 4, false}, Shape{2, 4, 2, 70, 130, 32, 32, true},
-                                   Shape{1, 3, 3, 1, 700, 64, 64, true}, Shape{1, 1, 1, 90, 60, 16, 24, true}})
+        for (const Shape &shape : {Shape{40, 4, 2, 5, 7, 3, 4, false}, Shape{2, 4, 2, 70, 130, 32, 32, true},
+                                   Shape{4, 3, 3, 1, 700, 64, 64, true}, Shape{1, 1, 1, 90, 60, 16, 24, true}})
             test(core, shape, dtype, random);
     }
     std::printf("%s to %s: %d checks, %d failures\n", core.processor(0), core.processor(4), num_checks, num_failures);

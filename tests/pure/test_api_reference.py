@@ -1,5 +1,6 @@
 """Everything public has a docstring with the sections that a reader of the API reference looks for."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -14,6 +15,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.pure.test_docstrings import documented_parameters, parameters
 
+PROPERTY = (property, functools.cached_property)
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = (DOCS / "api.rst").read_text()
 TEMPLATE = (DOCS / "_templates" / "autosummary" / "class.rst").read_text()
@@ -73,13 +75,13 @@ def members(name):
     hidden = HIDDEN.get(name.rpartition(".")[2], "").split(", ")
     for attribute, value in inspect.getmembers(cls):
         is_shown = not attribute.startswith("_") and not hasattr(tuple, attribute) and attribute not in hidden
-        if is_shown and (inspect.isroutine(value) or isinstance(value, property)):
+        if is_shown and (inspect.isroutine(value) or isinstance(value, PROPERTY)):
             yield f"{name}.{attribute}"
 
 
 MEMBERS = tuple(member for name in LISTED for member in members(name))
-CALLABLES = (*LISTED, *(name for name in MEMBERS if not isinstance(public(name), property)))
-PROPERTIES = tuple(name for name in MEMBERS if isinstance(public(name), property))
+CALLABLES = (*LISTED, *(name for name in MEMBERS if not isinstance(public(name), PROPERTY)))
+PROPERTIES = tuple(name for name in MEMBERS if isinstance(public(name), PROPERTY))
 
 
 def sections(doc):

@@ -78,7 +78,10 @@ def test_no_number_of_the_core_has_another_size_on_windows():
 # A compiler for a triple, which writes down how it is called, and what it is to make.
 COMPILER = """#!/bin/sh
 for word in "$@"; do
-    case "$word" in -dumpmachine) echo {triple}; exit 0;; esac
+    case "$word" in
+        -dumpmachine) echo {triple}; exit 0;;
+        --version) echo "{version}"; exit 0;;
+    esac
 done
 echo "$@" >> {log}
 for word in "$@"; do
@@ -102,7 +105,9 @@ LINKED = {
 def test_setup_builds_as_the_system_of_the_compiler_does(triple, tmp_path):
     suffix, link, flag, count = LINKED[triple]
     compiler, log = tmp_path / "compiler", tmp_path / "log"
-    compiler.write_text(COMPILER.format(triple=triple, log=log))
+    is_gcc = "w64-mingw32" in triple or triple == "x86_64-linux-gnu"
+    version = "Copyright (C) Free Software Foundation, Inc." if is_gcc else "clang version 20"
+    compiler.write_text(COMPILER.format(triple=triple, log=log, version=version))
     compiler.chmod(0o755)
     environment = os.environ | {"CXX": f"{compiler} -one", "ARCHFLAGS": "-arch two", "CXXFLAGS": "-three"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "built")]
@@ -112,6 +117,10 @@ def test_setup_builds_as_the_system_of_the_compiler_does(triple, tmp_path):
     *units, last = log.read_text().splitlines()
     assert len(units) == count + 1 and all(" -c " in unit and unit.startswith("-one -arch two ") for unit in units)
     assert all(flag in unit and ("-fPIC" in unit) == (suffix != ".dll") and "-three" in unit for unit in units)
+    assert ("-nostdlib++" in last) == (not is_gcc and "msvc" not in triple)
+    last = last.replace(" -nostdlib++", "")
+    gcc_only = any("-fvect-cost-model" in unit or "-Wa," in unit for unit in units)
+    assert gcc_only == is_gcc
     assert last.startswith(f"-one -arch two {link} ") and last.count(".o ") == count + 1
     left_out = units[-1].count("IS_LEFT_OUT(")
     assert "core.cpp" in units[-1] and left_out == 5 - count

@@ -249,6 +249,22 @@ def test_what_cancels_is_no_scale(factor, fails):
     assert bool(ct.measure("dscale", got, expected).failure) == fails
 
 
+@pytest.mark.parametrize("halves, fails", [(2, False), (16, True)])
+def test_the_rounding_of_lse_adds_up_in_the_gradient_of_a_bias_of_rows(halves, fails):
+    """All weights of a row have it in common, so that without values it is all that dbias is off by."""
+    failures = []
+    for seed in range(4):
+        sizes: dict[str, Any] = {"seqlen_q": 200, "seqlen_k": 210, "head_dim": 32, "num_heads": 3}
+        case = ct.Case(**sizes, bias=(200, 1), dlse=True, has_values=False, seed=seed)
+        arrays = case.arrays()
+        judges = ct.yardsticks(case.problem, arrays)
+        lse = judges["lse"].expected
+        off = halves * (lse - lse.astype(np.float32))
+        dbias = judges["dbias"].expected + (arrays["dlse"] * off).sum(axis=1)[0, :, None]
+        failures.append(bool(ct.measure("dbias", dbias.astype(np.float32), judges["dbias"]).failure))
+    assert any(failures) == fails
+
+
 def test_the_index_and_the_ratio_of_the_worst_entry():
     case = ct.Case(seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM)
     yardstick = ct.yardsticks(case.problem, case.arrays())["out"]

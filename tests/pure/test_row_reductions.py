@@ -159,11 +159,12 @@ def test_what_is_wrong_is_named():
     with pytest.raises(NotImplementedError, match=r"^want: got it in jvp, expected in FlashAttention.forward"):
         ATTENTION.jvp(Q, K, V, tq=Q, want=("max",))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'want': forward takes it"):
-        cuflash.logsumexp(Q, K, want=("max",))
+        cuflash.logsumexp(Q, K, want=("max",))  # type: ignore[call-overload]
     ranks: Any = cd.ContextParallel(cd.threads(1)[0], split="contiguous")
-    for call in (lambda: ranks.forward(Q, K, V, want=("max",)), lambda: ranks.backward(*backward, dentropy=whole.lse)):
-        with pytest.raises(NotImplementedError, match=r"ranks give none"):
-            call()
+    with pytest.raises(NotImplementedError, match=r"^max: got it in forward, .* ranks take want="):
+        ranks.forward(Q, K, V, max=whole.max)
+    with pytest.raises(NotImplementedError, match=r"^dmax: got ndarray, which is not served over ranks; expected dlse"):
+        ranks.backward(*backward, dmax=whole.lse)
 
 
 @settings(max_examples=examples(20))

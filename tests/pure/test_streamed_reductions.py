@@ -200,5 +200,5 @@ def test_entropies_of_large_scores(dtype, numbers):
     attn: Any = cuflash.FlashAttention(scale=1e-9)
     found = attn.forward(q, *cuflash.streamed(k, None, chunk=20), want=("max", "entropy"), **arrays)
     keys = 90 + ("sinks" in numbers)
-    np.testing.assert_allclose(found.entropy, np.log(keys), rtol=8 * np.finfo(real).eps)
-    np.testing.assert_allclose(found.max, numbers["bias"], rtol=2 * np.finfo(real).eps)
+    np.testing.assert_allclose(found.entropy, np.log(keys), rtol=8 * float(np.finfo(real).eps))
+    np.testing.assert_allclose(found.max, numbers["bias"], rtol=2 * float(np.finfo(real).eps))

@@ -122,7 +122,7 @@ def test_functions_and_vectors_of_rows_and_columns():
     hidden = cuflash.logsumexp(Q, K, mask=lambda i, j: j <= i + 20)
     np.testing.assert_allclose(hidden, LSE, rtol=0, atol=4e-6)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'bais'"):
-        cuflash.logsumexp(Q, K, bais=g)
+        cuflash.logsumexp(Q, K, bais=g)  # type: ignore[call-overload]
 
 
 def test_streamed_keys_and_ranks_take_none():
@@ -231,9 +231,9 @@ def test_messages_name_the_function_and_its_arguments():
         with pytest.raises(TypeError, match=rf"^logsumexp\(\) got an unexpected keyword argument '{name}'"):
             cuflash.logsumexp(q, k, **{name: v})
     with pytest.raises(TypeError, match=r"attn_bias': expected bias$"):
-        cuflash.logsumexp(q, k, attn_bias=v)
+        cuflash.logsumexp(q, k, attn_bias=v)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"^logsumexp: got 3 positional arguments, expected q and k: lse has no v, "):
-        cuflash.logsumexp(*(q, k, v))  # type: ignore[call-arg]
+        cuflash.logsumexp(*(q, k, v))  # type: ignore[call-overload]
     attn = cuflash.FlashAttention()
     found = attn.jvp(q, k, None, tq=q)
     with pytest.raises(ValueError, match=r"^dtlse: got None, expected the gradient with respect to tlse"):

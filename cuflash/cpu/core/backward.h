@@ -14,7 +14,7 @@ namespace {
 // first: where a window is causal, the keys of later tiles are visible to rows that those of earlier tiles are not, so
 // that jobs which begin together do not wait for each other.
 struct Steps {
-    long rows, heads, in_head, count, group;
+    int64_t rows, heads, in_head, count, group;
     Steps(const Work &work, const Entry &entry) {
         const Call &call = work.call;
         group = group_of(call);
@@ -23,9 +23,9 @@ struct Steps {
         in_head = ceil_div(entry.seqlen_q, rows);
         count = group ? in_head * ceil_div(group, heads) : 0;
     }
-    Block block(const Entry &entry, const KeyTile &tile, long step) const {
+    Block block(const Entry &entry, const KeyTile &tile, int64_t step) const {
         Block block = {};
-        const long head = step / in_head * heads, row = (in_head - 1 - step % in_head) * rows;
+        const int64_t head = step / in_head * heads, row = (in_head - 1 - step % in_head) * rows;
         block.entry = tile.entry;
         block.head_kv = tile.head_kv;
         block.first_head = tile.head_kv * group + head;
@@ -39,21 +39,21 @@ struct Steps {
 // The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and
 // all jobs before it have done; or that it is done itself, and jobs before it say the rest.
 struct AddingOrder {
-    static constexpr long DONE = -1;
+    static constexpr int64_t DONE = -1;
     Work &work;
-    const long KeyTile::*before;  // null if there is no such sum
+    const int64_t KeyTile::*before;  // null if there is no such sum
 
     // How many steps all jobs before this one have done, and `most` if that is less or there are none.
-    long steps_before(long job, long most) const {
+    int64_t steps_before(int64_t job, int64_t most) const {
         while (before && (job = work.tiles[job].*before) >= 0) {
-            const long steps = work.progress[job].load(std::memory_order_acquire);
+            const int64_t steps = work.progress[job].load(std::memory_order_acquire);
             if (steps != DONE) return smaller(steps, most);
         }
         return most;
     }
     // Waits until they have done `steps`. Returns false if the call has been stopped.
-    bool wait(long job, long steps) const {
-        for (long n = 0; steps_before(job, steps) < steps; ++n) {
+    bool wait(int64_t job, int64_t steps) const {
+        for (int64_t n = 0; steps_before(job, steps) < steps; ++n) {
             if (work.stopped.load(std::memory_order_relaxed)) return false;
             if (n > 100) yield_core();
         }
@@ -71,36 +71,36 @@ template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row ro
 }
 
 template <class T>
-inline void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq, long dim) {
+inline void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq, int64_t dim) {
     const Call &call = work.results();
     const T scale = T(call.scale);
-    for (long r = range.first; r < range.stop; ++r) {
+    for (int64_t r = range.first; r < range.stop; ++r) {
         const Row row = row_of(block, r);
         const bool has_accum = has_dq_accum(call);
         T *to = has_accum ? dq_sum<T>(work, entry, row) : (T *)row_address(call, DQ, entry, row);
-        const long step = has_accum ? 1 : call.strides[DQ][3];
+        const int64_t step = has_accum ? 1 : call.strides[DQ][3];
         const T *from = dq + r * dim;
         if (step == 1) {
-            for (long d = 0; d < call.head_dim; ++d) to[d] += scale * from[d];
+            for (int64_t d = 0; d < call.head_dim; ++d) to[d] += scale * from[d];
         } else {
-            for (long d = 0; d < call.head_dim; ++d) to[d * step] += scale * from[d];
+            for (int64_t d = 0; d < call.head_dim; ++d) to[d * step] += scale * from[d];
         }
     }
 }
 
 // Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
-inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Visible &visible, long first,
-                     long count, const T *ds) {
-    const long step = call.strides[DBIAS][3];
-    const long stop = smaller(visible.keys.stop, count);
-    for (long r = visible.rows.first; r < visible.rows.stop; ++r) {
+inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Visible &visible, int64_t first,
+                     int64_t count, const T *ds) {
+    const int64_t step = call.strides[DBIAS][3];
+    const int64_t stop = smaller(visible.keys.stop, count);
+    for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r) {
         T *to = (T *)bias_address(call, DBIAS, entry, row_of(block, r), first);
         const T *from = ds + r * SCORES_STRIDE<T>;
         if (step == 1) {
-            for (long j = visible.keys.first; j < stop; ++j) to[j] += from[j];
+            for (int64_t j = visible.keys.first; j < stop; ++j) to[j] += from[j];
         } else {
-            for (long j = visible.keys.first; j < stop; ++j) to[j * step] += from[j];
+            for (int64_t j = visible.keys.first; j < stop; ++j) to[j * step] += from[j];
         }
     }
 }
@@ -108,14 +108,14 @@ inline void add_bias(const Call &call, const Entry &entry, const Block &block, c
 // C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. Neighbouring sections that
 // the same rows attend to are one product. With bf16x2, everything is transposed: C^T += B^T A.
 template <class T>
-inline void add_to_keys(const Call &call, const Visible &visible, long count, const T *a, const T *b, long dim, T *c,
-                        long keys_stride) {
-    constexpr long STRIDE = SCORES_STRIDE<T>;
-    auto add = [&](RowRange rows, long first, long stop) {
+inline void add_to_keys(const Call &call, const Visible &visible, int64_t count, const T *a, const T *b, int64_t dim,
+                        T *c, int64_t keys_stride) {
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+    auto add = [&](RowRange rows, int64_t first, int64_t stop) {
         if (rows.stop <= rows.first || stop <= first) return;
         if constexpr (MAY_USE_BF16X2<T>)
             if (uses_bf16x2<T>(call)) {
-                const long pair = rows.first / 2;
+                const int64_t pair = rows.first / 2;
                 return bf16x2_product(dim, round_up(stop - first, LANES<T>), bf16x2_count(rows.stop) - pair, b + pair,
                                       QUERIES_BF16X2_STRIDE, a + pair * STRIDE + first, STRIDE, c + first, keys_stride,
                                       true);
@@ -123,8 +123,8 @@ inline void add_to_keys(const Call &call, const Visible &visible, long count, co
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
     };
-    const long num_sections = ceil_div(count, SECTION_KEYS);
-    for (long x = 0, next; x < num_sections; x = next) {
+    const int64_t num_sections = ceil_div(count, SECTION_KEYS);
+    for (int64_t x = 0, next; x < num_sections; x = next) {
         const RowRange rows = visible.sections[x];
         for (next = x + 1; next < num_sections && visible.sections[next] == rows;) ++next;
         add(rows, x * SECTION_KEYS, smaller(count, next * SECTION_KEYS));
@@ -133,13 +133,13 @@ inline void add_to_keys(const Call &call, const Visible &visible, long count, co
 
 // dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys k of a tile.
 template <class T>
-inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, long first,
-                             long count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
-    const long dim = buffers.sizes.dim;
-    for (long r0 = range.first, n; r0 < range.stop; r0 += n) {
+inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, int64_t first,
+                             int64_t count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
+    const int64_t dim = buffers.sizes.dim;
+    for (int64_t r0 = range.first, n; r0 < range.stop; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first;
+        const int64_t here = keys.stop - keys.first;
         if constexpr (MAY_USE_BF16X2<T>)
             if (uses_bf16x2<T>(call)) {
                 bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
@@ -147,7 +147,7 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
                 continue;
             }
         // Long sums are made of partial sums, which keeps rounding errors down. Rows that attend to no key get zeros.
-        long j = keys.first;
+        int64_t j = keys.first;
         do {
             product<T, Order::ROWS>(n, dim, smaller(USUAL_KEYS, keys.stop - j), ds + r0 * SCORES_STRIDE<T> + j,
                                     SCORES_STRIDE<T>, k + j * dim, dim, dq + r0 * dim, dim, adds || j > keys.first);
@@ -158,14 +158,14 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
 
 // What a tile adds to dq of a block: it goes to buffers.dq, or is added to it.
 template <class T>
-inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, long first,
-                             long count, bool adds, BackwardBuffers<T> &buffers) {
+inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
+                             int64_t count, bool adds, BackwardBuffers<T> &buffers) {
     multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq, adds);
 }
 
 // Adds what a block adds to dk and dv of a tile.
 template <class T>
-inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, long count,
+inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, int64_t count,
                              BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const bool is_bf16x2 = uses_bf16x2<T>(call);
@@ -180,22 +180,22 @@ inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible
 
 // Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.
 template <class T>
-inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, BackwardBuffers<T> &buffers) {
+inline void finish_key_tile(const Work &work, const KeyTile &tile, int64_t job, BackwardBuffers<T> &buffers) {
     const Call &call = work.results();
     const Entry &entry = work.entries[tile.entry];
     const Sizes<T> &sizes = buffers.sizes;
     const T scale = T(size_of_scale(call));
-    const long group = group_of(call);
+    const int64_t group = group_of(call);
     T *all_dk = buffers.dk, *all_dv = buffers.dv;
     if (uses_bf16x2<T>(call)) {
-        const long padded = round_up(tile.num_keys, LANES<T>);
+        const int64_t padded = round_up(tile.num_keys, LANES<T>);
         all_dk = buffers.k_t, all_dv = buffers.v_t;
         transpose(buffers.dk, buffers.keys_stride, sizes.dim, padded, all_dk, sizes.dim);
         transpose(buffers.dv, buffers.keys_stride, sizes.dim_v, padded, all_dv, sizes.dim_v);
     }
-    for (long j = 0; j < tile.num_keys; ++j) {
+    for (int64_t j = 0; j < tile.num_keys; ++j) {
         T *dk = all_dk + j * sizes.dim, *dv = all_dv + j * sizes.dim_v;
-        for (long d = 0; d < sizes.dim; ++d) dk[d] *= scale;
+        for (int64_t d = 0; d < sizes.dim; ++d) dk[d] *= scale;
         if (is_wanted(call, DK))
             store_row(dk, call.dtype, call.strides[DK][3], call.head_dim,
                       key_address(call, DK, entry, tile.head_kv, tile.first_key + j));
@@ -205,16 +205,16 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
     }
     if (work.sums) {
         double *to = work.sums + job * (group + 2);
-        for (long g = 0; g < group; ++g) to[g] = double(buffers.sums[tile.head_kv * group + g]);
-        for (long n = 0; n < 2; ++n) to[group + n] = double(buffers.sums[call.num_heads + n]);
+        for (int64_t g = 0; g < group; ++g) to[g] = double(buffers.sums[tile.head_kv * group + g]);
+        for (int64_t n = 0; n < 2; ++n) to[group + n] = double(buffers.sums[call.num_heads + n]);
     }
     if (buffers.bias == BiasGradient::KEYS)
-        for (long g = 0; g < group; ++g)
+        for (int64_t g = 0; g < group; ++g)
             memcpy(bias_sums<T>(work, tile.entry, tile.head_kv * group + g, tile.first_key),
                    buffers.total + g * SCORES_STRIDE<T>, tile.num_keys * sizeof(T));
 }
 
-template <class T, class Buffers> void key_tile_job(Work &work, char *memory, long job) {
+template <class T, class Buffers> void key_tile_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     const KeyTile &tile = work.tiles[job];
     const Entry &entry = work.entries[tile.entry];
@@ -222,11 +222,11 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, lo
     Buffers buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     const Steps steps(work, entry);
-    const long first = tile.first_key, count = tile.num_keys;
+    const int64_t first = tile.first_key, count = tile.num_keys;
     const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
     const AddingOrder order{work, wants_dq ? &KeyTile::before : nullptr};
     const AddingOrder bias_order{work, adds_bias ? &KeyTile::bias_before : nullptr};
-    auto steps_before = [&](long most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
+    auto steps_before = [&](int64_t most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
     const bool is_bf16x2 = uses_bf16x2<T>(call);
@@ -234,14 +234,14 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, lo
     clear(buffers.dv, is_bf16x2 ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
     if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
-    for (long step = 0; step < steps.count; ++step) {
+    for (int64_t step = 0; step < steps.count; ++step) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const Block block = steps.block(entry, tile, step);
         const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
         const bool is_hidden =
             keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
-            for (long r = 0; r < rows_of(block); ++r)
+            for (int64_t r = 0; r < rows_of(block); ++r)
                 clear_bias<T>(work.results(), entry, row_of(block, r), first, count);
         if (is_hidden) continue;
         // Hidden steps before this one count as done.
@@ -268,7 +268,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, lo
 }
 
 // Computes dq of one block by itself, where the dq accumulator would need more than DQ_BYTES.
-template <class T, class Buffers> void dq_job(Work &work, char *memory, long job) {
+template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call, &results = work.results();
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
@@ -279,23 +279,23 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, long job
     T *total = buffers.dq;  // a job of keys has the partial dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
     const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (long first = keys.first / 16 * 16; first < keys.stop; first += work.keys_per_tile) {
+    for (int64_t first = keys.first / 16 * 16; first < keys.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+        const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
         if (has_cap(call) && !work.tangents)
-            for (long r = visible.rows.first; r < visible.rows.stop; ++r)
-                for (long j = visible.keys.first; j < visible.keys.stop; ++j) {
+            for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r)
+                for (int64_t j = visible.keys.first; j < visible.keys.stop; ++j) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
         if (uses_bf16x2<T>(call)) pack_scores(block, visible, buffers);
         multiply_into_dq(call, entry, block, visible.rows, first, count, true, buffers);
     }
-    for (long r = 0; r < rows_of(block); ++r) {
-        for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(results.scale);
+    for (int64_t r = 0; r < rows_of(block); ++r) {
+        for (int64_t d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(results.scale);
         store_row(total + r * sizes.dim, call.dtype, results.strides[DQ][3], call.head_dim,
                   row_address(results, DQ, entry, row_of(block, r)));
     }
@@ -303,15 +303,15 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, long job
 
 // Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and
 // with packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
-template <class T> void clear_job(Work &work, char *, long job) {
+template <class T> void clear_job(Work &work, char *, int64_t job) {
     const Call &call = work.call, &results = work.results();
-    const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
+    const int64_t heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
     const T zero[MAX_KEYS] = {};
-    auto clear_head = [&](Array array, int64_t dtype, long num_heads, long seqlen, long dim) {
+    auto clear_head = [&](Array array, int64_t dtype, int64_t num_heads, int64_t seqlen, int64_t dim) {
         if (!is_wanted(results, array) || h >= num_heads) return;
-        const long size = size_of(dtype), step = results.strides[array][3];
-        for (long i = 0; i < seqlen; ++i)
-            for (long d = 0; d < dim; d += MAX_KEYS)
+        const int64_t size = size_of(dtype), step = results.strides[array][3];
+        for (int64_t i = 0; i < seqlen; ++i)
+            for (int64_t d = 0; d < dim; d += MAX_KEYS)
                 store_row(zero, dtype, step, smaller(MAX_KEYS, dim - d),
                           address(results, array, size, b, h, i) + d * step * size);
     };
@@ -330,15 +330,15 @@ template <class T> void clear_job(Work &work, char *, long job) {
               call.seqlen_q * call.head_dim);
 }
 
-template <class T> void row_sums_job(Work &work, char *memory, long job) {
+template <class T> void row_sums_job(Work &work, char *memory, int64_t job) {
     find_row_sums<T>(work, memory, work.blocks[job]);
 }
 
 // Rounds dq of a head to 16 bits.
-template <class T> void round_job(Work &work, char *, long job) {
+template <class T> void round_job(Work &work, char *, int64_t job) {
     const Call &call = work.results();
     const Entry &entry = work.entries[job / call.num_heads];
-    for (long i = 0; i < entry.seqlen_q; ++i) {
+    for (int64_t i = 0; i < entry.seqlen_q; ++i) {
         const Row row = {job % call.num_heads, i};
         store_row(dq_sum<T>(work, entry, row), call.dtype, call.strides[DQ][3], call.head_dim,
                   row_address(call, DQ, entry, row));
@@ -349,10 +349,10 @@ template <class T> void round_job(Work &work, char *, long job) {
 
 // How many tiles all entries have, and how many one head has at most.
 struct TileCount {
-    long all = 0, in_head = 0;
+    int64_t all = 0, in_head = 0;
     explicit TileCount(const Work &work) {
-        for (long e = 0; e < work.num_entries; ++e) {
-            const long own = ceil_div(work.entries[e].seqlen_k, work.keys_per_tile);
+        for (int64_t e = 0; e < work.num_entries; ++e) {
+            const int64_t own = ceil_div(work.entries[e].seqlen_k, work.keys_per_tile);
             all += own * work.call.num_heads_kv;
             in_head = larger(in_head, own);
         }
@@ -363,21 +363,21 @@ struct TileCount {
 // another.
 inline bool make_tiles(Work &work) {
     const Call &call = work.call;
-    const long keys = work.keys_per_tile, num_heads = call.num_heads_kv;
+    const int64_t keys = work.keys_per_tile, num_heads = call.num_heads_kv;
     const int64_t *bias_strides = work.results().strides[DBIAS];
     const TileCount tiles(work);
-    long *last = nullptr;
+    int64_t *last = nullptr;
     if (!work.allocate(work.tiles, tiles.all) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
-    long *last_of_bias = last + work.num_entries * num_heads;
-    for (long x = 0; x < work.num_entries * num_heads; ++x) last[x] = -1;
-    for (long j = 0; j < tiles.in_head; ++j) {
-        for (long x = 0; x < work.num_entries * num_heads; ++x) last_of_bias[x] = -1;
-        for (long e = 0; e < work.num_entries; ++e) {
-            const long seqlen_k = work.entries[e].seqlen_k;
+    int64_t *last_of_bias = last + work.num_entries * num_heads;
+    for (int64_t x = 0; x < work.num_entries * num_heads; ++x) last[x] = -1;
+    for (int64_t j = 0; j < tiles.in_head; ++j) {
+        for (int64_t x = 0; x < work.num_entries * num_heads; ++x) last_of_bias[x] = -1;
+        for (int64_t e = 0; e < work.num_entries; ++e) {
+            const int64_t seqlen_k = work.entries[e].seqlen_k;
             if (j * keys >= seqlen_k) continue;
-            for (long h = 0; h < num_heads; ++h) {
-                long &before = last[e * num_heads + h];
-                long &bias_before = last_of_bias[(bias_strides[0] ? e * num_heads : 0) + (bias_strides[1] ? h : 0)];
+            for (int64_t h = 0; h < num_heads; ++h) {
+                int64_t &before = last[e * num_heads + h];
+                int64_t &bias_before = last_of_bias[(bias_strides[0] ? e * num_heads : 0) + (bias_strides[1] ? h : 0)];
                 work.tiles[work.num_tiles] =
                     KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys), before, bias_before};
                 before = bias_before = work.num_tiles++;
@@ -390,7 +390,7 @@ inline bool make_tiles(Work &work) {
 // Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
 // threads of different speeds end at about the same time.
 template <class T, class Buffers> void choose_backward_tiles(Work &work) {
-    for (long keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
+    for (int64_t keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, Buffers::MOST_ROWS, keys);
         if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;
     }
@@ -413,8 +413,8 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     if (!make_tiles(work)) return false;
     work.scratch_bytes = Buffers(work, nullptr).scratch.used;
     const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(results, DQ);
-    const long batch = is_packed ? 1 : call.batch;
-    const long dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * long(sizeof(T));
+    const int64_t batch = is_packed ? 1 : call.batch;
+    const int64_t dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * int64_t(sizeof(T));
     const bool has_accum = wants_dq && has_dq_accum(call), accum_fits = !has_accum || dq_bytes <= DQ_BYTES;
     const bool has_sums =
         is_wanted(results, DALIBI_SLOPES) || is_wanted(results, DSCALE) || is_wanted(results, DSOFTCAP);
@@ -429,7 +429,7 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     if (work.adds_dq || bias == BiasGradient::ORDERED) {
         if (!work.allocate(work.progress, work.num_tiles)) return false;
-        for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
+        for (int64_t t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
     if (looks_ahead) work.add_phase(row_sums_job<T>, work.num_blocks);

@@ -10,7 +10,7 @@
 namespace {
 
 template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
-    static constexpr long MOST_ROWS = 60, MOST_KEYS = 128;  // of a block and of a tile
+    static constexpr int64_t MOST_ROWS = 60, MOST_KEYS = 128;  // of a block and of a tile
     const Call &tangents;
     T *tq, *tdout, *tk, *tk_t, *tv_t, *ts, *tds, *dbias, *tlse, *tdelta;
     TangentBuffers<T> scores;
@@ -18,8 +18,8 @@ template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
     BackwardJvpBuffers(const Work &work, char *memory)
         : BackwardBuffers<T>(work, memory), tangents(*work.tangents),
           scores(work.call, *work.tangents, Scaling<T>(work.call), this->scratch) {
-        const long rows = work.rows_per_block, keys = work.keys_per_tile, dim = this->sizes.dim,
-                   dim_v = this->sizes.dim_v;
+        const int64_t rows = work.rows_per_block, keys = work.keys_per_tile, dim = this->sizes.dim,
+                      dim_v = this->sizes.dim_v;
         tq = this->scratch.template take<T>(rows * dim);
         tdout = this->scratch.template take<T>(rows * dim_v);
         tk = this->scratch.template take<T>(keys * larger(dim, dim_v));
@@ -38,12 +38,12 @@ template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
 template <class T>
 inline void load_queries(const Work &work, const Entry &entry, const Block &block, BackwardJvpBuffers<T> &buffers) {
     const Call &call = work.call, &tangents = buffers.tangents;
-    const long num_rows = rows_of(block), dim_v = buffers.sizes.dim_v;
+    const int64_t num_rows = rows_of(block), dim_v = buffers.sizes.dim_v;
     load_queries(work, entry, block, static_cast<BackwardBuffers<T> &>(buffers));
     const bool has_tdout = has_tangent(tangents, DOUT);
     if (has_tangent(tangents, Q)) load_signed_rows(tangents, Q, entry, block, call.head_dim, buffers.tq);
     if (has_tdout) load_rows(tangents, DOUT, entry, block, call.head_dim_v, buffers.tdout, dim_v, num_rows);
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = buffers.lse[r];
         buffers.tlse[r] = number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i);
@@ -53,7 +53,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
 }
 
 template <class T>
-inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
+inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
                           BackwardJvpBuffers<T> &buffers) {
     const Call &tangents = buffers.tangents;
     load_key_tile(call, entry, head_kv, first, count, static_cast<BackwardBuffers<T> &>(buffers));
@@ -90,7 +90,7 @@ template <class T> struct JvpSums {
 // ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
 inline void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
-                        const RowNumbers<T> &row, long columns, const JvpScores<T> &of, JvpSums<T> *sums) {
+                        const RowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
     if (row.lse == T(-__builtin_inf())) {
         for (T *x : {of.p, of.ts, of.ds, of.tds}) clear(x, columns);
         if (of.dbias) clear(of.dbias, columns);
@@ -100,10 +100,10 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, const Backw
                     of_scale = splat(tangent_of_scale<T>(buffers.tangents));
     const Vector<T> scale_of_tanh = splat(T(has_cap(call) ? size_of_scale(call) / call.softcap : 0)), zero = {};
     auto recompute_p = [&](auto weight_of, auto drops) {
-        auto kept_of = [&](Vector<T> x, long j) {
+        auto kept_of = [&](Vector<T> x, int64_t j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), of.kept + j) : x;
         };
-        for (long j = 0; j < columns; j += LANES<T>) {
+        for (int64_t j = 0; j < columns; j += LANES<T>) {
             const Vector<T> weight = weight_of(load(of.p + j));
             // What has no weight may be infinite or NaN.
             const auto counts = weight != zero;
@@ -139,21 +139,21 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, const Backw
 // Computes weights p and gradients ds, and the tangents of both, of a block and a tile that are loaded.
 template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                             long first, long count, bool for_bias, BackwardJvpBuffers<T> &buffers) {
-    constexpr long STRIDE = SCORES_STRIDE<T>;
+                             int64_t first, int64_t count, bool for_bias, BackwardJvpBuffers<T> &buffers) {
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
     const bool has_sums = !for_bias && buffers.scores.has_sums;
-    auto clear_keys = [&](Keys computed, long r, long begin, long end) {
+    auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (!for_bias && buffers.bias == BiasGradient::PAIRS)
             clear_bias<T>(tangents, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         if (is_wanted(tangents, DBIAS)) clear_scores(computed, r, begin, end, buffers.dbias);
         for (T *x : {buffers.p, buffers.ts, buffers.ds, buffers.tds}) clear_scores(computed, r, begin, end, x);
     };
-    auto differentiate_rows = [&](long r0, long n, Keys keys, long columns) {
-        const long at = r0 * STRIDE + keys.first;
+    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns) {
+        const int64_t at = r0 * STRIDE + keys.first;
         T *p = buffers.p + at, *ts = buffers.ts + at, *ds = buffers.ds + at, *tds = buffers.tds + at;
         const T *q = buffers.q + r0 * sizes.dim, *dout = buffers.dout + r0 * sizes.dim_v;
         const T *k_t = buffers.k_t + keys.first, *v_t = buffers.v_t + keys.first;
@@ -168,11 +168,11 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
         const bool has_tv = has_tangent(tangents, V), has_tdout = has_tangent(tangents, DOUT);
         if (has_tv) multiply(dout, buffers.tv_t + keys.first, tds, false);
         if (has_tdout) multiply(buffers.tdout + r0 * sizes.dim_v, v_t, tds, has_tv);
-        for (long r = 0; r < n && !has_tv && !has_tdout; ++r) clear(tds + r * STRIDE, columns);
+        for (int64_t r = 0; r < n && !has_tv && !has_tdout; ++r) clear(tds + r * STRIDE, columns);
         finish_both(call, tangents, scaling, entry, block, r0, n, first + keys.first, keys.stop - keys.first, columns,
                     next_bias, p, buffers.added, ts, buffers.scores);
-        for (long r = 0; r < n; ++r) {
-            const long own = r0 + r, in_group = r * STRIDE;
+        for (int64_t r = 0; r < n; ++r) {
+            const int64_t own = r0 + r, in_group = r * STRIDE;
             const Row row = row_of(block, own);
             const RowNumbers<T> numbers = {buffers.lse[own], buffers.delta[own], buffers.tlse[own], buffers.tdelta[own],
                                            buffers.row_sums[own]};
@@ -200,11 +200,11 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
 }
 
 template <class T>
-inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &visible, long count,
+inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &visible, int64_t count,
                              BackwardJvpBuffers<T> &buffers) {
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
-    auto add = [&](const T *scores, const T *rows, long dim, T *to) {
+    auto add = [&](const T *scores, const T *rows, int64_t dim, T *to) {
         add_to_keys(call, visible, count, scores, rows, dim, to, buffers.keys_stride);
     };
     if (is_wanted(tangents, DV)) {
@@ -220,8 +220,8 @@ inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &vis
 }
 
 template <class T>
-inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, long first,
-                             long count, bool adds, BackwardJvpBuffers<T> &buffers) {
+inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
+                             int64_t count, bool adds, BackwardJvpBuffers<T> &buffers) {
     multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.tds, buffers.k, buffers.dq, adds);
     if (has_tangent(buffers.tangents, K))
         multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.tk, buffers.dq, true);

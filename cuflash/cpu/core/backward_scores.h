@@ -6,8 +6,8 @@
 
 namespace {
 
-constexpr long BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
-constexpr long DQ_BYTES = 32 << 20;  // at most, for the dq accumulator in float32, where dq has 16 bits
+constexpr int64_t BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
+constexpr int64_t DQ_BYTES = 32 << 20;  // at most, for the dq accumulator in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
@@ -20,11 +20,11 @@ enum class BiasGradient {
     SEPARATE  // dbias has jobs of its own, which compute the weights once more
 };
 
-constexpr long BIAS_BYTES = 16 << 20;  // at most, for the sums of jobs of keys
+constexpr int64_t BIAS_BYTES = 16 << 20;  // at most, for the sums of jobs of keys
 
-inline long group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
+inline int64_t group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
 
-inline long bytes_of_bias_sums(const Call &call, long size) {
+inline int64_t bytes_of_bias_sums(const Call &call, int64_t size) {
     return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
 }
 
@@ -40,33 +40,33 @@ template <class T> inline BiasGradient bias_gradient(const Work &work) {
     if (!has_rows && strides[3])
         return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::SEPARATE;
     // A job goes through the heads that share its keys. It adds to each row once if one block has all of these heads.
-    const long rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block), group = group_of(call);
+    const int64_t rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block), group = group_of(call);
     const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, work.rows_per_block) == group;
-    const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
+    const bool is_same = size_of(call.bias_dtype) == int64_t(sizeof(T));  // sums are rounded once
     return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED
                                                                           : BiasGradient::SEPARATE;
 }
 
-constexpr long QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;  // of rows of bf16x2 of queries
+constexpr int64_t QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;  // of rows of bf16x2 of queries
 
 template <class T> struct BackwardBuffers {
-    static constexpr long MOST_ROWS = BACKWARD_ROWS, MOST_KEYS = MAX_KEYS;  // of a block and of a tile
+    static constexpr int64_t MOST_ROWS = BACKWARD_ROWS, MOST_KEYS = MAX_KEYS;  // of a block and of a tile
     Scratch scratch;
     Sizes<T> sizes;
-    long keys_stride;
+    int64_t keys_stride;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *dentropy, *dmax,
         *total;
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
     unsigned char *kept;
     long double *sums;  // over many rows
     RowSum<T> *row_sums;
-    long *first_max;
+    int64_t *first_max;
     BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const Call &call = work.call;
-        const long rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
+        const int64_t rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
         const bool has_products = is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
         const bool wants_bias = is_wanted(work.results(), DBIAS);
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
@@ -94,7 +94,7 @@ template <class T> struct BackwardBuffers {
         delta = scratch.template take<T>(rows);
         dentropy = scratch.template take<T>(call.arrays[DENTROPY] ? rows : 0);
         dmax = scratch.template take<T>(call.arrays[DMAX] ? rows : 0);
-        first_max = scratch.template take<long>(call.arrays[DMAX] ? rows : 0);
+        first_max = scratch.template take<int64_t>(call.arrays[DMAX] ? rows : 0);
         row_sums = scratch.template take<RowSum<T>>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
         sums = scratch.template take<long double>(call.num_heads + 2);
@@ -106,11 +106,11 @@ template <class T> struct BackwardBuffers {
 
 // rowsum(dout o out) of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
 template <class T>
-inline T dot_with_out(const Call &call, const Entry &entry, Row row, const T *dout, long dim, T *values) {
+inline T dot_with_out(const Call &call, const Entry &entry, Row row, const T *dout, int64_t dim, T *values) {
     load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
     clear(values + call.head_dim_v, dim - call.head_dim_v);
     Vector<T> sum = {};
-    for (long d = 0; d < dim; d += LANES<T>) sum += load(dout + d) * load(values + d);
+    for (int64_t d = 0; d < dim; d += LANES<T>) sum += load(dout + d) * load(values + d);
     return sum_of_lanes<T>(sum);
 }
 
@@ -124,26 +124,26 @@ template <class T> inline T of_row_gradients(const Call &call, const Entry &entr
 
 // The same with what gradients with respect to numbers of the row add.
 template <class T>
-inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
+inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, int64_t dim, T *values) {
     return dot_with_out(call, entry, row, dout, dim, values) + of_row_gradients(call, entry, row, lse);
 }
 
 // The tangent of delta of a row, rowsum(dout o tout + tdout o out) - tdlse. `tdout` is null where there is none.
 template <class T>
 inline T tangent_of_delta(const Call &call, const Call &tangents, const Entry &entry, Row row, T lse, const T *dout,
-                          const T *tdout, long dim, T *values) {
+                          const T *tdout, int64_t dim, T *values) {
     const T found = delta_of(tangents, entry, row, lse, dout, dim, values);
     return tdout ? found + dot_with_out(call, entry, row, tdout, dim, values) : found;
 }
 
 // Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and transposed, with bf16x2 of two rows.
 template <class T>
-inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, long dim,
+inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
                                 bool is_negative, T *out, T *transposed, T *staging) {
-    const long num_rows = rows_of(block), padded = round_up(dim, LANES<T>);
+    const int64_t num_rows = rows_of(block), padded = round_up(dim, LANES<T>);
     load_rows_bf16x2(call, array, entry, block, dim, out, is_negative);
-    auto row = [&](long r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
-    for (long r = 0; r < num_rows; r += 2)
+    auto row = [&](int64_t r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
+    for (int64_t r = 0; r < num_rows; r += 2)
         interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)staging + r / 2 * padded, padded);
     if (is_negative) negate_bf16x2(staging, bf16x2_count(num_rows) * padded);
     transpose(staging, padded, bf16x2_count(num_rows), padded, transposed, QUERIES_BF16X2_STRIDE);
@@ -154,7 +154,7 @@ template <class T>
 inline void load_queries(const Work &work, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block);
+    const int64_t num_rows = rows_of(block);
     const bool has_dout = call.arrays[DOUT];
     if (uses_bf16x2<T>(call)) {
         load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
@@ -168,7 +168,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     T *values = buffers.dq,
       *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where bf16x2 are loaded
     if (uses_bf16x2<T>(call)) clear(numbers, sizes.dim_v);
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
         const T *dout = uses_bf16x2<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
@@ -188,16 +188,16 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
 
 // Loads rows of k or v of a tile, and the same transposed.
 template <class T>
-inline void load_and_transpose(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
-                               long dim, T *rows, T *transposed, long keys_stride) {
-    const long padded = round_up(count, LANES<T>), whole = round_up(dim, LANES<T>);
+inline void load_and_transpose(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                               int64_t count, int64_t dim, T *rows, T *transposed, int64_t keys_stride) {
+    const int64_t padded = round_up(count, LANES<T>), whole = round_up(dim, LANES<T>);
     load_keys(call, array, entry, head_kv, first, count, dim, rows, whole, padded);
     transpose(rows, whole, padded, whole, transposed, keys_stride);
 }
 
 // Loads k and v of a tile: v transposed, k both as it is and transposed.
 template <class T>
-inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
+inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
                           BackwardBuffers<T> &buffers) {
     if (uses_bf16x2<T>(call)) {
         load_keys_bf16x2(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
@@ -215,33 +215,33 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
 
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
 template <class T>
-inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long keys_stride, long r0,
-                          long num_rows, long num_keys, T *c) {
+inline void multiply_rows(const Call &call, const T *rows, int64_t dim, const T *keys_t, int64_t keys_stride,
+                          int64_t r0, int64_t num_rows, int64_t num_keys, T *c) {
     if constexpr (MAY_USE_BF16X2<T>)
         if (uses_bf16x2<T>(call)) {
-            const long stride = bf16x2_stride<T>(dim);
+            const int64_t stride = bf16x2_stride<T>(dim);
             return bf16x2_product(num_rows, num_keys, bf16x2_count(dim), rows + r0 * stride, stride, keys_t,
                                   keys_stride, c, SCORES_STRIDE<T>, false);
         }
-    const long stride = round_up(dim, LANES<T>);
+    const int64_t stride = round_up(dim, LANES<T>);
     product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, keys_stride, c, SCORES_STRIDE<T>);
 }
 
 // Address of the bias of a row, or of its gradient, at the key `first`.
-inline char *bias_address(const Call &call, Array array, const Entry &entry, Row row, long first) {
+inline char *bias_address(const Call &call, Array array, const Entry &entry, Row row, int64_t first) {
     return address(call, array, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
 }
 
 // Clears dbias of a row, for `count` keys from `first` on.
-template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, long first, long count) {
+template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, int64_t first, int64_t count) {
     const T zeros[MAX_KEYS] = {};
     if (count > 0)
         store_row(zeros, call.bias_dtype, call.strides[DBIAS][3], count, bias_address(call, DBIAS, entry, row, first));
 }
 
 struct RowRange {
-    long first, stop;
-    void include(long begin, long end) {
+    int64_t first, stop;
+    void include(int64_t begin, int64_t end) {
         first = smaller(first, begin);
         stop = larger(stop, end);
     }
@@ -250,7 +250,7 @@ struct RowRange {
 
 // What rows of a block attend to of a tile: keys, counted from its first, in whole sections and vectors; the rows that
 // attend to any of them, and the rows that attend to any key of each section. Other scores are not computed.
-constexpr long SECTION_KEYS = 64, MAX_SECTIONS = MAX_KEYS / SECTION_KEYS;
+constexpr int64_t SECTION_KEYS = 64, MAX_SECTIONS = MAX_KEYS / SECTION_KEYS;
 struct Visible {
     Keys keys;
     RowRange rows, sections[MAX_SECTIONS];
@@ -258,15 +258,15 @@ struct Visible {
 
 // Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at once.
 template <class T>
-inline void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, long first,
-                               long count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
-    const long columns = round_up(keys.stop - keys.first, LANES<T>);
+inline void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, int64_t first,
+                               int64_t count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
+    const int64_t columns = round_up(keys.stop - keys.first, LANES<T>);
     if (buffers.bias == BiasGradient::PAIRS)
         store_row(ds, results.bias_dtype, results.strides[DBIAS][3], smaller(columns, count - keys.first),
                   bias_address(results, DBIAS, entry, row, first + keys.first));
     if (buffers.bias == BiasGradient::KEYS) {
         T *to = buffers.total + (row.head - block.head_kv * group_of(results)) * SCORES_STRIDE<T> + keys.first;
-        for (long j = 0; j < columns; j += LANES<T>) store(to + j, load(to + j) + load(ds + j));
+        for (int64_t j = 0; j < columns; j += LANES<T>) store(to + j, load(to + j) + load(ds + j));
     }
 }
 
@@ -274,9 +274,9 @@ inline void put_bias_gradients(const Call &results, const Entry &entry, const Bl
 // vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of keys
 // `computed` are read. Returns what the rows attend to.
 template <class T, class C, class F>
-inline Visible for_visible_rows(const Call &call, const Entry &entry, const Block &block, long first, long count,
+inline Visible for_visible_rows(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
                                 C clear_keys, F body) {
-    const long num_rows = rows_of(block), padded = round_up(count, LANES<T>);
+    const int64_t num_rows = rows_of(block), padded = round_up(count, LANES<T>);
     const RowRange none = {num_rows, 0};
     Visible visible;
     visible.rows = none;
@@ -284,17 +284,17 @@ inline Visible for_visible_rows(const Call &call, const Entry &entry, const Bloc
     const Keys of_block = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     visible.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
     visible.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
-    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+    for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>);
-        for (long r = r0; r < r0 + n; ++r) {
+        const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>);
+        for (int64_t r = r0; r < r0 + n; ++r) {
             clear_keys(visible.keys, r, 0, keys.first);
             clear_keys(visible.keys, r, keys.first + columns, padded);
         }
         if (here <= 0) continue;
         visible.rows.include(r0, r0 + n);
-        for (long x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
+        for (int64_t x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
             visible.sections[x].include(r0, r0 + n);
         body(r0, n, keys, columns);
     }
@@ -302,7 +302,7 @@ inline Visible for_visible_rows(const Call &call, const Entry &entry, const Bloc
 }
 
 // Clears scores of a row that are computed, among keys from `begin` to `end`.
-template <class T> inline void clear_scores(Keys computed, long r, long begin, long end, T *scores) {
+template <class T> inline void clear_scores(Keys computed, int64_t r, int64_t begin, int64_t end, T *scores) {
     begin = larger(begin, computed.first), end = smaller(end, computed.stop);
     if (begin < end) clear(scores + r * SCORES_STRIDE<T> + begin, end - begin);
 }
@@ -327,17 +327,17 @@ inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_
 // no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
 inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
-                        const T *dentropy, long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+                        const T *dentropy, int64_t columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
     if (lse == T(-__builtin_inf())) {
         clear(p, columns);
         return clear(ds, columns);
     }
     const LogOfWeight<T> log_of_weight(scaling, lse, dentropy ? row_sum : NO_ROW_SUM<T>);
     auto recompute_p = [&](auto weight_of, auto drops, auto has_tanhs, auto has_entropy) {
-        auto kept_of = [&](Vector<T> x, long j) {
+        auto kept_of = [&](Vector<T> x, int64_t j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
         };
-        for (long j = 0; j < columns; j += LANES<T>) {
+        for (int64_t j = 0; j < columns; j += LANES<T>) {
             const Vector<T> s = load(p + j), weight = weight_of(s);
             store(p + j, kept_of(weight, j));
             Vector<T> gradient = kept_of(load(ds + j), j) - splat(delta);
@@ -363,12 +363,12 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
 // The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
 // whose errors would not average out. `values` has space for both rows.
 template <class T>
-inline double exact_product(const Call &call, const Entry &entry, Row row, long head_kv, long key, long dim,
+inline double exact_product(const Call &call, const Entry &entry, Row row, int64_t head_kv, int64_t key, int64_t dim,
                             T *values) {
     load_row(row_address(call, Q, entry, row), call.dtype, call.strides[Q][3], call.head_dim, values);
     load_keys(call, K, entry, head_kv, key, 1, call.head_dim, values + dim, dim, 1);
     double sum = 0;
-    for (long d = 0; d < call.head_dim; ++d) sum += double(values[d]) * double(values[dim + d]);
+    for (int64_t d = 0; d < call.head_dim; ++d) sum += double(values[d]) * double(values[dim + d]);
     return call.scale < 0 ? -sum : sum;
 }
 
@@ -378,36 +378,36 @@ inline double exact_product(const Call &call, const Entry &entry, Row row, long 
 // gradient of a bias of keys (by head) to buffers.total.
 template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                             long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
+                             int64_t first, int64_t count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
-    constexpr long STRIDE = SCORES_STRIDE<T>;
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
-    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP) && !call.arrays[DMAX] &&
                                 !call.arrays[DENTROPY];
-    auto clear_keys = [&](Keys computed, long r, long begin, long end) {
+    auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         clear_scores(computed, r, begin, end, buffers.p);
         clear_scores(computed, r, begin, end, buffers.ds);
     };
-    auto differentiate_rows = [&](long r0, long n, Keys keys, long columns) {
-        const long here = keys.stop - keys.first, at = first + keys.first;
+    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns) {
+        const int64_t here = keys.stop - keys.first, at = first + keys.first;
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
                       columns, ds);
-        for (long r = 0; r < n && has_products; ++r)
+        for (int64_t r = 0; r < n && has_products; ++r)
             memcpy(buffers.products + (r0 + r) * STRIDE + keys.first, p + r * STRIDE, columns * sizeof(T));
-        for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
+        for (int64_t r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
             if (r % FEW_OF_GROUP == 0) {
-                const long few = smaller(FEW_OF_GROUP, n - r);
+                const int64_t few = smaller(FEW_OF_GROUP, n - r);
                 finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
                                         buffers.added, tanhs);
             }
@@ -416,7 +416,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                         call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr, columns, kept,
                         slopes_at_once ? tanhs : nullptr, p, ds);
             if (call.arrays[DMAX]) {
-                const long j = buffers.first_max[r0 + r] - at;
+                const int64_t j = buffers.first_max[r0 + r] - at;
                 if (j >= 0 && j < columns) {
                     ds[j] += buffers.dmax[r0 + r];
                     if (products)
@@ -429,7 +429,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             if (is_wanted(call, DALIBI_SLOPES)) {
                 const Vector<T> start = splat(T(at - row.i - entry.diagonal)) + iota<T>();
                 Vector<T> sum = {};
-                for (long j = 0; j < columns; j += N) {
+                for (int64_t j = 0; j < columns; j += N) {
                     const Vector<T> distance = start + splat(T(j));
                     sum -= load(ds + j) * (distance < Vector<T>{} ? -distance : distance);
                 }
@@ -437,15 +437,15 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             }
             if (is_wanted(call, DSOFTCAP)) {
                 Vector<T> sum = {};
-                for (long j = 0; j < columns; j += N)
+                for (int64_t j = 0; j < columns; j += N)
                     sum += load(ds + j) * derivative_by_softcap<T>(call, load(products + j), load(tanhs + j));
                 buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
             }
             if (tanhs && !slopes_at_once)
-                for (long j = 0; j < columns; j += N) store(ds + j, load(ds + j) * slope_of_cap<T>(load(tanhs + j)));
+                for (int64_t j = 0; j < columns; j += N) store(ds + j, load(ds + j) * slope_of_cap<T>(load(tanhs + j)));
             if (is_wanted(call, DSCALE)) {
                 Vector<T> sum = {};
-                for (long j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);
+                for (int64_t j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);
                 const T total = sum_of_lanes<T>(sum);
                 buffers.sums[call.num_heads] += double(call.scale < 0 ? -total : total);
             }
@@ -458,15 +458,15 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
 // as bf16x2 of two keys, too, in ds_rows.
 template <class T> inline void pack_scores(const Block &block, const Visible &visible, BackwardBuffers<T> &buffers) {
     if constexpr (MAY_USE_BF16X2<T>) {
-        constexpr long STRIDE = SCORES_STRIDE<T>;
-        const long at = visible.keys.first, count = visible.keys.stop - at;
+        constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+        const int64_t at = visible.keys.first, count = visible.keys.stop - at;
         const T zeros[MAX_KEYS] = {};
-        for (long r = visible.rows.first / 2 * 2; r < visible.rows.stop; r += 2) {
+        for (int64_t r = visible.rows.first / 2 * 2; r < visible.rows.stop; r += 2) {
             const bool has_second = r + 1 < rows_of(block);
             const T *p = buffers.p + r * STRIDE + at, *ds = buffers.ds + r * STRIDE + at;
             round_to_bf16x2(p, has_second ? p + STRIDE : zeros, count, buffers.p + r / 2 * STRIDE + at);
             round_to_bf16x2(ds, has_second ? ds + STRIDE : zeros, count, buffers.ds_columns + r / 2 * STRIDE + at);
-            for (long x = r; x <= r + has_second; ++x)
+            for (int64_t x = r; x <= r + has_second; ++x)
                 round_to_bf16x2(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEYS_BF16X2_STRIDE + at / 2);
         }
     }
@@ -476,18 +476,18 @@ template <class T> inline void pack_scores(const Block &block, const Visible &vi
 // whole vectors. Rows for which is_needed(r) is false may be left out. The rows and the tile are loaded.
 template <class T, class N, class F>
 inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                               long first, long count, BackwardBuffers<T> &buffers, N is_needed, F body) {
-    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
-    for (long r0 = 0, n; r0 < rows_of(block); r0 += n) {
+                               int64_t first, int64_t count, BackwardBuffers<T> &buffers, N is_needed, F body) {
+    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    for (int64_t r0 = 0, n; r0 < rows_of(block); r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
+        const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
         bool any_needed = false;
-        for (long r = r0; r < r0 + n; ++r) any_needed |= is_needed(r);
+        for (int64_t r = r0; r < r0 + n; ++r) any_needed |= is_needed(r);
         if (here <= 0 || !any_needed) continue;
         T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, s);
-        for (long r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
+        for (int64_t r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
             if (r % FEW_OF_GROUP == 0)
                 finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
                                         columns, next_bias, s, buffers.added, nullptr);
@@ -503,9 +503,9 @@ inline void for_scores(const Work &work, const Scaling<T> &scaling, const Block 
     const Call &call = work.call;
     const Entry &entry = work.entries[block.entry];
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (long first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
+    for (int64_t first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+        const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
         for_scores_of_tile(call, scaling, entry, block, first, count, buffers, is_needed, body);
@@ -519,7 +519,7 @@ template <class T> struct RowSumsSoFar {
     RowSumsSoFar() {
         for (T &x : row_max) x = T(-__builtin_inf());
     }
-    void add(const Scaling<T> &scaling, long r, const T *s, long columns) {
+    void add(const Scaling<T> &scaling, int64_t r, const T *s, int64_t columns) {
         add_exponentials(scaling, s, columns, row_max[r], sums[r]);
     }
 };
@@ -531,21 +531,21 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
     BackwardBuffers<T> buffers(work, memory);
-    const long num_rows = rows_of(block);
+    const int64_t num_rows = rows_of(block);
     RowSumsSoFar<T> sums;
     T largest[BACKWARD_ROWS];
     for (T &x : largest) x = T(-__builtin_inf());
     load_queries(work, entry, block, buffers);
     const bool finds_maxima = call.arrays[DMAX];
-    auto is_needed = [&](long r) { return finds_maxima || is_large(buffers.lse[r]); };
+    auto is_needed = [&](int64_t r) { return finds_maxima || is_large(buffers.lse[r]); };
     bool any_needed = false;
-    for (long r = 0; r < num_rows; ++r) any_needed |= is_needed(r);
+    for (int64_t r = 0; r < num_rows; ++r) any_needed |= is_needed(r);
     if (!any_needed) return;
-    for_scores(work, scaling, block, buffers, is_needed, [&](long r, const T *s, long columns, long at) {
+    for_scores(work, scaling, block, buffers, is_needed, [&](int64_t r, const T *s, int64_t columns, int64_t at) {
         if (finds_maxima) find_first_max(s, columns, at, largest[r], buffers.first_max[r]);
         if (is_large(buffers.lse[r])) sums.add(scaling, r, s, columns);
     });
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         if (finds_maxima) work.first_max[index_of_row(call, entry, row)] = buffers.first_max[r];
         if (!is_large(buffers.lse[r])) continue;

@@ -6,25 +6,25 @@
 namespace {
 
 // Computes the gradients of slopes, of the scale and of the soft cap: it adds up the sums of the tiles, in order.
-template <class T> void sums_job(Work &work, char *, long) {
+template <class T> void sums_job(Work &work, char *, int64_t) {
     const Call &call = work.results();
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
+    const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
     // First, the sums of all tiles of a head are added to those of its first tile.
-    for (long t = work.num_tiles - 1; t >= 0; --t)
+    for (int64_t t = work.num_tiles - 1; t >= 0; --t)
         if (work.tiles[t].before >= 0)
-            for (long x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
+            for (int64_t x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
     const bool has_entries = call.strides[DALIBI_SLOPES][0] != 0;  // slopes of each batch entry, or of all of them
-    for (long h = 0; h < call.num_heads && is_wanted(call, DALIBI_SLOPES); ++h) {
-        for (long e = 0; e < (has_entries ? call.batch : 1); ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
+    for (int64_t h = 0; h < call.num_heads && is_wanted(call, DALIBI_SLOPES); ++h) {
+        for (int64_t e = 0; e < (has_entries ? call.batch : 1); ++e) number<T>(call, DALIBI_SLOPES, e, h) = 0;
         double total = 0;
-        for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
+        for (int64_t t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
             if (work.tiles[t].head_kv != h / group) continue;
             total = work.sums[t * width + h % group] + (has_entries ? 0 : total);
             number<T>(call, DALIBI_SLOPES, work.tiles[t].entry, h) = T(total);
         }
     }
     double scale = 0, cap = 0;
-    for (long t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
+    for (int64_t t = 0; t < work.num_tiles && work.tiles[t].before < 0; ++t) {
         scale += work.sums[t * width + group];
         cap += work.sums[t * width + group + 1];
     }
@@ -38,7 +38,7 @@ template <class T>
 inline double tangent_of_sink_term(const Work &work, const Entry &entry, Row row, T lse, T delta,
                                    BackwardBuffers<T> &buffers) {
     const Call &call = work.call, &tangents = *work.tangents;
-    const long dim = buffers.sizes.dim_v;
+    const int64_t dim = buffers.sizes.dim_v;
     T *tdout = tangents.arrays[DOUT] ? buffers.dout + dim : nullptr;
     if (tdout) {
         load_row(row_address(tangents, DOUT, entry, row), call.dtype, tangents.strides[DOUT][3], call.head_dim_v,
@@ -54,15 +54,15 @@ inline double tangent_of_sink_term(const Work &work, const Entry &entry, Row row
 // The gradient of the sink of a head: the sum of its weights times (dlse - delta). It is one sum over all rows, and in
 // double each row, however small its term is, would round off half a unit in the last place of the sum. With tangents,
 // it is the tangent of all that.
-template <class T> void sinks_job(Work &work, char *memory, long head) {
+template <class T> void sinks_job(Work &work, char *memory, int64_t head) {
     const Call &call = work.call, *tangents = work.tangents;
     BackwardBuffers<T> buffers(work, memory);
     const Scaling<T> scaling(call);
     const double sink = number<T>(call, SINKS, 0, head);
     long double total = 0;
-    for (long e = 0; e < work.num_entries; ++e) {
+    for (int64_t e = 0; e < work.num_entries; ++e) {
         const Entry &entry = work.entries[e];
-        for (long i = 0; i < entry.seqlen_q; ++i) {
+        for (int64_t i = 0; i < entry.seqlen_q; ++i) {
             if (work.stopped.load(std::memory_order_relaxed)) return;
             const Row row = {head, i};
             const T lse = number<T>(call, LSE, entry.batch, head, entry.first_q + i);
@@ -83,24 +83,24 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
 }
 
 // Where a job of keys leaves its sums for a bias of keys: those of a head of q, from a key on.
-template <class T> inline T *bias_sums(const Work &work, long entry, long head, long key) {
+template <class T> inline T *bias_sums(const Work &work, int64_t entry, int64_t head, int64_t key) {
     const Call &call = work.call;
     return (T *)work.bias_sums + (entry * call.num_heads + head) * round_up(call.seqlen_k, MAX_KEYS) + key;
 }
 
 // Computes dbias of some keys. Their sums over the rows are there already; it adds up entries and heads, in order.
-template <class T> void bias_sums_job(Work &work, char *, long job) {
+template <class T> void bias_sums_job(Work &work, char *, int64_t job) {
     const Call &call = work.results();
     const int64_t *strides = call.strides[DBIAS];
-    const long num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
-    const long first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads,
-               own_entry = job / num_tiles / heads;
+    const int64_t num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
+    const int64_t first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads,
+                  own_entry = job / num_tiles / heads;
     T total[MAX_KEYS] = {};
-    for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
-        const long count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
-        for (long h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+    for (int64_t e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+        const int64_t count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
+        for (int64_t h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
             const T *from = bias_sums<T>(work, e, h, first);
-            for (long j = 0; j < count; ++j) total[j] += from[j];
+            for (int64_t j = 0; j < count; ++j) total[j] += from[j];
         }
     }
     store_row(total, call.bias_dtype, strides[3], smaller(MAX_KEYS, call.seqlen_k - first),
@@ -109,8 +109,8 @@ template <class T> void bias_sums_job(Work &work, char *, long job) {
 
 // How dbias is cut into jobs: they share the axes that the bias has, and each job sums over the others.
 struct BiasJobs {
-    long entries, heads, blocks, tiles;  // how many, 1 where they are summed over
-    long rows, num_blocks, num_tiles;
+    int64_t entries, heads, blocks, tiles;  // how many, 1 where they are summed over
+    int64_t rows, num_blocks, num_tiles;
     BiasJobs(const Work &work) {
         const Call &call = work.call;
         const int64_t *strides = work.results().strides[DBIAS];
@@ -123,7 +123,7 @@ struct BiasJobs {
         tiles = strides[3] && !strides[2] ? num_tiles : 1;
     }
     // Block i of a head of an entry.
-    Block block(const Call &call, long entry, long head, long i) const {
+    Block block(const Call &call, int64_t entry, int64_t head, int64_t i) const {
         Block block = {};
         block.entry = entry;
         block.head_kv = head / group_of(call);
@@ -137,45 +137,45 @@ struct BiasJobs {
 
 // Finds the sums of the rows of a block of `bias_job`. Where tile registers multiply, the last bits of a score depend
 // on the rows that it is computed with, and the blocks of other jobs may have more of these.
-template <class T> void bias_row_sums_job(Work &work, char *memory, long job) {
+template <class T> void bias_row_sums_job(Work &work, char *memory, int64_t job) {
     const BiasJobs jobs(work);
-    const long heads = work.call.num_heads, i = job % jobs.num_blocks, head = job / jobs.num_blocks % heads;
+    const int64_t heads = work.call.num_heads, i = job % jobs.num_blocks, head = job / jobs.num_blocks % heads;
     find_row_sums<T>(work, memory, jobs.block(work.call, job / jobs.num_blocks / heads, head, i));
 }
 
-template <class T, class Buffers> void bias_job(Work &work, char *memory, long job) {
+template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call, &results = work.results();
     const Scaling<T> scaling(call);
     Buffers buffers(work, memory);
     const BiasJobs jobs(work);
-    const long own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
-    const long own_head = job / jobs.tiles / jobs.blocks % jobs.heads,
-               own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
+    const int64_t own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
+    const int64_t own_head = job / jobs.tiles / jobs.blocks % jobs.heads,
+                  own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
     const int64_t *strides = results.strides[DBIAS];
     const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
-    constexpr long STRIDE = SCORES_STRIDE<T>;
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     T *total = buffers.total;
-    const long first_row = own_block * jobs.rows;
-    const long num_rows = has_rows ? smaller(jobs.rows, call.seqlen_q - first_row) : 1;
+    const int64_t first_row = own_block * jobs.rows;
+    const int64_t num_rows = has_rows ? smaller(jobs.rows, call.seqlen_q - first_row) : 1;
     auto clear_total = [&] {
-        for (long r = 0; r < num_rows; ++r) clear(total + r * STRIDE, STRIDE);
+        for (int64_t r = 0; r < num_rows; ++r) clear(total + r * STRIDE, STRIDE);
     };
-    auto write_total = [&](long first, long count) {
-        for (long r = 0; r < num_rows; ++r)
+    auto write_total = [&](int64_t first, int64_t count) {
+        for (int64_t r = 0; r < num_rows; ++r)
             store_row(total + r * STRIDE, call.bias_dtype, strides[3], count,
                       address(results, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
     };
     clear_total();
-    const long begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
-    for (long t = begin; t < end; ++t) {
-        const long first = t * work.keys_per_tile;
-        for (long e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+    const int64_t begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
+    for (int64_t t = begin; t < end; ++t) {
+        const int64_t first = t * work.keys_per_tile;
+        for (int64_t e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
             const Entry &entry = work.entries[e];
-            const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+            const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
             if (count <= 0) continue;
-            for (long h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+            for (int64_t h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
                 bool is_loaded = false;
-                for (long i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
+                for (int64_t i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
                     if (work.stopped.load(std::memory_order_relaxed)) return;
                     const Block block = jobs.block(call, e, h, i);
                     const Keys keys =
@@ -186,15 +186,16 @@ template <class T, class Buffers> void bias_job(Work &work, char *memory, long j
                     is_loaded = true;
                     load_queries(work, entry, block, buffers);
                     const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
-                    for (long r = visible.rows.first; r < visible.rows.stop; ++r) {
+                    for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r) {
                         const T *ds = buffers.score_gradients() + r * STRIDE;
                         T *to = total + (has_rows ? r : 0) * STRIDE;
                         if (has_keys) {
-                            for (long j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j)
+                            for (int64_t j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j)
                                 to[j] += ds[j];
                         } else {
                             Vector<T> sum = {};
-                            for (long j = visible.keys.first; j < visible.keys.stop; j += LANES<T>) sum += load(ds + j);
+                            for (int64_t j = visible.keys.first; j < visible.keys.stop; j += LANES<T>)
+                                sum += load(ds + j);
                             to[0] += sum_of_lanes<T>(sum);
                         }
                     }

@@ -9,11 +9,11 @@ namespace {
 inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
 
 // Replaces the products of a row, which is whole vectors, by scores softcap * tanh(x). `tanhs`, if given, gets tanh(x).
-template <class T> inline void apply_cap(const Call &call, long padded, T *s, T *tanhs) {
+template <class T> inline void apply_cap(const Call &call, int64_t padded, T *s, T *tanhs) {
     const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
     const Vector<T> outer = splat(T(call.softcap));
     auto cap = [&](auto tanh_of) {
-        auto apply = [&](long j, auto count) {
+        auto apply = [&](int64_t j, auto count) {
             constexpr int COUNT = count;
             Vector<T> x[COUNT];
             for (int u = 0; u < COUNT; ++u) x[u] = load(s + j + u * LANES<T>) * inner;
@@ -23,7 +23,7 @@ template <class T> inline void apply_cap(const Call &call, long padded, T *s, T 
                 store(s + j + u * LANES<T>, x[u] * outer);
             }
         };
-        long j = 0;
+        int64_t j = 0;
         for (; j + 4 * LANES<T> <= padded; j += 4 * LANES<T>) apply(j, std::integral_constant<int, 4>());
         for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
     };

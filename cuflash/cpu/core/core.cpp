@@ -170,12 +170,12 @@ int end(Running *running) {
 // page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as
 // memory of Python's would when the interpreter exits.
 struct CallerScratch {
-    static constexpr long CALLER_BYTES = 1 << 20;
+    static constexpr int64_t CALLER_BYTES = 1 << 20;
     static inline ThreadMemory kept;
     void *memory;  // null if there is none
     bool is_kept;
 
-    explicit CallerScratch(long bytes) {
+    explicit CallerScratch(int64_t bytes) {
         static Once once;
         once.run([] { kept.make(); });
         memory = bytes <= CALLER_BYTES ? kept.get() : nullptr;
@@ -198,7 +198,7 @@ struct LongCall {
 
 // Prepares a call in which up to `num_threads` workers take part. If that fails, it returns null, and the reason in
 // `status`.
-Running *prepare_call(const void *fixed, const Changing *changing, long num_threads, int *status) {
+Running *prepare_call(const void *fixed, const Changing *changing, int64_t num_threads, int *status) {
     Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(Worker *));
     *status = OUT_OF_MEMORY;
     if (!running) return nullptr;
@@ -214,8 +214,8 @@ Running *prepare_call(const void *fixed, const Changing *changing, long num_thre
 }
 
 // At most as many threads as a phase has jobs: no more can be at work at a time.
-long most_threads(const Running &running, long num_threads) {
-    long most = 1;
+int64_t most_threads(const Running &running, int64_t num_threads) {
+    int64_t most = 1;
     for (int i = 0; i < running.work.num_phases; ++i)
         most = running.work.phases[i].num_jobs > most ? running.work.phases[i].num_jobs : most;
     return num_threads < most ? num_threads : most;
@@ -254,7 +254,7 @@ EXPORTED int cuflash_find(const Table *table, char *const *arrays) {
 // Computes a call on this thread and on others of the pool.
 EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     int status;
-    const long num_others = changing->num_threads - 1;
+    const int64_t num_others = changing->num_threads - 1;
     Running *running = prepare_call(fixed, changing, num_others, &status);
     if (!running) return status;
     const CallerScratch scratch(running->work.scratch_bytes);
@@ -274,7 +274,7 @@ EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCal
     if (!call->running) return;
     Running &running = *call->running;
     give(running, most_threads(running, changing->num_threads));
-    for (long i = 0; i < running.num_workers; ++i)
+    for (int64_t i = 0; i < running.num_workers; ++i)
         if (running.workers[i]->is_started) return;
     end(call->running);
     *call = LongCall{nullptr, NO_THREAD};

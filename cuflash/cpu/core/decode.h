@@ -10,7 +10,7 @@ namespace {
 
 // The most rows of a block that count as few, with many keys and with few keys. Their scores are dot products with rows
 // of k as they lie in memory.
-constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
+constexpr int64_t FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
 inline bool is_decode(const Entry &entry, const Block &block) {
@@ -26,45 +26,45 @@ template <class T, class S> inline Vector<T> add_product_as(Vector<T> sum, Vecto
 // Rows of k or v of a tile: where each begins, and what its numbers are.
 struct KeyRows {
     int64_t dtype;
-    long bytes;   // of a row
-    long stride;  // in bytes, from row to row; 0 where that differs
+    int64_t bytes;   // of a row
+    int64_t stride;  // in bytes, from row to row; 0 where that differs
     const char *at[MAX_KEYS];
 };
 
 // Rows that are needed soon: they lie `offset` bytes after those of a tile.
 struct Coming {
     const KeyRows &rows;
-    long offset;
+    int64_t offset;
 
     // Into the second level of the cache: a tile is too large for the first.
-    void fetch(long j) const {
-        for (long x = 0; x < rows.bytes; x += 64) __builtin_prefetch(rows.at[j] + offset + x, 0, 2);
+    void fetch(int64_t j) const {
+        for (int64_t x = 0; x < rows.bytes; x += 64) __builtin_prefetch(rows.at[j] + offset + x, 0, 2);
     }
 };
 
 // Whether rows of k or v are read where they lie: they are whole vectors of neighbours, and not fp8.
-template <class T> inline bool are_read_in_place(const Call &call, Array array, long dim) {
+template <class T> inline bool are_read_in_place(const Call &call, Array array, int64_t dim) {
     return call.strides[array][3] == 1 && dim % LANES<T> == 0 && !has_float8(call);
 }
 
 // Finds the rows of the array itself if they are read in place; others are copied.
 template <class T>
-inline void find_key_rows(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
-                          long dim, T *copies, long copies_stride, KeyRows &rows) {
-    const long size = size_of(call.kv_dtype);
+inline void find_key_rows(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                          int64_t count, int64_t dim, T *copies, int64_t copies_stride, KeyRows &rows) {
+    const int64_t size = size_of(call.kv_dtype);
     rows.dtype = call.kv_dtype;
     rows.bytes = dim * size;
     if (!are_read_in_place<T>(call, array, dim)) {
         load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
         rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
-        rows.stride = copies_stride * long(sizeof(T));
-        for (long j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);
+        rows.stride = copies_stride * int64_t(sizeof(T));
+        for (int64_t j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);
         return;
     }
-    const long stride = call.strides[array][2] * size;
+    const int64_t stride = call.strides[array][2] * size;
     rows.stride = call.page_size ? 0 : stride;
-    for (long j = 0; j < count;) {
-        const long stop = call.page_size ? smaller(count, j + call.page_size - (first + j) % call.page_size) : count;
+    for (int64_t j = 0; j < count;) {
+        const int64_t stop = call.page_size ? smaller(count, j + call.page_size - (first + j) % call.page_size) : count;
         const char *row = key_address(call, array, entry, head_kv, first + j);
         for (; j < stop; ++j, row += stride) rows.at[j] = row;
     }
@@ -73,11 +73,11 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
 // Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q have the stride `stride`.
 // It is a function of its own so that the sums stay in registers.
 template <class T, class S, int R>
-__attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long dim, const char *const *k, T *lanes,
-                                                 long stride) {
+__attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, int64_t dim, const char *const *k,
+                                                 T *lanes, int64_t stride) {
     const S *k0 = (const S *)k[0], *k1 = (const S *)k[1], *k2 = (const S *)k[2], *k3 = (const S *)k[3];
     Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
-    for (long d = 0; d < dim; d += LANES<T>) {
+    for (int64_t d = 0; d < dim; d += LANES<T>) {
         const Vector<T> x0 = load_as<T>(k0 + d), x1 = load_as<T>(k1 + d);
         const Vector<T> x2 = load_as<T>(k2 + d), x3 = load_as<T>(k3 + d);
 #pragma GCC unroll 4
@@ -100,14 +100,14 @@ __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long
 
 // s[r][j] = dot(q[r], k[j]) for R rows. The rest of the last vector gets products of the last key.
 template <class T, class S, int R>
-inline void dot_products(const T *q, long dim, const KeyRows &k, long num_keys, const Coming *coming, T *s) {
+inline void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
     constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
     Vector<T> lanes[R * GROUP_OF_KEYS];
-    for (long j = 0; j < num_keys; j += GROUP_OF_KEYS) {
+    for (int64_t j = 0; j < num_keys; j += GROUP_OF_KEYS) {
         for (int n = 0; n < GROUP_OF_KEYS; n += FEW_KEYS) {
             const char *rows[FEW_KEYS];
             for (int x = 0; x < FEW_KEYS; ++x) {
-                const long key = smaller(j + n + x, num_keys - 1);
+                const int64_t key = smaller(j + n + x, num_keys - 1);
                 rows[x] = k.at[key];
                 if (coming) coming->fetch(key);
             }
@@ -119,7 +119,7 @@ inline void dot_products(const T *q, long dim, const KeyRows &k, long num_keys, 
     }
 }
 
-template <class T, int R, int N> inline void add_sums(const Vector<T> (&sums)[R][N], T *o, long o_stride) {
+template <class T, int R, int N> inline void add_sums(const Vector<T> (&sums)[R][N], T *o, int64_t o_stride) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -131,10 +131,10 @@ template <class T, int R, int N> inline void add_sums(const Vector<T> (&sums)[R]
 
 // o[r] += sum of s[r][j] v[j] for R rows and N vectors. The sum is complete before it is added to o.
 template <class T, class S, int R, int N>
-__attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long num_keys, long d, const Coming *coming,
-                                            T *o, long o_stride) {
+__attribute__((noinline)) void add_products(const T *s, const KeyRows &v, int64_t num_keys, int64_t d,
+                                            const Coming *coming, T *o, int64_t o_stride) {
     Vector<T> sums[R][N] = {};
-    for (long j = 0; j < num_keys; ++j) {
+    for (int64_t j = 0; j < num_keys; ++j) {
         const S *row = (const S *)v.at[j] + d;
         if (coming) coming->fetch(j);
         Vector<T> x[N];
@@ -151,9 +151,9 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long n
 }
 
 template <class T, class S, int R>
-inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim, const Coming *coming, T *o) {
+inline void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_t dim, const Coming *coming, T *o) {
     constexpr int MOST = (NUM_REGISTERS == 32 ? 2 : 1) * (R > 4 ? 1 : R > 2 ? 2 : 4);
-    long d = 0;
+    int64_t d = 0;
     auto run = [&](auto vectors) {
         constexpr int N = decltype(vectors)::value;
         for (; dim - d >= N * LANES<T>; d += N * LANES<T>)
@@ -166,8 +166,8 @@ inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim,
 }
 
 // Takes up to MOST rows at a time, and calls `run` with the first of them and with their number, as a type.
-template <int MOST, class F> inline void for_decode(long num_rows, F run) {
-    long r = 0;
+template <int MOST, class F> inline void for_decode(int64_t num_rows, F run) {
+    int64_t r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
     for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
     if (num_rows - r == 3) run(r, std::integral_constant<int, 3>());
@@ -177,10 +177,11 @@ template <int MOST, class F> inline void for_decode(long num_rows, F run) {
 
 // s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. The rows of `coming` are fetched meanwhile.
 template <class T>
-inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
+inline void scores_of_few(int64_t num_rows, const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, Coming coming,
+                          T *s) {
     with_numbers<T>(k.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_decode<4>(num_rows, [&](long r, auto rows) {
+        for_decode<4>(num_rows, [&](int64_t r, auto rows) {
             dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
                                                       s + r * SCORES_STRIDE<T>);
         });
@@ -189,11 +190,11 @@ inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k,
 
 // o += s V, likewise.
 template <class T>
-inline void add_values_of_few(long num_rows, const T *s, const KeyRows &v, long num_keys, long dim, Coming coming,
-                              T *o) {
+inline void add_values_of_few(int64_t num_rows, const T *s, const KeyRows &v, int64_t num_keys, int64_t dim,
+                              Coming coming, T *o) {
     with_numbers<T>(v.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_decode<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](long r, auto rows) {
+        for_decode<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](int64_t r, auto rows) {
             weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,
                                                        r == 0 ? &coming : nullptr, o + r * dim);
         });

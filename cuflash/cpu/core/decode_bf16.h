@@ -10,11 +10,11 @@ namespace {
 
 // How many keys are multiplied at a time for scores, and how many for values: what is made of them stays in the first
 // level of the cache.
-constexpr long KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
+constexpr int64_t KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
 
 // Loads q of a block as columns. Where numbers have two terms, the low terms lie below the high ones.
 inline void load_decode_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
-    const long width = max_terms<float>(call) * bf16x2_stride<float>(call.head_dim);
+    const int64_t width = max_terms<float>(call) * bf16x2_stride<float>(call.head_dim);
     if (call.dtype == BFLOAT16) {
         load_rows_bf16x2(call, Q, entry, block, call.head_dim, rows, call.scale < 0);
     } else {
@@ -25,16 +25,16 @@ inline void load_decode_columns(const Call &call, const Entry &entry, const Bloc
 
 // s = Q K^T. `rows` has space for rows of k, `s_t` for a tile of keys by queries. If numbers have two terms and one is
 // not finite, its scores are not finite either.
-inline void decode_scores_bf16(const float *q_t, long dim, const KeyRows &k, long num_keys, int terms, Coming coming,
-                               float *rows, float *s_t, float *s) {
-    const long width = bf16x2_stride<float>(dim);
+inline void decode_scores_bf16(const float *q_t, int64_t dim, const KeyRows &k, int64_t num_keys, int terms,
+                               Coming coming, float *rows, float *s_t, float *s) {
+    const int64_t width = bf16x2_stride<float>(dim);
     const bool lie_well =
         terms == 1 && dim == 2 * width && k.stride && k.stride % 4 == 0 && (uintptr_t)k.at[0] % 4 == 0;
-    const long stride = lie_well ? k.stride / 4 : terms * width;
-    for (long first = 0; first < num_keys; first += KEYS_OF_SCORES) {
-        const long count = smaller(KEYS_OF_SCORES, num_keys - first);
+    const int64_t stride = lie_well ? k.stride / 4 : terms * width;
+    for (int64_t first = 0; first < num_keys; first += KEYS_OF_SCORES) {
+        const int64_t count = smaller(KEYS_OF_SCORES, num_keys - first);
         const float *a = lie_well ? (const float *)k.at[first] : rows;
-        for (long j = 0; j < count; ++j) {
+        for (int64_t j = 0; j < count; ++j) {
             float *to = rows + j * stride;
             coming.fetch(first + j);
             if (terms == 2) {
@@ -56,21 +56,21 @@ inline void decode_scores_bf16(const float *q_t, long dim, const KeyRows &k, lon
 }
 
 // Whether all scores of `num_rows` rows are finite.
-inline bool are_numbers(long num_rows, const float *s, long num_keys) {
+inline bool are_numbers(int64_t num_rows, const float *s, int64_t num_keys) {
     constexpr int N = LANES<float>;
     Vector<float> sum = {};  // of zeros or NaN; zeros follow the last key
-    for (long r = 0; r < num_rows; ++r)
-        for (long j = 0; j < num_keys; j += N) sum += load(s + r * SCORES_STRIDE<float> + j) * 0;
+    for (int64_t r = 0; r < num_rows; ++r)
+        for (int64_t j = 0; j < num_keys; j += N) sum += load(s + r * SCORES_STRIDE<float> + j) * 0;
     return sum_of_lanes<float>(sum) == 0;
 }
 
 // o += P V, where numbers have one term: bf16x2 of weights times bf16x2 of keys. `interleaved` has space for the
 // latter.
-inline void add_decode_values_bf16(const float *p, const KeyRows &v, long num_keys, long dim, Coming coming,
+inline void add_decode_values_bf16(const float *p, const KeyRows &v, int64_t num_keys, int64_t dim, Coming coming,
                                    float *interleaved, float *o) {
-    for (long first = 0; first < num_keys; first += KEYS_OF_VALUES) {
-        const long count = smaller(KEYS_OF_VALUES, num_keys - first);
-        for (long j = 0; j < count; j += 2) {
+    for (int64_t first = 0; first < num_keys; first += KEYS_OF_VALUES) {
+        const int64_t count = smaller(KEYS_OF_VALUES, num_keys - first);
+        for (int64_t j = 0; j < count; j += 2) {
             const bool has_next = j + 1 < count;
             coming.fetch(first + j);
             if (has_next) coming.fetch(first + j + 1);
@@ -91,10 +91,10 @@ template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &
 }
 
 // s = Q K^T, where rows of q are bf16x2.
-inline void bf16x2_scores(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
-                          float *s) {
-    const long width = bf16x2_count(dim);
-    for_decode<4>(num_rows, [&](long r, auto rows) {
+inline void bf16x2_scores(int64_t num_rows, const float *q, int64_t dim, const KeyRows &k, int64_t num_keys,
+                          Coming coming, float *s) {
+    const int64_t width = bf16x2_count(dim);
+    for_decode<4>(num_rows, [&](int64_t r, auto rows) {
         dot_products<float, Bf16x2, decltype(rows)::value>(q + r * width, width, k, num_keys,
                                                            r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
     });
@@ -102,14 +102,14 @@ inline void bf16x2_scores(long num_rows, const float *q, long dim, const KeyRows
 
 // o[r] += sum of the weights p[r][j] v[j] for R rows and N vectors, two keys at a time.
 template <int R, int N>
-__attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows &v, long num_keys, long d,
-                                                   const Coming *coming, float *o, long o_stride) {
-    auto words = [&](long j, int n) {
+__attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows &v, int64_t num_keys, int64_t d,
+                                                   const Coming *coming, float *o, int64_t o_stride) {
+    auto words = [&](int64_t j, int n) {
         const Bits *p = (const Bits *)v.at[j] + d + n * LANES<float>;
-        return widen(load_halves(p));
+        return widen<float>(load_halves(p));
     };
     Vector<float> sums[R][N] = {};
-    for (long j = 0; j < num_keys; j += 2) {
+    for (int64_t j = 0; j < num_keys; j += 2) {
         const bool has_next = j + 1 < num_keys;
         if (coming) {
             coming->fetch(j);
@@ -132,12 +132,12 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
 }
 
 // o += P V, where weights are bf16x2.
-inline void add_bf16x2_values(long num_rows, const float *p, const KeyRows &v, long num_keys, long dim, Coming coming,
-                              float *o) {
-    for_decode<8>(num_rows, [&](long r, auto rows) {
+inline void add_bf16x2_values(int64_t num_rows, const float *p, const KeyRows &v, int64_t num_keys, int64_t dim,
+                              Coming coming, float *o) {
+    for_decode<8>(num_rows, [&](int64_t r, auto rows) {
         constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
         const float *row = p + r * KEYS_BF16X2_STRIDE;
-        long d = 0;
+        int64_t d = 0;
         for (; dim - d >= N * LANES<float>; d += N * LANES<float>)
             add_bf16x2_products<R, N>(row, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
         for (; d < dim; d += LANES<float>)

@@ -29,8 +29,9 @@ struct DrawsOfRows {
 // Writes kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row
 // + num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
 // `stride` is a multiple of VECTOR_BYTES that has space for all columns.
-inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long steps, long first_row, long num_rows,
-                         long first_column, long num_columns, unsigned char *kept, long stride) {
+inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, int64_t steps, int64_t first_row,
+                         int64_t num_rows, int64_t first_column, int64_t num_columns, unsigned char *kept,
+                         int64_t stride) {
     constexpr uint64_t MULTIPLIER0 = 0xD2511F53, MULTIPLIER1 = 0xCD9E8D57;
     uint64_t key0[ROUNDS], key1[ROUNDS];
     for (int round = 0; round < ROUNDS; ++round) {
@@ -39,9 +40,9 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
     }
     Words lanes;
     for (int i = 0; i < WORDS; ++i) lanes[i] = i;
-    const long num_counters = (num_columns + 15) / 16 * 4;
+    const int64_t num_counters = (num_columns + 15) / 16 * 4;
     const uint64_t of_head = (head & 0xFFFFFFFF) * MULTIPLIER1;
-    for (long x = 0; x < num_counters; x += AT_ONCE * WORDS) {
+    for (int64_t x = 0; x < num_counters; x += AT_ONCE * WORDS) {
         // After two rounds, a counter depends on its column alone, except for words 2 and 3, which its row enters by an
         // exclusive or. One of the products of the third round depends on the column alone, too. Several chains of
         // multiplications run at once, since each waits for its own results.
@@ -55,9 +56,9 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
             by_column1[u] ^= Words{} + key0[2];
             upper0[u] = (product0[u] >> 32) ^ (Words{} + key1[2]);
         }
-        for (long first = first_row / 16 * 16; first < first_row + num_rows; first += 16) {
-            for (long i = first; i < first + 8; ++i) {
-                const long upper = i - first_row, lower = upper + 8;
+        for (int64_t first = first_row / 16 * 16; first < first_row + num_rows; first += 16) {
+            for (int64_t i = first; i < first + 8; ++i) {
+                const int64_t upper = i - first_row, lower = upper + 8;
                 const bool has_upper = upper >= 0 && upper < num_rows, has_lower = lower >= 0 && lower < num_rows;
                 if (!has_upper && !has_lower) continue;
                 const uint32_t row = uint32_t(of_head >> 32) ^ uint32_t(first / 2 + i % 8) ^ uint32_t(key0[0]);
@@ -81,7 +82,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
                     }
                 }
                 for (int u = 0; u < AT_ONCE; ++u) {
-                    const long at = x + u * WORDS;
+                    const int64_t at = x + u * WORDS;
                     if (at >= num_counters) break;
                     const DrawsOfRows draws(c0[u], c1[u], c2[u], c3[u]);
                     unsigned char *to = kept + at / 4 * 16 + at % 4 * 2;

@@ -5,29 +5,30 @@
 
 namespace {
 
-constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs split the keys of a block
-constexpr long TILES_PER_SPLIT = 4;
-constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
-constexpr long LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
+constexpr int64_t ENOUGH_JOBS =
+    32;  // enough for all threads; with fewer blocks, several jobs split the keys of a block
+constexpr int64_t TILES_PER_SPLIT = 4;
+constexpr int64_t TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
+constexpr int64_t LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
 // smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
 // largest.
-constexpr long BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
+constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
-constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
-constexpr long PARTIALS_BYTES = 32 << 20;
+constexpr int64_t CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
+constexpr int64_t PARTIALS_BYTES = 32 << 20;
 
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                         ForwardBuffers<T> &buffers, long first, long count) {
+                         ForwardBuffers<T> &buffers, int64_t first, int64_t count) {
     const Call &call = work.call;
-    const long num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
+    const int64_t num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+    for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first;
+        const int64_t here = keys.stop - keys.first;
         if (here <= 0) continue;
         prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
@@ -44,10 +45,11 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
 // keys.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                                ForwardBuffers<T> &buffers, long first, long count, long next_count, const T *columns) {
+                                ForwardBuffers<T> &buffers, int64_t first, int64_t count, int64_t next_count,
+                                const T *columns) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block);
+    const int64_t num_rows = rows_of(block);
     KeyRows k, v, next_k;
     find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
@@ -57,9 +59,9 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     if (finds_next) {
         find_key_rows(call, K, entry, block.head_kv, first + count, next_count, call.head_dim, buffers.rows, sizes.dim,
                       next_k);
-        for (long j = next_count; j < count; ++j) next_k.at[j] = next_k.at[0];
+        for (int64_t j = next_count; j < count; ++j) next_k.at[j] = next_k.at[0];
     }
-    const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
+    const int64_t next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     const Coming coming_v{v, 0}, coming_k{finds_next ? next_k : k, next};
     bool has_scores = false, is_bf16x2 = false;  // is_bf16x2: values are multiplied as bf16x2
     if constexpr (MAY_USE_TILES<T>) {
@@ -86,16 +88,16 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
-template <class T> void forward_job(Work &work, char *memory, long job) {
+template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
     ForwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block);
+    const int64_t num_rows = rows_of(block);
     const bool has_few = is_decode(entry, block);
-    const long terms = has_few ? 0 : num_terms<T>(work);
+    const int64_t terms = has_few ? 0 : num_terms<T>(work);
     if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
         load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
     } else if (terms == 2) {
@@ -111,23 +113,23 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         }
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
-    for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
+    for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
     const bool reduces = has_row_reductions(call);
     if (reduces) {
         clear(buffers.moment, num_rows * LANES<T>);
-        for (long x = 0; x < num_rows * LANES<T>; ++x) buffers.largest[x] = T(-__builtin_inf());
+        for (int64_t x = 0; x < num_rows * LANES<T>; ++x) buffers.largest[x] = T(-__builtin_inf());
     }
 
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    const long whole = call.arrays[BLOCK_MASK] || work.packed_keys ? work.keys_per_tile : 16;
-    const long begin = larger(visible.first / whole * whole, block.first_key),
-               end = smaller(visible.stop, block.stop_key);
-    for (long first = begin; first < end; first += work.keys_per_tile) {
+    const int64_t whole = call.arrays[BLOCK_MASK] || work.packed_keys ? work.keys_per_tile : 16;
+    const int64_t begin = larger(visible.first / whole * whole, block.first_key),
+                  end = smaller(visible.stop, block.stop_key);
+    for (int64_t first = begin; first < end; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(work.keys_per_tile, end - first);
+        const int64_t count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
-            const long next_count = smaller(work.keys_per_tile, end - first - count);
+            const int64_t next_count = smaller(work.keys_per_tile, end - first - count);
             forward_tile_of_few(work, block, entry, scaling, buffers, first, count, next_count, columns);
         } else if (terms) {
             if constexpr (MAY_USE_BF16X2<T>) forward_tile_bf16(work, block, entry, scaling, buffers, first, count);
@@ -137,7 +139,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     }
 
     T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
         const T largest = reduces ? largest_lane<T>(load(buffers.largest + r * LANES<T>)) : T(0);
         const T moment = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
@@ -159,29 +161,29 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
 }
 
 // Merges, in order, the results of the jobs that split the keys of a block.
-template <class T> void merge_job(Work &work, char *memory, long job) {
-    const long first = job * work.blocks[0].num_splits;
+template <class T> void merge_job(Work &work, char *memory, int64_t job) {
+    const int64_t first = job * work.blocks[0].num_splits;
     const Block &block = work.blocks[first];
     const Entry &entry = work.entries[block.entry];
     const double natural = Scaling<T>(work.call).natural, infinity = __builtin_inf();
     ForwardBuffers<T> buffers(work, memory);
-    const long dim = buffers.sizes.dim_v;
-    for (long r = 0; r < rows_of(block); ++r) {
-        auto partial = [&](long n) { return partial_of<T>(work, first + n) + r * (dim + Partial::COUNT); };
-        auto in_exponents = [&](long n, int i) { return partial(n)[dim + i] * natural; };
+    const int64_t dim = buffers.sizes.dim_v;
+    for (int64_t r = 0; r < rows_of(block); ++r) {
+        auto partial = [&](int64_t n) { return partial_of<T>(work, first + n) + r * (dim + Partial::COUNT); };
+        auto in_exponents = [&](int64_t n, int i) { return partial(n)[dim + i] * natural; };
         double top = -infinity, largest = -infinity, l = 0, moment = 0;
-        for (long n = 0; n < block.num_splits; ++n) {
+        for (int64_t n = 0; n < block.num_splits; ++n) {
             const double row_max = in_exponents(n, Partial::ROW_MAX), own = in_exponents(n, Partial::LARGEST);
             top = row_max > top ? row_max : top;
             largest = own > largest ? own : largest;
         }
         clear(buffers.o, dim);
-        for (long n = 0; n < block.num_splits; ++n) {
+        for (int64_t n = 0; n < block.num_splits; ++n) {
             const double row_max = in_exponents(n, Partial::ROW_MAX), own = partial(n)[dim + Partial::L];
             const double factor = row_max == -infinity ? 0 : exp_of(row_max - top);
             l += factor * own;
             if (factor != 0) moment += factor * (in_exponents(n, Partial::MOMENT) + (row_max - top) * own);
-            for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
+            for (int64_t d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
         }
         const RowWithSink all = finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
         if (has_row_reductions(work.call))
@@ -192,37 +194,37 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
 // ---- which blocks there are -----------------------------------------------------------------------------------------
 
 // Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
-template <class T> inline void choose_tiles(Work &work, long most_rows, long most_keys) {
+template <class T> inline void choose_tiles(Work &work, int64_t most_rows, int64_t most_keys) {
     const Sizes<T> sizes(work.call);
-    const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
+    const int64_t bytes = larger(sizes.dim, sizes.dim_v) * int64_t(sizeof(T));
     while (most_keys > FEWEST_KEYS && most_keys * bytes > TILE_BYTES) most_keys /= 2;
     work.keys_per_tile = keys_in_tiles(work.call, most_keys);
     work.rows_per_block = larger(LEAST_ROWS, bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4);
     // Small problems have small buffers.
     const Call &call = work.call;
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+    const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
     work.keys_per_tile = smaller(work.keys_per_tile, round_up(larger(call.seqlen_k, 1), 16));
     if (!call.arrays[BLOCK_MASK])
         work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), GROUP));
 }
 
 // How many heads a block of an entry has; they share their keys.
-inline long heads_of_block(const Work &work, const Entry &entry) {
+inline int64_t heads_of_block(const Work &work, const Entry &entry) {
     const Call &call = work.call;
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
+    const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
     return heads_in_blocks(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most), group, most);
 }
 
 // How many blocks all entries have, and how many one head has at most.
 struct BlockCount {
-    long all = 0, in_head = 0;
+    int64_t all = 0, in_head = 0;
     explicit BlockCount(const Work &work) {
         const Call &call = work.call;
-        const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
-        for (long e = 0; e < work.num_entries; ++e) {
+        const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
+        for (int64_t e = 0; e < work.num_entries; ++e) {
             const Entry &entry = work.entries[e];
             if (!entry.seqlen_q || !group) continue;
-            const long own = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, work.rows_per_block));
+            const int64_t own = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, work.rows_per_block));
             in_head = larger(in_head, own);
             all += own * ceil_div(group, heads_of_block(work, entry)) * call.num_heads_kv;
         }
@@ -231,8 +233,8 @@ struct BlockCount {
 
 // Cuts each of the last blocks in two if it has enough rows.
 inline void cut_last_blocks(Work &work) {
-    const long count = work.num_blocks;
-    for (long i = larger(0, count - CUT_BLOCKS); i < count; ++i) {
+    const int64_t count = work.num_blocks;
+    for (int64_t i = larger(0, count - CUT_BLOCKS); i < count; ++i) {
         Block &block = work.blocks[i];
         if (block.num_rows < LEAST_CUT_ROWS) continue;
         Block &rest = work.blocks[work.num_blocks++] = block;
@@ -243,26 +245,26 @@ inline void cut_last_blocks(Work &work) {
 }
 
 // Makes the blocks of all entries. Those of the last rows, which may attend to the most keys, come first.
-inline bool make_blocks(Work &work, bool splits_keys, long bytes_of_row) {
+inline bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     const Call &call = work.call;
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
+    const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
     const BlockCount blocks(work);
-    const long count = blocks.all;
-    long num_splits = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
+    const int64_t count = blocks.all;
+    int64_t num_splits = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
     if (splits_keys && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
         num_splits = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_SPLIT);
         num_splits = larger(1, smaller(num_splits, PARTIALS_BYTES / (count * most * bytes_of_row)));
-        const long tiles_of_split = ceil_div(tiles, num_splits);
+        const int64_t tiles_of_split = ceil_div(tiles, num_splits);
         num_splits = ceil_div(larger(tiles, 1), larger(tiles_of_split, 1));
         tiles = tiles_of_split;
     }
     if (!work.allocate(work.blocks, count * num_splits + NUM_CUTS * CUT_BLOCKS)) return false;
-    auto make = [&](long i, long e, long h) {
+    auto make = [&](int64_t i, int64_t e, int64_t h) {
         const Entry &entry = work.entries[e];
-        const long rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
+        const int64_t rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
         if (i * rows >= entry.seqlen_q) return;
-        for (long g = 0; g < group; g += heads)
-            for (long n = 0; n < num_splits; ++n) {
+        for (int64_t g = 0; g < group; g += heads)
+            for (int64_t n = 0; n < num_splits; ++n) {
                 Block &block = work.blocks[work.num_blocks++];
                 block.entry = e;
                 block.head_kv = h;
@@ -276,13 +278,15 @@ inline bool make_blocks(Work &work, bool splits_keys, long bytes_of_row) {
                 block.num_splits = num_splits;
             }
     };
-    const long num_heads = work.num_entries * call.num_heads_kv;
+    const int64_t num_heads = work.num_entries * call.num_heads_kv;
     if (work.packed_keys) {  // blocks of a head follow each other: its packed keys stay in the cache
-        for (long head = 0; head < num_heads; ++head)
-            for (long i = blocks.in_head - 1; i >= 0; --i) make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+        for (int64_t head = 0; head < num_heads; ++head)
+            for (int64_t i = blocks.in_head - 1; i >= 0; --i)
+                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
     } else {
-        for (long i = blocks.in_head - 1; i >= 0; --i)
-            for (long head = 0; head < num_heads; ++head) make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+        for (int64_t i = blocks.in_head - 1; i >= 0; --i)
+            for (int64_t head = 0; head < num_heads; ++head)
+                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
     }
     if (num_splits == 1 && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
@@ -297,9 +301,9 @@ template <class T> bool prepare_forward(Work &work) {
     // out in tile registers load and store it less often, which matters where out is wide.
     const Call &call = work.call;
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    const long keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
+    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
     auto choose_of = [&](auto &block_rows) {
-        for (const long rows : block_rows) {
+        for (const int64_t rows : block_rows) {
             if (are_equal && rows <= LEAST_ROWS) break;
             choose_tiles<T>(work, rows, keys);
             if (BlockCount(work).all >= ENOUGH_JOBS) break;
@@ -307,13 +311,13 @@ template <class T> bool prepare_forward(Work &work) {
     };
     HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
-    const long bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * long(sizeof(T));
+    const int64_t bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
     if constexpr (MAY_USE_TILES<T>)
         if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
     work.add_phase(forward_job<T>, work.num_blocks);
-    const long num_splits = work.num_blocks ? work.blocks[0].num_splits : 1;
+    const int64_t num_splits = work.num_blocks ? work.blocks[0].num_splits : 1;
     if (num_splits > 1) {
         if (!work.allocate(work.shared, work.num_blocks * work.rows_per_block * bytes_of_row)) return false;
         work.add_phase(merge_job<T>, work.num_blocks / num_splits);

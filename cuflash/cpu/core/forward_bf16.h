@@ -8,22 +8,22 @@ namespace {
 
 // Rows of a block, and the keys of a tile that they attend to.
 struct Group {
-    long r0, num_rows;  // num_rows is 0 if no group is left
+    int64_t r0, num_rows;  // num_rows is 0 if no group is left
     Keys keys;
 };
 
 inline void forward_tile_bf16(const Work &work, const Block &block, const Entry &entry, const Scaling<float> &scaling,
-                              ForwardBuffers<float> &buffers, long first, long count) {
-    constexpr long STRIDE = SCORES_STRIDE<float>;
+                              ForwardBuffers<float> &buffers, int64_t first, int64_t count) {
+    constexpr int64_t STRIDE = SCORES_STRIDE<float>;
     const Call &call = work.call;
-    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, terms = num_terms<float>(work);
-    const long width = bf16x2_stride<float>(call.head_dim), q_stride = terms * width,
-               p_stride = terms * KEYS_BF16X2_STRIDE;
+    const int64_t all_rows = rows_of(block), dim = buffers.sizes.dim_v, terms = num_terms<float>(work);
+    const int64_t width = bf16x2_stride<float>(call.head_dim), q_stride = terms * width,
+                  p_stride = terms * KEYS_BF16X2_STRIDE;
     const Tile<float> tile = load_tile(work, entry, block.head_kv, first, count, terms, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     // The first group from a row on that attends to any of these keys.
-    auto group_from = [&](long r0) {
-        for (long n; r0 < all_rows; r0 += n) {
+    auto group_from = [&](int64_t r0) {
+        for (int64_t n; r0 < all_rows; r0 += n) {
             n = rows_of_group(call, block, r0, GROUP);
             const Keys keys = keys_of_group<float>(call, entry, block, r0, n, first, count);
             if (keys.stop > keys.first) return Group{r0, n, keys};
@@ -33,7 +33,7 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
     auto scores_of = [&](const Group &group, float *s) {
         const float *q = buffers.q + group.r0 * q_stride, *k_t = tile.k_t + group.keys.first;
         const float *low_q = q + width, *low_k_t = k_t + width * buffers.keys_stride;
-        const long columns = round_up(group.keys.stop - group.keys.first, LANES<float>);
+        const int64_t columns = round_up(group.keys.stop - group.keys.first, LANES<float>);
         Bf16x2Product scores{group.num_rows,
                              columns,
                              terms == 1 ? bf16x2_count(call.head_dim) : width,
@@ -55,11 +55,11 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
     Group group = group_from(0);
     scores = scores_of(group, buffers.s);
     scores.finish();
-    for (long turn = 0; group.num_rows; turn = 1 - turn) {
+    for (int64_t turn = 0; group.num_rows; turn = 1 - turn) {
         const Group next = group_from(group.r0 + group.num_rows);
         float *p = buffers.p + turn * GROUP * p_stride;
         scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
-        long row = 0;
+        int64_t row = 0;
         softmax_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
                      buffers.s + turn * GROUP * STRIDE, p, terms, [&] {
                          prefetch_next_keys<float>(work, entry, block.head_kv, first + work.keys_per_tile,
@@ -68,7 +68,7 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
                      });
         scores.finish();
         values.finish();
-        const long first_pair = group.keys.first / 2;
+        const int64_t first_pair = group.keys.first / 2;
         const float *v = tile.v + first_pair * dim;
         values = Bf16x2Product{group.num_rows,
                                dim,

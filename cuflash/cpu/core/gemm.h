@@ -16,15 +16,15 @@ template <class T> struct Numbers {
 // Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do
 // not grow with the number of tiles.
 template <class T, int R, int N, Order ORDER, class M>
-inline void product_block(const T *a, long a_stride, const T *b, long b_stride, long length, T *c, long c_stride,
-                          bool adds) {
+inline void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
+                          int64_t c_stride, bool adds) {
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (R + 2) / 3;  // three rows share an address
     const T *rows[GROUPS];
     for (int g = 0; g < GROUPS; ++g) rows[g] = a + (ORDER == Order::ROWS ? 3 * g * a_stride : 3 * g);
-    const long row_stride = ORDER == Order::ROWS ? a_stride : 1;
+    const int64_t row_stride = ORDER == Order::ROWS ? a_stride : 1;
 #pragma GCC unroll 2
-    for (long k = 0; k < length; ++k) {
+    for (int64_t k = 0; k < length; ++k) {
         Vector<T> x[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) x[n] = load(b + n * LANES<T>);
@@ -51,16 +51,16 @@ inline void product_block(const T *a, long a_stride, const T *b, long b_stride, 
 // The same where there are products with one lane of a vector: an element of A needs no register of its own, but shares
 // one with its neighbours.
 template <class T, int R, int N, Order ORDER>
-inline void product_block_by_lanes(const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
-                                   long c_stride, bool adds) {
+inline void product_block_by_lanes(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
+                                   int64_t c_stride, bool adds) {
     constexpr int L = LANES<T>, TERMS = ORDER == Order::ROWS ? L : 1, LOADS = ORDER == Order::ROWS ? R : R / L;
     constexpr int STEP = ORDER == Order::ROWS ? 4 : 1;  // with fewer, GCC moves sums from register to register
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (LOADS + 2) / 3;
     const T *from[GROUPS];
-    const long next = ORDER == Order::ROWS ? a_stride : L;
+    const int64_t next = ORDER == Order::ROWS ? a_stride : L;
     for (int g = 0; g < GROUPS; ++g) from[g] = a + 3 * g * next;
-    long k = 0;
+    int64_t k = 0;
     for (; k + STEP <= length; k += STEP)
         for_each_of<STEP / TERMS>([&](auto) {
             Vector<T> y[LOADS];
@@ -103,10 +103,10 @@ template <class T, int N, Order ORDER> constexpr int most_rows() {
 }
 
 template <class T, int N, Order ORDER, class M>
-inline void product_columns(long num_rows, const T *a, long a_stride, const T *b, long b_stride, long length, T *c,
-                            long c_stride, bool adds) {
+inline void product_columns(int64_t num_rows, const T *a, int64_t a_stride, const T *b, int64_t b_stride,
+                            int64_t length, T *c, int64_t c_stride, bool adds) {
     constexpr int MOST = most_rows<T, N, ORDER>();
-    const long step = ORDER == Order::ROWS ? a_stride : 1;
+    const int64_t step = ORDER == Order::ROWS ? a_stride : 1;
     auto run = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
         for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride) {
@@ -127,9 +127,9 @@ inline void product_columns(long num_rows, const T *a, long a_stride, const T *b
 
 // Takes up to WIDE vectors of columns at a time, and calls `run` with the first column and their number, as a type. Four
 // that are left are two times two, which takes less time than three and one.
-template <class T, int WIDE, class F> inline void for_columns(long num_columns, F run) {
-    constexpr long L = LANES<T>;
-    long j = 0;
+template <class T, int WIDE, class F> inline void for_columns(int64_t num_columns, F run) {
+    constexpr int64_t L = LANES<T>;
+    int64_t j = 0;
     auto take = [&](auto vectors) {
         constexpr int N = decltype(vectors)::value;
         for (; num_columns - j >= N * L && !(N == 3 && num_columns - j == 4 * L); j += N * L) run(j, vectors);
@@ -141,11 +141,11 @@ template <class T, int WIDE, class F> inline void for_columns(long num_columns, 
 
 // A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
 template <class T, Order ORDER, class M = Numbers<T>>
-inline void product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b, long b_stride,
-                    T *c, long c_stride, bool adds) {
+inline void product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride, const T *b,
+                    int64_t b_stride, T *c, int64_t c_stride, bool adds) {
     for_columns<T, HAS_LANE_PRODUCTS     ? 3
                    : NUM_REGISTERS == 32 ? 4
-                                         : 2>(num_columns, [&](long j, auto vectors) {
+                                         : 2>(num_columns, [&](int64_t j, auto vectors) {
         product_columns<T, decltype(vectors)::value, ORDER, M>(num_rows, a, a_stride, b + j, b_stride, length, c + j,
                                                                c_stride, adds);
     });
@@ -153,20 +153,20 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
 
 // The same a few vectors at a time, which is the best shape where B is read again and again. Long sums are made of
 // partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
-constexpr long SUM_LENGTH = 64;
+constexpr int64_t SUM_LENGTH = 64;
 
 template <class T, class M = Numbers<T>>
-inline void product_of_rows(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
-                            long b_stride, T *c, long c_stride, bool adds = false) {
+inline void product_of_rows(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride,
+                            const T *b, int64_t b_stride, T *c, int64_t c_stride, bool adds = false) {
     if (length == 0) {  // values without columns: dP is 0
-        for (long i = 0; i < num_rows && !adds; ++i)
-            for (long j = 0; j < num_columns; ++j) c[i * c_stride + j] = T(0);
+        for (int64_t i = 0; i < num_rows && !adds; ++i)
+            for (int64_t j = 0; j < num_columns; ++j) c[i * c_stride + j] = T(0);
         return;
     }
-    const long count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
-    for_columns<T, HAS_LANE_PRODUCTS ? 3 : 2>(num_columns, [&](long j, auto vectors) {
-        for (long k = 0; k < length; k += step) {
-            const long terms = length - k < step ? length - k : step;
+    const int64_t count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
+    for_columns<T, HAS_LANE_PRODUCTS ? 3 : 2>(num_columns, [&](int64_t j, auto vectors) {
+        for (int64_t k = 0; k < length; k += step) {
+            const int64_t terms = length - k < step ? length - k : step;
             product_columns<T, decltype(vectors)::value, Order::ROWS, M>(
                 num_rows, a + k, a_stride, b + k * b_stride + j, b_stride, terms, c + j, c_stride, adds || k > 0);
         }

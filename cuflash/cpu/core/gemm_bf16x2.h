@@ -11,20 +11,20 @@ namespace {
 // C = A B or C += A B, of bf16x2, in steps that other work may come between: tile registers compute meanwhile.
 // num_columns is a multiple of the lanes of a vector.
 struct Bf16x2Product {
-    long num_rows = 0, num_columns = 0, length = 0;
+    int64_t num_rows = 0, num_columns = 0, length = 0;
     const float *a = nullptr;
-    long a_stride = 0;
+    int64_t a_stride = 0;
     const float *b = nullptr;
-    long b_stride = 0;
+    int64_t b_stride = 0;
     float *c = nullptr;
-    long c_stride = 0;
+    int64_t c_stride = 0;
     bool adds = false;
     struct Term {
         const float *a, *b;
     };
     Term more[3] = {};  // products of the same sizes that are added
     int num_more = 0;
-    long i = 0, j = 0;  // the block of C that is next
+    int64_t i = 0, j = 0;  // the block of C that is next
 
     void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
@@ -37,7 +37,7 @@ struct Bf16x2Product {
 
     // Does all steps that are left, and multiplies what does not fill a whole tile.
     void finish() {
-        const long rows = tile_rows(), whole = length / TILE * TILE;
+        const int64_t rows = tile_rows(), whole = length / TILE * TILE;
         if constexpr (HAS_TILES)
             while (i < rows) step();
         if (rows && whole < length)
@@ -53,15 +53,15 @@ struct Bf16x2Product {
   private:
     Term term(int n) const { return n < 0 ? Term{a, b} : more[n]; }
 
-    long tile_rows() const { return HAS_TILES && length >= TILE ? num_rows / TILE * TILE : 0; }
+    int64_t tile_rows() const { return HAS_TILES && length >= TILE ? num_rows / TILE * TILE : 0; }
 
     void step_of_tiles() {
-        const long rows = tile_rows();
+        const int64_t rows = tile_rows();
         if (i >= rows) return;
-        const long height = num_columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
+        const int64_t height = num_columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
         if (rows - i < height * TILE || num_columns - j < width * TILE) {
-            for (long y = i; y < smaller(rows, i + height * TILE); y += TILE)
-                for (long x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
+            for (int64_t y = i; y < smaller(rows, i + height * TILE); y += TILE)
+                for (int64_t x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
         } else if (height == 4) {
             multiply<4, 1>(i, j);
         } else if (height == 2) {
@@ -77,7 +77,7 @@ struct Bf16x2Product {
     }
 
     // Computes R by S tiles of C, which stay in the first registers.
-    template <int R, int S> void multiply(long row, long column) const {
+    template <int R, int S> void multiply(int64_t row, int64_t column) const {
         auto for_tiles = [&](auto run) {
             for_each_of<R>([&](auto r) {
                 for_each_of<S>([&](auto s) {
@@ -94,7 +94,7 @@ struct Bf16x2Product {
         });
         for (int n = -1; n < num_more; ++n) {
             const float *rows = term(n).a + row * a_stride, *from = term(n).b + column;
-            for (long k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride)
+            for (int64_t k = 0; k + TILE <= length; k += TILE, from += TILE * b_stride)
                 for_each_of<R>([&](auto r) {
                     load_tile<4 + r % 2>(rows + r * TILE * a_stride + k, a_stride);
                     for_each_of<S>([&](auto s) {
@@ -107,8 +107,8 @@ struct Bf16x2Product {
     }
 };
 
-inline void bf16x2_product(long num_rows, long num_columns, long length, const float *a, long a_stride, const float *b,
-                           long b_stride, float *c, long c_stride, bool adds) {
+inline void bf16x2_product(int64_t num_rows, int64_t num_columns, int64_t length, const float *a, int64_t a_stride,
+                           const float *b, int64_t b_stride, float *c, int64_t c_stride, bool adds) {
     Bf16x2Product{num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds}.finish();
 }
 

@@ -13,7 +13,7 @@
 namespace {
 
 // Rows of a block, at most: each row has as many numbers again for its tangents.
-constexpr long JVP_ROWS[] = {96, 60, 36, 24};
+constexpr int64_t JVP_ROWS[] = {96, 60, 36, 24};
 
 template <class T> struct JvpBuffers : ForwardBuffers<T> {
     T *tq, *a, *r, *shift, *ts, *tk_t, *tv;
@@ -21,7 +21,7 @@ template <class T> struct JvpBuffers : ForwardBuffers<T> {
 
     JvpBuffers(const Work &work, const Scaling<T> &scaling, char *memory)
         : ForwardBuffers<T>(work, memory), scores(work.call, *work.tangents, scaling, this->scratch) {
-        const long rows = work.rows_per_block, keys = work.keys_per_tile, dim = this->sizes.dim;
+        const int64_t rows = work.rows_per_block, keys = work.keys_per_tile, dim = this->sizes.dim;
         tq = this->scratch.template take<T>(rows * dim);
         a = this->scratch.template take<T>(rows * this->sizes.dim_v);
         r = this->scratch.template take<T>(rows * LANES<T>);
@@ -41,11 +41,11 @@ template <class T> struct JvpRow {
 // Scores of a row become weights, and the tangents ts of the scores, if they move, become those of the weights, where
 // the shift is taken out. Dropout applies to both, but not to their sums l and r.
 template <class T, class Moves, class Drops>
-inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling, T unit, T *s, T *ts, long num_keys,
-                             JvpRow<T> row, long dim, const unsigned char *kept, T kept_scale) {
+inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling, T unit, T *s, T *ts, int64_t num_keys,
+                             JvpRow<T> row, int64_t dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
-    for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     const bool rises = any_above<T>(most, row.row_max);
     if (rises) {
         T row_max = row.row_max;
@@ -55,15 +55,15 @@ inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
     const Vector<T> minus = splat(row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max),
                     factor = splat(scaling.factor);
-    auto weight_at = [&](long j) { return exp2<T>(load(s + j) - minus, factor); };
+    auto weight_at = [&](int64_t j) { return exp2<T>(load(s + j) - minus, factor); };
     // The tangent of a score without weight may be infinite or NaN.
-    auto tangent_of = [&](Vector<T> weight, long j) {
+    auto tangent_of = [&](Vector<T> weight, int64_t j) {
         const Vector<T> u = add_product(splat(-row.shift), load(ts + j), splat(unit));
         return weight == Vector<T>{} ? Vector<T>{} : weight * u;
     };
     if (moves && rises) {
         Vector<T> l = load(row.l), r = load(row.r);
-        for (long j = 0; j < num_keys; j += N) {
+        for (int64_t j = 0; j < num_keys; j += N) {
             const Vector<T> weight = weight_at(j);
             l += weight;
             r += tangent_of(weight, j);
@@ -71,11 +71,12 @@ inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling
         const T gain = sum_of_lanes<T>(r) / sum_of_lanes<T>(l);
         row.shift += gain;
         store(row.r, add_product(load(row.r), load(row.l), splat(-gain)));
-        for (long d = 0; d < dim; d += N) store(row.a + d, add_product(load(row.a + d), load(row.o + d), splat(-gain)));
+        for (int64_t d = 0; d < dim; d += N)
+            store(row.a + d, add_product(load(row.a + d), load(row.o + d), splat(-gain)));
     }
-    auto kept_of = [&](Vector<T> x, long j) { return drops ? drop<T>(x * splat(kept_scale), kept + j) : x; };
+    auto kept_of = [&](Vector<T> x, int64_t j) { return drops ? drop<T>(x * splat(kept_scale), kept + j) : x; };
     Vector<T> l = {}, r = {};
-    for (long j = 0; j < num_keys; j += N) {
+    for (int64_t j = 0; j < num_keys; j += N) {
         const Vector<T> weight = weight_at(j);
         store(s + j, kept_of(weight, j));
         l += weight;
@@ -90,22 +91,22 @@ inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling
 
 template <class T>
 inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                     JvpBuffers<T> &buffers, long first, long count) {
+                     JvpBuffers<T> &buffers, int64_t first, int64_t count) {
     const Call &call = work.call, &tangents = *work.tangents;
-    const long num_rows = rows_of(block), dim = buffers.sizes.dim, dim_v = buffers.sizes.dim_v;
+    const int64_t num_rows = rows_of(block), dim = buffers.sizes.dim, dim_v = buffers.sizes.dim_v;
     const bool moves = moves_scores(tangents);
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (has_tangent(tangents, K))
         load_transposed_keys(tangents, entry, block.head_kv, first, count, dim, buffers.rows, buffers.tk_t,
                              buffers.keys_stride);
     const T *tv = nullptr;
-    long tv_stride = 0;
+    int64_t tv_stride = 0;
     if (has_tangent(tangents, V)) tv = find_values(tangents, entry, block.head_kv, first, count, buffers.tv, tv_stride);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+    for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
-        const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>);
+        const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>);
         if (here <= 0) continue;
         T *s = buffers.s + keys.first, *ts = buffers.ts + keys.first;
         const T *q = buffers.q + r0 * dim;
@@ -117,8 +118,8 @@ inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, c
         finish_both(call, tangents, scaling, entry, block, r0, n, first + keys.first, here, columns, here, s,
                     buffers.bias, moves ? ts : nullptr, buffers.scores);
         auto softmax = [&](auto moves_too, auto drops) {
-            for (long r = 0; r < n; ++r) {
-                const long at = r0 + r;
+            for (int64_t r = 0; r < n; ++r) {
+                const int64_t at = r0 + r;
                 const JvpRow<T> row = {buffers.row_max[at],       buffers.shift[at],      buffers.l + at * LANES<T>,
                                        buffers.r + at * LANES<T>, buffers.o + at * dim_v, buffers.a + at * dim_v};
                 jvp_exponentials<T>(moves_too, drops, scaling, buffers.scores.unit, s + r * SCORES_STRIDE<T>,
@@ -133,7 +134,7 @@ inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, c
         } else {
             moves ? softmax(yes, no) : softmax(no, no);
         }
-        auto add = [&](const T *weights, const T *v, long v_stride, T *to) {
+        auto add = [&](const T *weights, const T *v, int64_t v_stride, T *to) {
             product<T, Order::ROWS>(n, dim_v, here, weights, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride,
                                     to + r0 * dim_v, dim_v, true);
         };
@@ -157,19 +158,19 @@ inline void finish_jvp_row(const Work &work, const Entry &entry, Row row, const 
     const double mean = all.l == 0 ? 0 : r / all.l;
     number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i) = T(double(of.shift) + mean);
     const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks)), minus = splat(T(-mean));
-    write_out<T>(tangents, entry, row, [&](long d) {
+    write_out<T>(tangents, entry, row, [&](int64_t d) {
         return add_product(load(of.a + d) * factor, load(of.o + d) * factor, minus) / divisor;
     });
 }
 
-template <class T> void jvp_job(Work &work, char *memory, long job) {
+template <class T> void jvp_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call, &tangents = *work.tangents;
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
     JvpBuffers<T> buffers(work, scaling, memory);
     const Sizes<T> &sizes = buffers.sizes;
-    const long num_rows = rows_of(block);
+    const int64_t num_rows = rows_of(block);
     load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
     if (has_tangent(tangents, Q)) load_signed_rows(tangents, Q, entry, block, call.head_dim, buffers.tq);
     clear(buffers.o, num_rows * sizes.dim_v);
@@ -177,16 +178,16 @@ template <class T> void jvp_job(Work &work, char *memory, long job) {
     clear(buffers.l, num_rows * LANES<T>);
     clear(buffers.r, num_rows * LANES<T>);
     clear(buffers.shift, num_rows);
-    for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
+    for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
 
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
-    for (long first = visible.first / whole * whole; first < visible.stop; first += work.keys_per_tile) {
+    const int64_t whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
+    for (int64_t first = visible.first / whole * whole; first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(work.keys_per_tile, visible.stop - first);
+        const int64_t count = smaller(work.keys_per_tile, visible.stop - first);
         if (any_visible(call, entry, block, first, count)) jvp_tile(work, block, entry, scaling, buffers, first, count);
     }
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const JvpRow<T> row = {buffers.row_max[r],          buffers.shift[r],
                                buffers.l + r * LANES<T>,    buffers.r + r * LANES<T>,
                                buffers.o + r * sizes.dim_v, buffers.a + r * sizes.dim_v};
@@ -197,8 +198,8 @@ template <class T> void jvp_job(Work &work, char *memory, long job) {
 template <class T> bool prepare_jvp(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
-    const long keys = call.arrays[BIAS] || call.arrays[MASK] ? MAX_KEYS : USUAL_KEYS;
-    for (const long rows : JVP_ROWS) {
+    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] ? MAX_KEYS : USUAL_KEYS;
+    for (const int64_t rows : JVP_ROWS) {
         choose_tiles<T>(work, rows, keys);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }

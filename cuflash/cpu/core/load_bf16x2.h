@@ -10,14 +10,14 @@ namespace {
 
 template <class T> inline bool uses_bf16x2(const Call &call) { return MAY_USE_BF16X2<T> && call.kv_dtype == BFLOAT16; }
 
-constexpr long KEYS_BF16X2_STRIDE = MAX_KEYS / 2 + 16;  // of rows of bf16x2 of keys
+constexpr int64_t KEYS_BF16X2_STRIDE = MAX_KEYS / 2 + 16;  // of rows of bf16x2 of keys
 
 // Loads rows of q or dout of a block as bf16x2 of neighbours.
 template <class T>
-inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
+inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *out,
                              bool is_negative) {
-    const long stride = bf16x2_stride<T>(dim);
-    for (long r = 0; r < rows_of(block); ++r)
+    const int64_t stride = bf16x2_stride<T>(dim);
+    for (int64_t r = 0; r < rows_of(block); ++r)
         load_bits(row_address(call, array, entry, row_of(block, r)), call.strides[array][3], dim,
                   (Bits *)(out + r * stride), 2 * stride);
     if (is_negative) negate_bf16x2(out, rows_of(block) * stride);
@@ -26,14 +26,14 @@ inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, 
 // Loads rows of k or v as bf16x2 of neighbours, transposed: each row of the result has one bf16x2 of every key, up to a
 // whole vector of keys. Rows that are whole vectors are read where they lie.
 template <class T>
-inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
-                             long dim, T *rows, T *transposed, long transposed_stride) {
-    const long stride = bf16x2_stride<T>(dim);
+inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                             int64_t count, int64_t dim, T *rows, T *transposed, int64_t transposed_stride) {
+    const int64_t stride = bf16x2_stride<T>(dim);
     const int64_t *strides = call.strides[array];
     const char *own = key_address(call, array, entry, head_kv, first);
     if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !call.page_size && (uintptr_t)own % 4 == 0)
         return transpose((const T *)own, strides[2] / 2, count, stride, transposed, transposed_stride);
-    for (long j = 0; j < count; ++j)
+    for (int64_t j = 0; j < count; ++j)
         load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
                   (Bits *)(rows + j * stride), 2 * stride);
     transpose(rows, stride, count, stride, transposed, transposed_stride);
@@ -41,10 +41,10 @@ inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, 
 
 // Loads rows of k or v as bf16x2 of neighbouring keys.
 template <class T>
-inline void interleave_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
-                            long dim, T *out) {
-    const long padded = round_up(dim, LANES<T>);
-    for (long j = 0; j < count; j += 2)
+inline void interleave_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                            int64_t count, int64_t dim, T *out) {
+    const int64_t padded = round_up(dim, LANES<T>);
+    for (int64_t j = 0; j < count; j += 2)
         interleave(key_address(call, array, entry, head_kv, first + j),
                    j + 1 < count ? key_address(call, array, entry, head_kv, first + j + 1) : nullptr,
                    call.strides[array][3], dim, (float *)out + j / 2 * padded, padded);
@@ -52,7 +52,7 @@ inline void interleave_keys(const Call &call, Array array, const Entry &entry, l
 
 // ---- float16 as two terms -------------------------------------------------------------------------------------------
 
-constexpr long SPLIT_ROWS = 32;  // the fewest queries for which it is worth it
+constexpr int64_t SPLIT_ROWS = 32;  // the fewest queries for which it is worth it
 
 inline bool is_float16(const Call &call) { return call.dtype == FLOAT16 && call.kv_dtype == FLOAT16; }
 
@@ -60,8 +60,8 @@ inline bool may_split(const Call &call) { return HAS_TILES && is_float16(call) &
 
 // Loads rows of q of a block: the high terms of a row, followed by its low terms.
 inline void load_split_rows(const Call &call, const Entry &entry, const Block &block, float *out) {
-    const long width = bf16x2_stride<float>(call.head_dim);
-    for (long r = 0; r < rows_of(block); ++r) {
+    const int64_t width = bf16x2_stride<float>(call.head_dim);
+    for (int64_t r = 0; r < rows_of(block); ++r) {
         float *to = out + 2 * r * width;
         load_split(row_address(call, Q, entry, row_of(block, r)), call.strides[Q][3], call.head_dim, width, to,
                    to + width);
@@ -70,10 +70,10 @@ inline void load_split_rows(const Call &call, const Entry &entry, const Block &b
 }
 
 // Loads rows of k, transposed: all high terms, and below them the low ones.
-inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, float *rows,
-                            float *transposed, long transposed_stride) {
-    const long width = bf16x2_stride<float>(call.head_dim);
-    for (long j = 0; j < count; ++j) {
+inline void load_split_keys(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                            float *rows, float *transposed, int64_t transposed_stride) {
+    const int64_t width = bf16x2_stride<float>(call.head_dim);
+    for (int64_t j = 0; j < count; ++j) {
         float *to = rows + 2 * j * width;
         load_split(key_address(call, K, entry, head_kv, first + j), call.strides[K][3], call.head_dim, width, to,
                    to + width);
@@ -82,24 +82,24 @@ inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, 
 }
 
 // Loads rows of v as bf16x2 of neighbouring keys: the high terms to `high`, the low terms to `low`.
-inline void load_split_values(const Call &call, const Entry &entry, long head_kv, long first, long count, float *high,
-                              float *low) {
-    const long padded = round_up(call.head_dim_v, LANES<float>);
-    for (long j = 0; j < count; j += 2)
+inline void load_split_values(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                              float *high, float *low) {
+    const int64_t padded = round_up(call.head_dim_v, LANES<float>);
+    for (int64_t j = 0; j < count; j += 2)
         interleave_split(key_address(call, V, entry, head_kv, first + j),
                          j + 1 < count ? key_address(call, V, entry, head_kv, first + j + 1) : nullptr,
                          call.strides[V][3], call.head_dim_v, padded, high + j / 2 * padded, low + j / 2 * padded);
 }
 
 // Checks whether q, k and v of a head of an entry are finite.
-template <class T> void check_job(Work &work, char *, long job) {
+template <class T> void check_job(Work &work, char *, int64_t job) {
     const Call &call = work.call;
     const Entry &entry = work.entries[job / call.num_heads];
-    const long head = job % call.num_heads;
+    const int64_t head = job % call.num_heads;
     bool is_finite = true;
-    for (long i = 0; i < entry.seqlen_q && is_finite; ++i)
+    for (int64_t i = 0; i < entry.seqlen_q && is_finite; ++i)
         is_finite = is_finite_row(row_address(call, Q, entry, Row{head, i}), call.strides[Q][3], call.head_dim);
-    for (long j = 0; j < entry.seqlen_k && head < call.num_heads_kv && is_finite; ++j)
+    for (int64_t j = 0; j < entry.seqlen_k && head < call.num_heads_kv && is_finite; ++j)
         is_finite = is_finite_row(key_address(call, K, entry, head, j), call.strides[K][3], call.head_dim) &&
                     is_finite_row(key_address(call, V, entry, head, j), call.strides[V][3], call.head_dim_v);
     if (!is_finite) work.is_finite.store(false, std::memory_order_relaxed);

@@ -7,17 +7,17 @@ namespace {
 
 template <class T> struct Tile {
     const T *k_t, *v;
-    long v_stride;
+    int64_t v_stride;
     const T *low_v;  // the low terms of v, where numbers have two
 };
 
 // Loads keys of a tile, transposed; `rows` has space for them as they are.
 template <class T>
-inline void load_transposed_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, long dim,
-                                 T *rows, T *k_t, long keys_stride) {
-    const long padded = round_up(count, LANES<T>);
+inline void load_transposed_keys(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                                 int64_t dim, T *rows, T *k_t, int64_t keys_stride) {
+    const int64_t padded = round_up(count, LANES<T>);
     const T *k = rows;
-    long k_stride = dim;
+    int64_t k_stride = dim;
     if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
         k = (const T *)key_address(call, K, entry, head_kv, first);
         k_stride = call.strides[K][2];
@@ -31,9 +31,9 @@ inline void load_transposed_keys(const Call &call, const Entry &entry, long head
 // copied where rows have large strides, which fall into the same few sets of the cache, or where their vectors straddle
 // lines of the cache, of which each load then reads two.
 template <class T>
-inline const T *find_values(const Call &call, const Entry &entry, long head_kv, long first, long count, T *v,
-                            long &v_stride) {
-    const long stride = call.strides[V][2];
+inline const T *find_values(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count, T *v,
+                            int64_t &v_stride) {
+    const int64_t stride = call.strides[V][2];
     const char *values = key_address(call, V, entry, head_kv, first);
     const bool lie_well = (stride == call.head_dim_v || stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
     if (lie_well && has_whole_rows<T>(call, V, call.head_dim_v)) {
@@ -48,34 +48,34 @@ inline const T *find_values(const Call &call, const Entry &entry, long head_kv, 
 // Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
 // time, a transposition takes as long as a tenth of the products of a block.
 constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
-constexpr long PACKED_BYTES = 32 << 20;  // at most, of all tiles
-constexpr long NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
+constexpr int64_t PACKED_BYTES = 32 << 20;  // at most, of all tiles
+constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 
 // Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two.
 template <class T> struct PackedTiles {
     const Work &work;
-    long keys_stride, v_stride, count_k, count;  // numbers of k, and of a tile
+    int64_t keys_stride, v_stride, count_k, count;  // numbers of k, and of a tile
 
     explicit PackedTiles(const Work &work) : work(work), keys_stride(keys_stride_of<T>(work)) {
         const Sizes<T> sizes(work.call);
-        v_stride = sizes.dim_v + 64 / long(sizeof(T));
+        v_stride = sizes.dim_v + 64 / int64_t(sizeof(T));
         count_k = sizes.dim * keys_stride;
         count = count_k + work.keys_per_tile * v_stride;
     }
-    long bytes(long num_tiles) const { return num_tiles * count * long(sizeof(T)); }
-    T *at(const Entry &entry, long head_kv, long first) const {
-        const long heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
+    int64_t bytes(int64_t num_tiles) const { return num_tiles * count * int64_t(sizeof(T)); }
+    T *at(const Entry &entry, int64_t head_kv, int64_t first) const {
+        const int64_t heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
         return (T *)work.packed_keys->data() + (heads * work.packed_in_head + first / work.keys_per_tile) * count;
     }
 };
 
-template <class T> void pack_job(Work &work, char *memory, long job) {
+template <class T> void pack_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
-    const long head = job / work.packed_in_head, head_kv = head % call.num_heads_kv;
+    const int64_t head = job / work.packed_in_head, head_kv = head % call.num_heads_kv;
     const Entry &entry = work.entries[head / call.num_heads_kv];
-    const long first = job % work.packed_in_head * work.keys_per_tile;
+    const int64_t first = job % work.packed_in_head * work.keys_per_tile;
     const Keys visible = keys_visible_to(call, entry, 0, entry.seqlen_q - 1);
-    const long count = smaller(work.keys_per_tile, visible.stop - first);
+    const int64_t count = smaller(work.keys_per_tile, visible.stop - first);
     if (count <= 0 || first + count <= visible.first) return;
     const PackedTiles<T> tiles(work);
     const ForwardBuffers<T> buffers(work, memory);
@@ -85,16 +85,16 @@ template <class T> void pack_job(Work &work, char *memory, long job) {
 }
 
 // Packs the tiles before the blocks, if there are several for each KV head, and if all tiles are read.
-template <class T> inline bool share_packed_keys(Work &work, long num_blocks) {
+template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks) {
     const Call &call = work.call;
     const bool is_narrow = call.window_left + call.window_right < NARROW_WINDOW;
     if (call.arrays[BLOCK_MASK] || call.arrays[MASK] || is_narrow ||
         num_blocks < 2 * work.num_entries * call.num_heads_kv)
         return true;
-    for (long e = 0; e < work.num_entries; ++e)
+    for (int64_t e = 0; e < work.num_entries; ++e)
         work.packed_in_head = larger(work.packed_in_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
-    const long num_tiles = work.num_entries * call.num_heads_kv * work.packed_in_head;
-    const long bytes = PackedTiles<T>(work).bytes(num_tiles);
+    const int64_t num_tiles = work.num_entries * call.num_heads_kv * work.packed_in_head;
+    const int64_t bytes = PackedTiles<T>(work).bytes(num_tiles);
     if (bytes > PACKED_BYTES) return true;
     work.packed_keys = LargeMemory::take(bytes);
     if (!work.packed_keys) return false;
@@ -103,8 +103,8 @@ template <class T> inline bool share_packed_keys(Work &work, long num_blocks) {
 }
 
 template <class T>
-inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, long first, long count, long terms,
-                         ForwardBuffers<T> &buffers) {
+inline Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                         int64_t terms, ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
@@ -134,23 +134,23 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
 // Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
 // do: the slice of rows `begin` to `end` among `rows` rows.
 template <class T>
-inline void prefetch_next_keys(const Work &work, const Entry &entry, long head_kv, long first, long begin, long end,
-                               long rows) {
+inline void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t begin,
+                               int64_t end, int64_t rows) {
     const Call &call = work.call;
     if (MAY_SHARE_PACKED && work.packed_keys) {
         if (first >= entry.seqlen_k) return;
         const PackedTiles<T> tiles(work);
         const char *tile = (const char *)tiles.at(entry, head_kv, first);
-        const long lines = tiles.bytes(1) / 64;
-        for (long x = begin * lines / rows; x < end * lines / rows; ++x) __builtin_prefetch(tile + x * 64, 0, 2);
+        const int64_t lines = tiles.bytes(1) / 64;
+        for (int64_t x = begin * lines / rows; x < end * lines / rows; ++x) __builtin_prefetch(tile + x * 64, 0, 2);
         return;
     }
-    const long size = size_of(call.kv_dtype), count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+    const int64_t size = size_of(call.kv_dtype), count = smaller(work.keys_per_tile, entry.seqlen_k - first);
     if (count <= 0 || call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
-    for (long j = first + begin * count / rows; j < first + end * count / rows; ++j) {
+    for (int64_t j = first + begin * count / rows; j < first + end * count / rows; ++j) {
         const char *k = key_address(call, K, entry, head_kv, j), *v = key_address(call, V, entry, head_kv, j);
-        for (long x = 0; x < call.head_dim * size; x += 64) __builtin_prefetch(k + x, 0, 2);
-        for (long x = 0; x < call.head_dim_v * size; x += 64) __builtin_prefetch(v + x, 0, 2);
+        for (int64_t x = 0; x < call.head_dim * size; x += 64) __builtin_prefetch(k + x, 0, 2);
+        for (int64_t x = 0; x < call.head_dim_v * size; x += 64) __builtin_prefetch(v + x, 0, 2);
     }
 }
 

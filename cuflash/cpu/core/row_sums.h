@@ -29,14 +29,14 @@ template <class T> constexpr RowSum<T> NO_ROW_SUM = {0, -1};
 
 // Whether any row of the call has a large lse.
 template <class T> inline bool has_large_rows(const Call &call) {
-    const long batch = call.arrays[CU_SEQLENS_Q] ? 1 : call.batch, step = call.strides[LSE][2];
-    auto any_large = [](const T *lse, long count, long step) {
+    const int64_t batch = call.arrays[CU_SEQLENS_Q] ? 1 : call.batch, step = call.strides[LSE][2];
+    auto any_large = [](const T *lse, int64_t count, int64_t step) {
         int any = 0;
-        for (long i = 0; i < count; ++i) any |= is_large(lse[i * step]);
+        for (int64_t i = 0; i < count; ++i) any |= is_large(lse[i * step]);
         return any;
     };
-    for (long b = 0; b < batch; ++b)
-        for (long h = 0; h < call.num_heads; ++h) {
+    for (int64_t b = 0; b < batch; ++b)
+        for (int64_t h = 0; h < call.num_heads; ++h) {
             if (!call.seqlen_q) return false;
             const T *lse = &number<T>(call, LSE, b, h);
             if (step == 1 ? any_large(lse, call.seqlen_q, 1) : any_large(lse, call.seqlen_q, step)) return true;
@@ -46,7 +46,7 @@ template <class T> inline bool has_large_rows(const Call &call) {
 
 // Row max, in units of scores, and row sum of a row in ROW_SUMS if they are wanted; the inverse of the row sum,
 // negative if there is none, if they are given. These are those of all keys of a row, of which a call may have some.
-inline double *numbers_of_row(const Call &call, long batch, long head, long row) {
+inline double *numbers_of_row(const Call &call, int64_t batch, int64_t head, int64_t row) {
     return &number<double>(call, ROW_SUMS, batch, head, row);
 }
 
@@ -54,13 +54,13 @@ inline double *numbers_of_row(const Call &call, long batch, long head, long row)
 template <class T> inline bool allocate_row_sums(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[ROW_SUMS] && !has_large_rows<T>(call)) return true;
-    const long num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
-    if (!work.allocate(work.row_sums, num_rows * long(sizeof(RowSum<T>)))) return false;
+    const int64_t num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    if (!work.allocate(work.row_sums, num_rows * int64_t(sizeof(RowSum<T>)))) return false;
     RowSum<T> *sums = (RowSum<T> *)work.row_sums;
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         sums[r] = NO_ROW_SUM<T>;
         if (!call.arrays[ROW_SUMS]) continue;
-        const long head = r / call.seqlen_q;
+        const int64_t head = r / call.seqlen_q;
         const double *given = numbers_of_row(call, head / call.num_heads, head % call.num_heads, r % call.seqlen_q);
         sums[r] = {T(given[0]), T(given[1])};
     }
@@ -71,13 +71,13 @@ template <class T> inline bool allocate_row_sums(Work &work) {
 inline bool allocate_first_max(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[DMAX]) return true;
-    const long num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    const int64_t num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
     if (!work.allocate(work.first_max, num_rows)) return false;
-    for (long r = 0; r < num_rows; ++r) work.first_max[r] = -1;
+    for (int64_t r = 0; r < num_rows; ++r) work.first_max[r] = -1;
     return true;
 }
 
-inline long index_of_row(const Call &call, const Entry &entry, Row row) {
+inline int64_t index_of_row(const Call &call, const Entry &entry, Row row) {
     return (entry.batch * call.num_heads + row.head) * call.seqlen_q + entry.first_q + row.i;
 }
 template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entry, Row row) {
@@ -86,7 +86,8 @@ template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entr
 
 // The sum of a row, `sum` of 2^(factor (s - row_max)) over its keys, if these and the sink of its head explain lse.
 template <class T>
-inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long head, T lse, T row_max, double sum) {
+inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, int64_t head, T lse, T row_max,
+                               double sum) {
     const double infinity = __builtin_inf(), of_keys = double(row_max) * scaling.natural;
     double top = of_keys, rest = 1;
     if (call.arrays[SINKS]) {
@@ -120,10 +121,10 @@ inline void write_row_sum(const Call &call, const Scaling<T> &scaling, const Ent
 // Adds the exponentials of a row's scores, which are whole vectors, to its sum, and moves its row_max to its largest
 // score.
 template <class T>
-inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns, T &row_max, double &sum) {
+inline void add_exponentials(const Scaling<T> &scaling, const T *s, int64_t columns, T &row_max, double &sum) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
-    for (long j = N; j < columns; j += N) most = larger<T>(most, load(s + j));
+    for (int64_t j = N; j < columns; j += N) most = larger<T>(most, load(s + j));
     const T top = largest_lane<T>(most);
     if (top > row_max) {
         sum *= exp_of((double(row_max) - double(top)) * scaling.natural);
@@ -131,17 +132,17 @@ inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns
     }
     if (row_max == T(-__builtin_inf())) return;
     Vector<T> sums = {};
-    for (long j = 0; j < columns; j += N) sums += exp2<T>(load(s + j) - splat(row_max), splat(scaling.factor));
+    for (int64_t j = 0; j < columns; j += N) sums += exp2<T>(load(s + j) - splat(row_max), splat(scaling.factor));
     sum += double(sum_of_lanes<T>(sums));
 }
 
 // Moves `at` to the first of a row's scores that are above `most`, the largest one so far, if one is. They are whole
 // vectors, the first of which is that of the key `first`.
-template <class T> inline void find_first_max(const T *s, long columns, long first, T &most, long &at) {
-    Vector<T> largest = load(s);
-    for (long j = LANES<T>; j < columns; j += LANES<T>) largest = larger<T>(largest, load(s + j));
+template <class T> inline void find_first_max(const T *s, int64_t columns, int64_t first, T &most, int64_t &at) {
+    Vector<T> largest = splat(most);  // and not NaN, if a score is
+    for (int64_t j = 0; j < columns; j += LANES<T>) largest = larger<T>(load(s + j), largest);
     if (!any_above<T>(largest, most)) return;
-    for (long j = 0; j < columns; ++j)
+    for (int64_t j = 0; j < columns; ++j)
         if (s[j] > most) most = s[j], at = first + j;
 }
 

@@ -15,20 +15,21 @@ template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
     run((const T *)nullptr);
 }
 
-inline long size_of(int64_t dtype) {
+inline int64_t size_of(int64_t dtype) {
     return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : dtype >= FLOAT8_E4M3FN ? 1 : 2;
 }
 
-template <class T, class S, class F> inline void load_each(const S *in, long stride, long count, T *out, F convert) {
+template <class T, class S, class F>
+inline void load_each(const S *in, int64_t stride, int64_t count, T *out, F convert) {
     if (stride == 1) {
-        for (long i = 0; i < count; ++i) out[i] = T(convert(in[i]));
+        for (int64_t i = 0; i < count; ++i) out[i] = T(convert(in[i]));
     } else {
-        for (long i = 0; i < count; ++i) out[i] = T(convert(in[i * stride]));
+        for (int64_t i = 0; i < count; ++i) out[i] = T(convert(in[i * stride]));
     }
 }
 
 // Loads `count` numbers from `in` on, of stride `stride` in elements.
-template <class T> inline void load_row(const char *in, int64_t dtype, long stride, long count, T *out) {
+template <class T> inline void load_row(const char *in, int64_t dtype, int64_t stride, int64_t count, T *out) {
     if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
         memcpy(out, in, count * sizeof(T));
     } else if (dtype == FLOAT32) {
@@ -48,15 +49,16 @@ template <class T> inline void load_row(const char *in, int64_t dtype, long stri
     }
 }
 
-template <class T, class S, class F> inline void store_each(const T *in, long stride, long count, S *out, F convert) {
+template <class T, class S, class F>
+inline void store_each(const T *in, int64_t stride, int64_t count, S *out, F convert) {
     if (stride == 1) {
-        for (long i = 0; i < count; ++i) out[i] = convert(in[i]);
+        for (int64_t i = 0; i < count; ++i) out[i] = convert(in[i]);
     } else {
-        for (long i = 0; i < count; ++i) out[i * stride] = convert(in[i]);
+        for (int64_t i = 0; i < count; ++i) out[i * stride] = convert(in[i]);
     }
 }
 
-template <class T> inline void store_row(const T *in, int64_t dtype, long stride, long count, char *out) {
+template <class T> inline void store_row(const T *in, int64_t dtype, int64_t stride, int64_t count, char *out) {
     if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
         memcpy(out, in, count * sizeof(T));
     } else if (dtype == FLOAT32) {
@@ -72,6 +74,6 @@ template <class T> inline void store_row(const T *in, int64_t dtype, long stride
     }
 }
 
-template <class T> inline void clear(T *p, long count) { memset((void *)p, 0, count * sizeof(T)); }
+template <class T> inline void clear(T *p, int64_t count) { memset((void *)p, 0, count * sizeof(T)); }
 
 }  // namespace

@@ -10,20 +10,22 @@
 namespace {
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
-constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
+constexpr int64_t MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 // Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
-constexpr long GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
+constexpr int64_t GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.
-template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
+template <class T> constexpr int64_t SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
 
 // The same of tiles that are transposed, so that their columns are keys.
-template <class T> inline long keys_stride_of(const Work &work) { return work.keys_per_tile + 64 / long(sizeof(T)); }
+template <class T> inline int64_t keys_stride_of(const Work &work) {
+    return work.keys_per_tile + 64 / int64_t(sizeof(T));
+}
 
 // Sizes of the buffers of a tile.
 template <class T> struct Sizes {
-    long dim, dim_v;  // multiples of the lanes of a vector
+    int64_t dim, dim_v;  // multiples of the lanes of a vector
     explicit Sizes(const Call &call)
         : dim(round_up(call.head_dim, LANES<T>)), dim_v(round_up(call.head_dim_v, LANES<T>)) {}
 };
@@ -31,8 +33,8 @@ template <class T> struct Sizes {
 // Hands out the memory of one thread, piece by piece; without memory it only counts.
 struct Scratch {
     char *memory;
-    long used = 0;
-    template <class T> T *take(long count) {
+    int64_t used = 0;
+    template <class T> T *take(int64_t count) {
         T *p = memory ? (T *)(memory + used) : nullptr;
         used += round_up(count * sizeof(T), 64);
         return p;
@@ -40,17 +42,18 @@ struct Scratch {
 };
 
 struct Row {
-    long head, i;  // of q, in its entry
+    int64_t head, i;  // of q, in its entry
 };
 
-inline Row row_of(const Block &block, long r) {
+inline Row row_of(const Block &block, int64_t r) {
     return block.num_heads == 1 ? Row{block.first_head, block.first_row + r}
                                 : Row{block.first_head + r / block.num_rows, block.first_row + r % block.num_rows};
 }
 
-inline long rows_of(const Block &block) { return block.num_heads * block.num_rows; }
+inline int64_t rows_of(const Block &block) { return block.num_heads * block.num_rows; }
 
-inline char *address(const Call &call, Array array, long size, long b, long h = 0, long i = 0, long j = 0) {
+inline char *address(const Call &call, Array array, int64_t size, int64_t b, int64_t h = 0, int64_t i = 0,
+                     int64_t j = 0) {
     const int64_t *strides = call.strides[array];
     return call.arrays[array] + (b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3]) * size;
 }
@@ -61,27 +64,27 @@ inline char *row_address(const Call &call, Array array, const Entry &entry, Row 
 }
 
 // A row of k, v, dk or dv, or the number that a key or a value is multiplied by.
-inline char *key_address(const Call &call, Array array, const Entry &entry, long head_kv, long j) {
+inline char *key_address(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t j) {
     const bool is_scale = array == K_SCALE || array == V_SCALE;
-    const long size = is_scale ? sizeof(float) : size_of(call.kv_dtype);
+    const int64_t size = is_scale ? sizeof(float) : size_of(call.kv_dtype);
     if (call.page_size && (array == K || array == V || is_scale)) {
-        const long page = *(const int32_t *)address(call, BLOCK_TABLE, 4, entry.index, j / call.page_size);
+        const int64_t page = *(const int32_t *)address(call, BLOCK_TABLE, 4, entry.index, j / call.page_size);
         return address(call, array, size, page, head_kv, j % call.page_size);
     }
     return address(call, array, size, entry.batch, head_kv, entry.first_k + j);
 }
 
 // A number of an array that has one for each row or head.
-template <class T> inline T &number(const Call &call, Array array, long b, long h, long i = 0) {
+template <class T> inline T &number(const Call &call, Array array, int64_t b, int64_t h, int64_t i = 0) {
     return *(T *)address(call, array, sizeof(T), b, h, i);
 }
 
 // Loads rows of a block, with zeros after each row and below the last.
 template <class T>
-inline void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
-                      long stride, long padded_rows) {
-    const long num_rows = rows_of(block), step = call.strides[array][3];
-    for (long r = 0; r < num_rows; ++r) {
+inline void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *out,
+                      int64_t stride, int64_t padded_rows) {
+    const int64_t num_rows = rows_of(block), step = call.strides[array][3];
+    for (int64_t r = 0; r < num_rows; ++r) {
         load_row(row_address(call, array, entry, row_of(block, r)), call.dtype, step, dim, out + r * stride);
         clear(out + r * stride + dim, stride - dim);
     }
@@ -90,24 +93,25 @@ inline void load_rows(const Call &call, Array array, const Entry &entry, const B
 
 // Loads rows of q, whose sign changes where the scale is negative.
 template <class T>
-inline void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out) {
-    const long num_rows = rows_of(block), stride = round_up(dim, LANES<T>);
+inline void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
+                             T *out) {
+    const int64_t num_rows = rows_of(block), stride = round_up(dim, LANES<T>);
     load_rows(call, array, entry, block, dim, out, stride, num_rows);
     if (call.scale < 0)
-        for (long x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
+        for (int64_t x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
 }
 
 // Loads rows of k or v, with zeros after each row and below the last.
 template <class T>
-inline void load_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count, long dim,
-                      T *out, long stride, long padded_rows) {
-    const long step = call.strides[array][3];
+inline void load_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                      int64_t dim, T *out, int64_t stride, int64_t padded_rows) {
+    const int64_t step = call.strides[array][3];
     const Array scales = array == K ? K_SCALE : V_SCALE;
-    for (long j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < count; ++j) {
         load_row(key_address(call, array, entry, head_kv, first + j), call.kv_dtype, step, dim, out + j * stride);
         if (call.arrays[scales]) {
             const T scale = T(*(const float *)key_address(call, scales, entry, head_kv, first + j));
-            for (long x = 0; x < dim; ++x) out[j * stride + x] *= scale;
+            for (int64_t x = 0; x < dim; ++x) out[j * stride + x] *= scale;
         }
         clear(out + j * stride + dim, stride - dim);
     }
@@ -118,58 +122,60 @@ inline void load_keys(const Call &call, Array array, const Entry &entry, long he
 
 // From `first` to before `stop`.
 struct Range {
-    long first, stop;
+    int64_t first, stop;
 };
 using Keys = Range;
 
 // The first and the last of some neighbouring rows of a block.
 struct Span {
-    long first, last;
+    int64_t first, last;
 };
 
-inline Span span_of(const Block &block, long r, long count) {
+inline Span span_of(const Block &block, int64_t r, int64_t count) {
     const Row from = row_of(block, r), to = row_of(block, r + count - 1);
     return from.head == to.head ? Span{from.i, to.i} : Span{block.first_row, block.first_row + block.num_rows - 1};
 }
 
 // The keys that the window and the length let rows from `first` to `last` attend to, all together.
-inline Keys keys_visible_to(const Call &call, const Entry &entry, long first, long last) {
-    const long begin = first + entry.diagonal - call.window_left, end = last + entry.diagonal + call.window_right + 1;
-    const long stop = smaller(larger(end, 0), entry.seqlen_k);
+inline Keys keys_visible_to(const Call &call, const Entry &entry, int64_t first, int64_t last) {
+    const int64_t begin = first + entry.diagonal - call.window_left,
+                  end = last + entry.diagonal + call.window_right + 1;
+    const int64_t stop = smaller(larger(end, 0), entry.seqlen_k);
     return Keys{smaller(larger(begin, 0), stop), stop};
 }
 
 // The keys that every one of these rows attends to.
-inline Keys keys_visible_to_all(const Call &call, const Entry &entry, long first, long last) {
-    const long begin = last + entry.diagonal - call.window_left, end = first + entry.diagonal + call.window_right + 1;
+inline Keys keys_visible_to_all(const Call &call, const Entry &entry, int64_t first, int64_t last) {
+    const int64_t begin = last + entry.diagonal - call.window_left,
+                  end = first + entry.diagonal + call.window_right + 1;
     return Keys{larger(begin, 0), smaller(end, entry.seqlen_k)};
 }
 
 // Whether mask and block mask leave anything of keys [first, first + count) to the rows of a block.
-inline bool any_visible(const Call &call, const Entry &entry, const Block &block, long first, long count) {
+inline bool any_visible(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count) {
     if (call.arrays[BLOCK_MASK]) {
         bool any = false;
-        for (long h = 0; h < block.num_heads && !any; ++h)
-            for (long i = block.first_row / call.block_rows;
+        for (int64_t h = 0; h < block.num_heads && !any; ++h)
+            for (int64_t i = block.first_row / call.block_rows;
                  i <= (block.first_row + block.num_rows - 1) / call.block_rows && !any; ++i)
-                for (long j = first / call.block_keys; j <= (first + count - 1) / call.block_keys && !any; ++j)
+                for (int64_t j = first / call.block_keys; j <= (first + count - 1) / call.block_keys && !any; ++j)
                     any = *address(call, BLOCK_MASK, 1, entry.index, block.first_head + h, i, j);
         if (!any) return false;
     }
     if (call.arrays[MASK]) {
-        const long step = call.strides[MASK][3];
-        const long rows = call.strides[MASK][2] ? block.num_rows : 1;
-        const long heads = call.strides[MASK][1] ? block.num_heads : 1;
-        for (long h = 0; h < heads; ++h)
-            for (long i = 0; i < rows; ++i) {
+        const int64_t step = call.strides[MASK][3];
+        const int64_t rows = call.strides[MASK][2] ? block.num_rows : 1;
+        const int64_t heads = call.strides[MASK][1] ? block.num_heads : 1;
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t i = 0; i < rows; ++i) {
                 const char *p = address(call, MASK, 1, entry.index, block.first_head + h, block.first_row + i, first);
                 if (step == 1) {
                     // True may be any byte but 0, as in a view of other bytes.
                     char any = 0;
-                    for (long j = 0; j < count; ++j) any |= p[j];
+                    for (int64_t j = 0; j < count; ++j) any |= p[j];
                     if (any) return true;
                 } else {
-                    for (long j = 0; j < (step ? count : 1); ++j)
+                    for (int64_t j = 0; j < (step ? count : 1); ++j)
                         if (p[j * step]) return true;
                 }
             }
@@ -179,22 +185,22 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
 }
 
 // How many rows of a block, from r0 on, are computed at a time: at most `most`, and none past a block of a block mask.
-inline long rows_of_group(const Call &call, const Block &block, long r0, long most) {
-    const long n = smaller(most, rows_of(block) - r0);
+inline int64_t rows_of_group(const Call &call, const Block &block, int64_t r0, int64_t most) {
+    const int64_t n = smaller(most, rows_of(block) - r0);
     if (!call.arrays[BLOCK_MASK]) return n;
     return smaller(n, call.block_rows - row_of(block, r0).i % call.block_rows);
 }
 
 // Whether the block mask leaves a key to any of some neighbouring rows of a block.
-inline bool is_in_visible_block(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows,
-                                long key) {
-    for (long r = r0; r < r0 + num_rows;) {
+inline bool is_in_visible_block(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
+                                int64_t key) {
+    for (int64_t r = r0; r < r0 + num_rows;) {
         const Row row = row_of(block, r);
         if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key / call.block_keys))
             return true;
         // Goes on to other blocks of the mask: to the row after the last one of these, or to the first of the next
         // head.
-        const long last = smaller(block.first_row + block.num_rows, (row.i / call.block_rows + 1) * call.block_rows);
+        const int64_t last = smaller(block.first_row + block.num_rows, (row.i / call.block_rows + 1) * call.block_rows);
         r += last - row.i;
     }
     return false;
@@ -204,14 +210,16 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
 // neighbouring rows attend to. They are counted from `first`, and begin with a whole vector; the range is empty if
 // there are none. Blocks of a mask are whole vectors, and tiles begin with a vector of them.
 template <class T>
-inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
-                          long count) {
+inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
+                          int64_t first, int64_t count) {
     const Span span = span_of(block, r0, num_rows);
     const Keys visible = keys_visible_to(call, entry, span.first, span.last);
-    long begin = larger(visible.first - first, 0), end = smaller(visible.stop - first, count);
+    int64_t begin = larger(visible.first - first, 0), end = smaller(visible.stop - first, count);
     if (call.arrays[BLOCK_MASK]) {
-        const long size = call.block_keys;
-        auto is_visible = [&](long key) { return is_in_visible_block(call, entry, block, r0, num_rows, first + key); };
+        const int64_t size = call.block_keys;
+        auto is_visible = [&](int64_t key) {
+            return is_in_visible_block(call, entry, block, r0, num_rows, first + key);
+        };
         while (begin < end && !is_visible(begin)) begin = (first + begin) / size * size + size - first;
         while (begin < end && !is_visible(end - 1)) end = (first + end - 1) / size * size - first;
     }
@@ -249,19 +257,19 @@ struct BiasRows {
 // read where it lies if it has whole vectors of neighbours, and from `copies` otherwise. `padded` is count rounded up
 // to whole vectors. The next rows to come lie `next` elements further on.
 template <class T>
-inline void find_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
-                      long count, long padded, long next, T *copies, BiasRows &rows) {
+inline void find_bias(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
+                      int64_t first, int64_t count, int64_t padded, int64_t next, T *copies, BiasRows &rows) {
     const int64_t *strides = call.strides[BIAS];
-    const long size = size_of(call.bias_dtype);
+    const int64_t size = size_of(call.bias_dtype);
     const bool are_neighbours = strides[3] == 1, is_copied = !are_neighbours || count != padded;
     const bool is_shared = strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1);
     rows.dtype = is_copied ? int64_t(sizeof(T) == 4 ? FLOAT32 : FLOAT64) : call.bias_dtype;
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
         // Rows have large strides in memory, and no processor prefetches them by itself. All of these are prefetched at
         // once.
-        for (long x = 0; x < count * size && are_neighbours && !is_shared; x += 64) {
+        for (int64_t x = 0; x < count * size && are_neighbours && !is_shared; x += 64) {
             __builtin_prefetch(p + x, 0, 3);
             __builtin_prefetch(p + next * size + x, 0, 2);
         }
@@ -277,34 +285,35 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
 // multiplies.
 template <class T>
 __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
-                                             const Block &block, long r0, long num_rows, long first, long count,
-                                             long padded, long next, T *scores, T *copies, T *tanhs) {
+                                             const Block &block, int64_t r0, int64_t num_rows, int64_t first,
+                                             int64_t count, int64_t padded, int64_t next, T *scores, T *copies,
+                                             T *tanhs) {
     constexpr int N = LANES<T>;
-    constexpr long STRIDE = SCORES_STRIDE<T>;
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     const Vector<T> hidden = splat(T(-__builtin_inf()));
     auto for_rows = [&](auto run) {
-        for (long r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
+        for (int64_t r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
     };
     BiasRows bias;
     const bool has_bias = call.arrays[BIAS];
     if (has_bias) find_bias(call, entry, block, r0, num_rows, first, count, padded, next, copies, bias);
     if (has_cap(call))
-        for_rows([&](long r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
+        for_rows([&](int64_t r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
     const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
     auto add = [&](auto has_slopes, auto add_bias) {
-        for_rows([&](long r, Row row, T *s) {
+        for_rows([&](int64_t r, Row row, T *s) {
             const Vector<T> slope = splat(has_slopes ? -number<T>(call, ALIBI_SLOPES, entry.index, row.head) : T(0));
             const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
-            for (long j = 0; j < padded; j += N) {
+            for (int64_t j = 0; j < padded; j += N) {
                 const Vector<T> x = add_bias(load(s + j), r, j);
                 store(s + j, has_slopes ? add_product(x, slope, size_of_each<T>(start + splat(T(j)))) : x);
             }
         });
     };
     auto add_to_scaled = [&](auto has_slopes) {
-        if (!has_bias) return add(has_slopes, [&](Vector<T> x, long, long) { return x * scale; });
+        if (!has_bias) return add(has_slopes, [&](Vector<T> x, int64_t, int64_t) { return x * scale; });
         with_numbers<T>(bias.dtype, [&](auto *numbers) {
-            add(has_slopes, [&](Vector<T> x, long r, long j) {
+            add(has_slopes, [&](Vector<T> x, int64_t r, int64_t j) {
                 return add_product(load_as<T>(decltype(numbers)(bias.at[r]) + j), x, scale);
             });
         });
@@ -317,12 +326,13 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
     const Span span = span_of(block, r0, num_rows);
     const Keys all = keys_visible_to_all(call, entry, span.first, span.last);
     if (all.first > first || all.stop < first + padded)
-        for_rows([&](long, Row row, T *s) {
+        for_rows([&](int64_t, Row row, T *s) {
             const Keys visible = keys_visible_to(call, entry, row.i, row.i);
-            const long begin = larger(visible.first - first, 0), end = larger(smaller(visible.stop - first, padded), 0);
+            const int64_t begin = larger(visible.first - first, 0),
+                          end = larger(smaller(visible.stop - first, padded), 0);
             // Vectors that are visible as a whole stay as they are.
-            auto hide = [&](long from, long to) {
-                for (long j = from / N * N; j < to; j += N) {
+            auto hide = [&](int64_t from, int64_t to) {
+                for (int64_t j = from / N * N; j < to; j += N) {
                     const Vector<T> at = iota<T>() + splat(T(j));
                     const Vector<T> x = at < splat(T(begin)) ? hidden : load(s + j);
                     store(s + j, at >= splat(T(end)) ? hidden : x);
@@ -332,20 +342,20 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
             hide(end, padded);
         });
     if (call.arrays[MASK])
-        for_rows([&](long, Row row, T *s) {
+        for_rows([&](int64_t, Row row, T *s) {
             const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
-            const long step = call.strides[MASK][3];
+            const int64_t step = call.strides[MASK][3];
             if (step == 1) {
-                for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : hidden[0];
+                for (int64_t j = 0; j < count; ++j) s[j] = p[j] ? s[j] : hidden[0];
             } else {
-                for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : hidden[0];
+                for (int64_t j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : hidden[0];
             }
         });
     if (call.arrays[BLOCK_MASK])
-        for_rows([&](long, Row row, T *s) {
-            for (long j = 0; j < count;) {
-                const long key_block = (first + j) / call.block_keys;
-                const long stop = smaller(count, (key_block + 1) * call.block_keys - first);
+        for_rows([&](int64_t, Row row, T *s) {
+            for (int64_t j = 0; j < count;) {
+                const int64_t key_block = (first + j) / call.block_keys;
+                const int64_t stop = smaller(count, (key_block + 1) * call.block_keys - first);
                 if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key_block)) {
                     j = stop;
                 } else {
@@ -357,8 +367,8 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
 
 // Whether `finish_scores` has anything to do for these rows and keys.
 template <class T>
-inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, long first_row,
-                            long last_row, long first, long padded) {
+inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, int64_t first_row,
+                            int64_t last_row, int64_t first, int64_t padded) {
     if (scaling.acts_on_scores || call.arrays[MASK] || call.arrays[BLOCK_MASK]) return true;
     const Keys visible = keys_visible_to_all(call, entry, first_row, last_row);
     return visible.first > first || visible.stop < first + padded;
@@ -367,17 +377,17 @@ inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const E
 // Finishes the scores of a few rows, which `finish_scores` describes, if there is anything to do.
 template <class T>
 inline void finish_decode_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                                 long r0, long num_rows, long first, long count, long padded, long next, T *scores,
-                                 T *copies, T *tanhs) {
+                                 int64_t r0, int64_t num_rows, int64_t first, int64_t count, int64_t padded,
+                                 int64_t next, T *scores, T *copies, T *tanhs) {
     const Span span = span_of(block, r0, num_rows);
     if (needs_finishing(call, scaling, entry, span.first, span.last, first, padded))
         finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies, tanhs);
 }
 
 // Computes which weights of a block dropout keeps.
-inline void load_kept(const Call &call, const Entry &entry, const Block &block, long first, long count,
+inline void load_kept(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
                       unsigned char *kept) {
-    for (long h = 0; h < block.num_heads; ++h)
+    for (int64_t h = 0; h < block.num_heads; ++h)
         kept_weights(call.seed, call.offset,
                      uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
                      call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
@@ -390,11 +400,11 @@ inline bool make_entries(Work &work) {
     const Call &call = work.call;
     if (!work.allocate(work.entries, call.batch)) return false;
     work.num_entries = call.batch;
-    for (long b = 0; b < call.batch; ++b) {
+    for (int64_t b = 0; b < call.batch; ++b) {
         Entry &entry = work.entries[b];
         entry = Entry{b, b, 0, 0, call.seqlen_q, call.seqlen_k, call.diagonal};
         if (call.arrays[CU_SEQLENS_Q]) {
-            auto start = [&](Array array, long i) { return long(*(const int32_t *)address(call, array, 4, i)); };
+            auto start = [&](Array array, int64_t i) { return int64_t(*(const int32_t *)address(call, array, 4, i)); };
             entry.batch = 0;
             entry.first_q = start(CU_SEQLENS_Q, b);
             entry.first_k = start(CU_SEQLENS_K, b);
@@ -404,7 +414,8 @@ inline bool make_entries(Work &work) {
         }
         if (call.arrays[KV_LENGTHS]) {
             const char *p = address(call, KV_LENGTHS, call.lengths_are_64_bit ? 8 : 4, b);
-            const long length = call.lengths_are_64_bit ? long(*(const int64_t *)p) : long(*(const int32_t *)p);
+            const int64_t length =
+                call.lengths_are_64_bit ? int64_t(*(const int64_t *)p) : int64_t(*(const int32_t *)p);
             entry.seqlen_k = smaller(larger(length, 0), call.seqlen_k);
             if (call.has_own_diagonals) entry.diagonal = entry.seqlen_k - call.seqlen_q;
         }
@@ -413,27 +424,27 @@ inline bool make_entries(Work &work) {
 }
 
 // Rows of a block: as many as `most` allows, about equally many in each.
-inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
+inline int64_t rows_in_blocks(const Call &call, int64_t seqlen_q, int64_t most) {
     if (call.arrays[BLOCK_MASK]) {
-        const long whole = call.block_rows * larger(1, most / call.block_rows);
+        const int64_t whole = call.block_rows * larger(1, most / call.block_rows);
         return ceil_div(whole, ceil_div(whole, most));
     }
     if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
         most = smaller(most, larger(2 * GROUP, round_up((call.window_left + call.window_right) / 2, GROUP)));
-    const long count = ceil_div(larger(seqlen_q, 1), most);
+    const int64_t count = ceil_div(larger(seqlen_q, 1), most);
     return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
 }
 
 // Keys of a tile, at most `most`: where possible, tiles lie within blocks of a block mask.
-inline long keys_in_tiles(const Call &call, long most) {
+inline int64_t keys_in_tiles(const Call &call, int64_t most) {
     if (call.arrays[BLOCK_MASK])
-        for (long keys = most; keys >= 48; keys -= 16)
+        for (int64_t keys = most; keys >= 48; keys -= 16)
             if (call.block_keys % keys == 0) return keys;
     return most;
 }
 
 // Heads of a block, where `group` heads share keys: as many as fit.
-inline long heads_in_blocks(long seqlen_q, long rows, long group, long most) {
+inline int64_t heads_in_blocks(int64_t seqlen_q, int64_t rows, int64_t group, int64_t most) {
     return smaller(group, larger(1, most / larger(smaller(rows, seqlen_q), 1)));
 }
 

@@ -13,24 +13,24 @@ namespace {
 // About how long a job takes, and how long at least, where there is so little work that jobs are made shorter to give
 // many threads some.
 constexpr double SMALL_JOB_NS = 30e3, LEAST_JOB_NS = 8e3;
-constexpr long QUERIES_AT_ONCE = 64;  // where a window cuts their keys
+constexpr int64_t QUERIES_AT_ONCE = 64;  // where a window cuts their keys
 
 // How many heads are computed side by side: vectors of queries are filled with those of several heads.
-template <class T> inline long heads_at_once(const Call &call) {
+template <class T> inline int64_t heads_at_once(const Call &call) {
     return call.arrays[KV_LENGTHS] ? 1 : larger(1, LANES<T> / larger(call.seqlen_q, 1));
 }
 
 // Rows of one head in memory.
 template <class T> struct Rows {
     T *data;
-    long stride;
-    Rows from(long i) const { return {data + i * stride, stride}; }
+    int64_t stride;
+    Rows from(int64_t i) const { return {data + i * stride, stride}; }
 };
 
 // Queries of a head of q, with all of its keys.
 template <class T> struct Member {
     const Entry *entry;
-    long head, head_kv;
+    int64_t head, head_kv;
     Range queries;
     Rows<const T> q, k, v, dout;
 };
@@ -39,26 +39,26 @@ template <class T> struct Member {
 // the dtype of the computation, and are copied otherwise, to as many slots as there are heads at once.
 template <class T> struct SmallArray {
     Array array;
-    long length, dim, padded;
+    int64_t length, dim, padded;
     bool lies_well;
     T *copies = nullptr;
 
-    SmallArray(const Call &call, Scratch &scratch, Array array, long length, long dim)
+    SmallArray(const Call &call, Scratch &scratch, Array array, int64_t length, int64_t dim)
         : array(array), length(length), dim(dim), padded(round_up(dim, LANES<T>)) {
         lies_well = has_whole_rows<T>(call, array, dim) && (length == 1 || call.strides[array][2] == dim);
-        const long count = call.arrays[array] && !lies_well ? heads_at_once<T>(call) : 0;
+        const int64_t count = call.arrays[array] && !lies_well ? heads_at_once<T>(call) : 0;
         copies = scratch.template take<T>(count * length * padded);
     }
 
     // Where the rows of a head are, or where they are copied to.
-    Rows<T> rows(const Call &call, const Entry &entry, long head, long slot) const {
+    Rows<T> rows(const Call &call, const Entry &entry, int64_t head, int64_t slot) const {
         if (lies_well) return {(T *)row(call, entry, head, 0), dim};
         return {copies + slot * length * padded, padded};
     }
 
-    Rows<const T> read(const Call &call, const Entry &entry, long head, long slot, Range range) const {
+    Rows<const T> read(const Call &call, const Entry &entry, int64_t head, int64_t slot, Range range) const {
         const Rows<T> to = rows(call, entry, head, slot);
-        for (long i = range.first; i < range.stop && !lies_well; ++i) {
+        for (int64_t i = range.first; i < range.stop && !lies_well; ++i) {
             load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
             clear(to.data + i * padded + dim, padded - dim);
         }
@@ -66,21 +66,21 @@ template <class T> struct SmallArray {
     }
 
     // Copies computed rows into the array, unless they were computed there.
-    void write(const Call &call, const Entry &entry, long head, Range range) const {
+    void write(const Call &call, const Entry &entry, int64_t head, Range range) const {
         const Rows<T> from = rows(call, entry, head, 0);
-        for (long i = range.first; i < range.stop && !lies_well; ++i)
+        for (int64_t i = range.first; i < range.stop && !lies_well; ++i)
             store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
 
     // The same for `count` rows, followed by zeros.
-    void write_padded(const Call &call, const Entry &entry, long head, long count) const {
+    void write_padded(const Call &call, const Entry &entry, int64_t head, int64_t count) const {
         const Rows<T> from = rows(call, entry, head, 0);
         if (count < length) clear(from.data + count * from.stride, (length - count) * from.stride);
         write(call, entry, head, {0, length});
     }
 
   private:
-    char *row(const Call &call, const Entry &entry, long head, long i) const {
+    char *row(const Call &call, const Entry &entry, int64_t head, int64_t i) const {
         return address(call, array, size_of(call.dtype), entry.batch, head, i);
     }
 };
@@ -89,7 +89,7 @@ template <class T> struct SmallArray {
 template <class T> struct SmallBuffers {
     Scratch scratch;
     SmallArray<T> q, k, v, out, dout, dq, dk, dv;
-    long stride;  // from key to key in scores
+    int64_t stride;  // from key to key in scores
     T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *max, *entropy, *delta, *dentropy, *dmax, *sinks, *queries;
 
     SmallBuffers(const Call &call, char *memory)
@@ -102,7 +102,7 @@ template <class T> struct SmallBuffers {
         // Results of a head may extend up to a vector beyond it; the next head overwrites that. The stride is no
         // power of two where there are many queries, so that keys do not share sets of the cache.
         // Dot products may extend beyond the last key, whichever key they begin with.
-        const long length = call.seqlen_k + LANES<T>, heads = heads_at_once<T>(call);
+        const int64_t length = call.seqlen_k + LANES<T>, heads = heads_at_once<T>(call);
         stride = round_up(heads * larger(call.seqlen_q, 1), LANES<T>);
         if (heads > 1 || stride > LANES<T>) stride += LANES<T>;
         columns_of_q = scratch.template take<T>(q.padded * stride);
@@ -118,7 +118,7 @@ template <class T> struct SmallBuffers {
         sinks = scratch.template take<T>(stride);
         queries = scratch.template take<T>(stride);
         if (memory)
-            for (long x = 0; x < stride; ++x) queries[x] = call.seqlen_q ? T(x % call.seqlen_q) : T(0);
+            for (int64_t x = 0; x < stride; ++x) queries[x] = call.seqlen_q ? T(x % call.seqlen_q) : T(0);
     }
 };
 
@@ -126,26 +126,26 @@ template <class T> struct SmallBuffers {
 
 // s[j][i] = dot(b[j], a[i]), by dot products; writes up to whole vectors of queries and of keys.
 template <class T>
-inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T> b, long num_keys, long dim, T *s,
-                                    long stride) {
+inline void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<const T> b, int64_t num_keys, int64_t dim,
+                                    T *s, int64_t stride) {
     constexpr int R = LANES<T> < 4 ? LANES<T> : 4, KEYS = LANES<T> / R;
     if (num_rows * num_keys < 4) {
-        for (long i = 0; i < num_rows; ++i)
-            for (long j = 0; j < num_keys; ++j) {
+        for (int64_t i = 0; i < num_rows; ++i)
+            for (int64_t j = 0; j < num_keys; ++j) {
                 Vector<T> sum = {};
-                for (long d = 0; d < dim; d += LANES<T>) sum += load(a.from(i).data + d) * load(b.from(j).data + d);
+                for (int64_t d = 0; d < dim; d += LANES<T>) sum += load(a.from(i).data + d) * load(b.from(j).data + d);
                 s[j * stride + i] = sum_of_lanes<T>(sum);
             }
         return;
     }
-    for (long i = 0; i < num_rows; i += R) {
+    for (int64_t i = 0; i < num_rows; i += R) {
         const T *rows[R];
         for (int r = 0; r < R; ++r) rows[r] = a.from(smaller(i + r, num_rows - 1)).data;
-        for (long j = 0; j < num_keys; j += KEYS) {
+        for (int64_t j = 0; j < num_keys; j += KEYS) {
             const T *keys[KEYS];
             for (int n = 0; n < KEYS; ++n) keys[n] = b.from(smaller(j + n, num_keys - 1)).data;
             Vector<T> sums[LANES<T>] = {};
-            for (long d = 0; d < dim; d += LANES<T>) {
+            for (int64_t d = 0; d < dim; d += LANES<T>) {
 #pragma GCC unroll 4
                 for (int n = 0; n < KEYS; ++n) {
                     const Vector<T> y = load(keys[n] + d);
@@ -164,12 +164,13 @@ inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T
 // copied first. The rows that are left are multiplied in the same way, unless dot products take less time.
 template <class T> struct RowProducts {
     Rows<const T> a, b;
-    long dim, by_columns, stride;
+    int64_t dim, by_columns, stride;
     T *columns;
 
-    void start(Rows<const T> rows, Range range, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
+    void start(Rows<const T> rows, Range range, Rows<const T> keys, int64_t num_keys, int64_t length, T *to,
+               int64_t to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
-        const long left = range.stop % LANES<T>, vectors = dim / LANES<T>;
+        const int64_t left = range.stop % LANES<T>, vectors = dim / LANES<T>;
         // Compares about how long both ways take.
         const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
         by_columns = are_dots ? range.stop - left : range.stop;
@@ -178,13 +179,13 @@ template <class T> struct RowProducts {
 
     // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. The rows before `begin`
     // are whole vectors.
-    void compute(long begin, long end, long first, long stop, T *s) const {
+    void compute(int64_t begin, int64_t end, int64_t first, int64_t stop, T *s) const {
         const Rows<const T> keys = b.from(first);
-        const long middle = smaller(end, by_columns);
+        const int64_t middle = smaller(end, by_columns);
         if (middle > begin)
             product_of_rows(stop - first, round_up(middle - begin, LANES<T>), dim, keys.data, keys.stride,
                             columns + begin, stride, s + first * stride + begin, stride);
-        const long left = larger(begin, middle);
+        const int64_t left = larger(begin, middle);
         if (end > left)
             dot_products_by_columns<T>(a.from(left), end - left, keys, stop - first, dim, s + first * stride + left,
                                        stride);
@@ -194,14 +195,14 @@ template <class T> struct RowProducts {
 // C = A B or C += A B, like `product`. Sums of one term are computed separately, since they need no blocks of C in
 // registers.
 template <class T, Order ORDER>
-inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
-                          long b_stride, T *c, long c_stride, bool adds) {
+inline void small_product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride,
+                          const T *b, int64_t b_stride, T *c, int64_t c_stride, bool adds) {
     if (length != 1) {
         product<T, ORDER>(num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
         return;
     }
-    for (long r = 0; r < num_rows; ++r, c += c_stride, a += ORDER == Order::ROWS ? a_stride : 1)
-        for (long j = 0; j < num_columns; j += LANES<T>)
+    for (int64_t r = 0; r < num_rows; ++r, c += c_stride, a += ORDER == Order::ROWS ? a_stride : 1)
+        for (int64_t j = 0; j < num_columns; j += LANES<T>)
             store(c + j, adds ? load(c + j) + splat(*a) * load(b + j) : splat(*a) * load(b + j));
 }
 
@@ -213,14 +214,14 @@ inline bool has_window(const Call &call) { return call.window_left < NO_BOUND ||
 template <class T> struct Sight {
     Keys of_all;
     Vector<T> from, to;
-    Sight(const Call &call, const Entry &entry, const T *queries, long begin, long end) {
+    Sight(const Call &call, const Entry &entry, const T *queries, int64_t begin, int64_t end) {
         of_all = keys_visible_to_all(call, entry, begin, end - 1);
         const Vector<T> diagonals = load(queries) + splat(T(entry.diagonal));
         from = diagonals - splat(T(call.window_left));
         to = diagonals + splat(T(call.window_right));
     }
     // A score, or -inf in the slot of a hidden one.
-    Vector<T> hide(Vector<T> score, long j) const {
+    Vector<T> hide(Vector<T> score, int64_t j) const {
         if (j >= of_all.first && j < of_all.stop) return score;
         const Vector<T> key = splat(T(j)), hidden = splat(T(-__builtin_inf()));
         score = key < from ? hidden : score;
@@ -230,9 +231,9 @@ template <class T> struct Sight {
 
 // Calls body(begin, end, keys) for queries of a head, and the keys that they attend to.
 template <class F> inline void for_queries(const Call &call, const Entry &entry, Range queries, F body) {
-    const long step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
-    for (long i = queries.first; i < queries.stop; i += step) {
-        const long end = smaller(i + step, queries.stop);
+    const int64_t step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
+    for (int64_t i = queries.first; i < queries.stop; i += step) {
+        const int64_t end = smaller(i + step, queries.stop);
         body(i, end, keys_visible_to(call, entry, i, end - 1));
     }
 }
@@ -240,10 +241,10 @@ template <class F> inline void for_queries(const Call &call, const Entry &entry,
 // Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads. There may be several
 // heads only if `begin` to `end` are all of their queries.
 template <class T, class F>
-inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, long heads, long begin,
-                        long end, F body) {
-    for (long x = begin; x < end + (heads - 1) * entry.seqlen_q; x += LANES<T>) {
-        const long first = heads > 1 ? 0 : x, last = heads > 1 ? end : smaller(x + LANES<T>, end);
+inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, int64_t heads,
+                        int64_t begin, int64_t end, F body) {
+    for (int64_t x = begin; x < end + (heads - 1) * entry.seqlen_q; x += LANES<T>) {
+        const int64_t first = heads > 1 ? 0 : x, last = heads > 1 ? end : smaller(x + LANES<T>, end);
         body(x, Sight<T>(call, entry, buffers.queries + x, first, last));
     }
 }
@@ -257,10 +258,10 @@ template <class T> struct ReducedRows {
 // Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink.
 template <class T, class R>
 inline ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s,
-                                   long stride, const T *sinks) {
+                                   int64_t stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
-    for (long j = keys.first; j < keys.stop; ++j) {
+    for (int64_t j = keys.first; j < keys.stop; ++j) {
         const Vector<T> score = sight.hide(load(s + j * stride), j);
         store(s + j * stride, score);
         most = larger<T>(score, most);
@@ -268,7 +269,7 @@ inline ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const S
     // A row that attends to no key has scores of -inf, and weights of 0.
     const Vector<T> row_max = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
     Vector<T> sum = {}, moment = {};
-    for (long j = keys.first; j < keys.stop; ++j) {
+    for (int64_t j = keys.first; j < keys.stop; ++j) {
         const Vector<T> x = load(s + j * stride) - row_max, weight = exp2<T>(x, factor);
         store(s + j * stride, weight);
         sum += weight;
@@ -292,29 +293,29 @@ inline ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const S
         }
         shrinks[i] = T(rest / (total == 0 ? 1 : total));
     }
-    for (long j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);
+    for (int64_t j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);
     return {lse, most * natural, entropy};
 }
 
 template <class T>
-void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, int64_t count) {
     const Scaling<T> scaling(call);
     const Entry &entry = *members[0].entry;  // as those of the other members
     const Range queries = members[0].queries;
-    const long num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
+    const int64_t num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
     RowProducts<T> products[LANES<T>];
-    for (long x = 0; x < count; ++x) {
+    for (int64_t x = 0; x < count; ++x) {
         products[x].start(members[x].q, queries, members[x].k, entry.seqlen_k, buffers.q.padded,
                           buffers.columns_of_q + x * num_rows, stride);
         if (call.arrays[SINKS])
-            for (long i = 0; i < num_rows; ++i)
+            for (int64_t i = 0; i < num_rows; ++i)
                 buffers.sinks[x * num_rows + i] = number<T>(call, SINKS, 0, members[x].head);
     }
     const T *sinks = call.arrays[SINKS] ? buffers.sinks : nullptr;
-    for_queries(call, entry, queries, [&](long begin, long end, Keys keys) {
-        for (long x = 0; x < count; ++x)
+    for_queries(call, entry, queries, [&](int64_t begin, int64_t end, Keys keys) {
+        for (int64_t x = 0; x < count; ++x)
             products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
-        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](int64_t x, const Sight<T> &sight) {
             auto reduce = [&](auto reduces) {
                 const ReducedRows<T> found =
                     softmax_step<T>(reduces, scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr);
@@ -323,7 +324,7 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
             };
             has_row_reductions(call) ? reduce(std::true_type()) : reduce(std::false_type());
         });
-        for (long x = 0; x < count; ++x) {
+        for (int64_t x = 0; x < count; ++x) {
             const Member<T> &member = members[x];
             const Rows<T> out = buffers.out.rows(call, *member.entry, member.head, 0).from(begin);
             const Rows<const T> v = member.v.from(keys.first);
@@ -334,9 +335,10 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
         }
     });
     auto write = [&](Array array, const T *from) {
-        for (long x = 0; x < count && call.arrays[array]; ++x) {
+        for (int64_t x = 0; x < count && call.arrays[array]; ++x) {
             T *to = &number<T>(call, array, members[x].entry->batch, members[x].head);
-            for (long i = queries.first; i < queries.stop; ++i) to[i * call.strides[array][2]] = from[x * num_rows + i];
+            for (int64_t i = queries.first; i < queries.stop; ++i)
+                to[i * call.strides[array][2]] = from[x * num_rows + i];
         }
     };
     write(LSE, buffers.lse);
@@ -348,24 +350,24 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
 
 // lse of a head, delta, and gradients with respect to row reductions.
 template <class T>
-inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long slot) {
+inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t slot) {
     const Entry &entry = *member.entry;
-    const long num_rows = entry.seqlen_q;
+    const int64_t num_rows = entry.seqlen_q;
     const Rows<const T> out = buffers.out.read(call, entry, member.head, slot, {0, num_rows});
     T *lse = buffers.lse + slot * num_rows, *delta = buffers.delta + slot * num_rows;
-    for (long i = 0; i < num_rows; i += LANES<T>) {
-        const long count = smaller(LANES<T>, num_rows - i);
+    for (int64_t i = 0; i < num_rows; i += LANES<T>) {
+        const int64_t count = smaller(LANES<T>, num_rows - i);
         Vector<T> sums[LANES<T>] = {};
-        for (long r = 0; r < count; ++r)
-            for (long d = 0; d < buffers.v.padded; d += LANES<T>)
+        for (int64_t r = 0; r < count; ++r)
+            for (int64_t d = 0; d < buffers.v.padded; d += LANES<T>)
                 sums[r] += load(member.dout.from(i + r).data + d) * load(out.from(i + r).data + d);
         if (count < 3) {
-            for (long r = 0; r < count; ++r) delta[i + r] = sum_of_lanes<T>(sums[r]);
+            for (int64_t r = 0; r < count; ++r) delta[i + r] = sum_of_lanes<T>(sums[r]);
         } else {
             store(delta + i, sums_of_lanes<T>(sums));
         }
     }
-    for (long i = 0; i < num_rows; ++i) {
+    for (int64_t i = 0; i < num_rows; ++i) {
         auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, member.head, i); };
         lse[i] = of_row(LSE);
         delta[i] += of_row_gradients(call, entry, Row{member.head, i}, lse[i]);
@@ -382,17 +384,17 @@ template <class T> inline bool any_large(Vector<T> lse) {
 
 // Finds the sums of those of a vector of queries whose lse is large.
 template <class T>
-inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Member<T> *members, long count,
-                          long first, const T *lse, const T *s, long stride, RowSum<T> *found) {
+inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Member<T> *members, int64_t count,
+                          int64_t first, const T *lse, const T *s, int64_t stride, RowSum<T> *found) {
     const Call &call = work.call;
     const Scaling<T> scaling(call);
     Vector<T> most = splat(-T(__builtin_inf())), sum = {};
-    for (long j = keys.first; j < keys.stop; ++j) most = larger<T>(sight.hide(load(s + j * stride), j), most);
+    for (int64_t j = keys.first; j < keys.stop; ++j) most = larger<T>(sight.hide(load(s + j * stride), j), most);
     const Vector<T> row_max = most == -T(__builtin_inf()) ? Vector<T>{} : most;
-    for (long j = keys.first; j < keys.stop; ++j)
+    for (int64_t j = keys.first; j < keys.stop; ++j)
         sum += exp2<T>(sight.hide(load(s + j * stride), j) - row_max, splat(scaling.factor));
-    const long num_rows = members[0].entry->seqlen_q;
-    for (long x = 0; x < LANES<T>; ++x) {
+    const int64_t num_rows = members[0].entry->seqlen_q;
+    for (int64_t x = 0; x < LANES<T>; ++x) {
         found[x] = NO_ROW_SUM<T>;
         if (first + x >= count * num_rows) continue;
         const Member<T> &member = members[(first + x) / num_rows];
@@ -402,9 +404,9 @@ inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Me
 }
 
 // The first key of each row of a vector of queries that has its largest score, or -1.
-template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys keys, const T *s, long stride) {
+template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys keys, const T *s, int64_t stride) {
     Vector<T> most = splat(-T(__builtin_inf())), at = splat(T(-1));
-    for (long j = keys.first; j < keys.stop; ++j) {
+    for (int64_t j = keys.first; j < keys.stop; ++j) {
         const Vector<T> score = sight.hide(load(s + j * stride), j);
         at = score > most ? splat(T(j)) : at;
         most = score > most ? score : most;
@@ -416,7 +418,7 @@ template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys key
 // and `dentropy` gradients with respect to entropies.
 template <class T>
 inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
-                          const T *delta, const T *dentropy, T *s, T *ds, long stride) {
+                          const T *delta, const T *dentropy, T *s, T *ds, int64_t stride) {
     const Scaling<T> scaling(call);
     const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
     auto recompute = [&](auto weight_of, auto has_entropy) {
@@ -429,7 +431,7 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
             }
         }
         const Vector<T> least = splat(T(Vectors<T>::LOWEST * 0.6931471805599453));
-        for (long j = keys.first; j < keys.stop; ++j) {
+        for (int64_t j = keys.first; j < keys.stop; ++j) {
             const Vector<T> score = sight.hide(load(s + j * stride), j), weight = weight_of(score);
             Vector<T> gradient = load(ds + j * stride) - deltas;
             if constexpr (has_entropy) gradient -= of_entropy * larger<T>((score - from) * natural - less, least);
@@ -454,10 +456,10 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
 
 // Clears weights s and gradients ds of those of a vector of queries whose lse is -inf: they attend to no key, whatever
 // their scores are.
-template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse, T *s, T *ds, long stride) {
+template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse, T *s, T *ds, int64_t stride) {
     if (!any_above<T>(-lse, std::numeric_limits<T>::max())) return;
     const auto sees_none = lse == splat(-T(__builtin_inf()));
-    for (long j = keys.first; j < keys.stop; ++j) {
+    for (int64_t j = keys.first; j < keys.stop; ++j) {
         store(s + j * stride, sees_none ? Vector<T>{} : load(s + j * stride));
         store(ds + j * stride, sees_none ? Vector<T>{} : load(ds + j * stride));
     }
@@ -466,11 +468,11 @@ template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse,
 // Computes dq of the queries from `begin` to `end` of a head, and adds their partial sums to dk and dv of the keys that
 // they attend to. `p` and `ds` begin with the first of these queries and keys.
 template <class T>
-inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
-                          Keys keys, const T *p, const T *ds) {
+inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t begin,
+                          int64_t end, Keys keys, const T *p, const T *ds) {
     const Entry &entry = *member.entry;
-    const long count = keys.stop - keys.first, length = end - begin, stride = buffers.stride;
-    const long dim = buffers.q.padded, dim_v = buffers.v.padded, group = call.num_heads / call.num_heads_kv;
+    const int64_t count = keys.stop - keys.first, length = end - begin, stride = buffers.stride;
+    const int64_t dim = buffers.q.padded, dim_v = buffers.v.padded, group = call.num_heads / call.num_heads_kv;
     bool adds = member.head % group > 0 || begin > 0;
     const Rows<T> dk = buffers.dk.rows(call, entry, member.head_kv, 0);
     const Rows<T> dv = buffers.dv.rows(call, entry, member.head_kv, 0);
@@ -502,12 +504,12 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
     if (is_wanted(call, DV)) buffers.dv.write_padded(call, entry, member.head_kv, entry.seqlen_k);
 }
 
-template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, const Member<T> *members, int64_t count) {
     const Call &call = work.call;
     const Entry &entry = *members[0].entry;  // as those of the other members
-    const long num_rows = entry.seqlen_q, stride = buffers.stride;
+    const int64_t num_rows = entry.seqlen_q, stride = buffers.stride;
     RowProducts<T> scores[LANES<T>], weights[LANES<T>];
-    for (long x = 0; x < count; ++x) {
+    for (int64_t x = 0; x < count; ++x) {
         const Member<T> &member = members[x];
         load_row_numbers(call, buffers, member, x);
         scores[x].start(member.q, member.queries, member.k, entry.seqlen_k, buffers.q.padded,
@@ -515,12 +517,12 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
         weights[x].start(member.dout, member.queries, member.v, entry.seqlen_k, buffers.v.padded,
                          buffers.columns_of_dout + x * num_rows, stride);
     }
-    for_queries(call, entry, members[0].queries, [&](long begin, long end, Keys keys) {
-        for (long x = 0; x < count; ++x) {
+    for_queries(call, entry, members[0].queries, [&](int64_t begin, int64_t end, Keys keys) {
+        for (int64_t x = 0; x < count; ++x) {
             scores[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
             weights[x].compute(begin, end, keys.first, keys.stop, buffers.ds + x * num_rows);
         }
-        for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
+        for_vectors<T>(call, buffers, entry, count, begin, end, [&](int64_t x, const Sight<T> &sight) {
             const T *lse = buffers.lse + x;
             const bool has_sums = any_large<T>(load(lse));
             RowSum<T> sums[LANES<T>];
@@ -532,10 +534,10 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
             clear_rows_without_keys<T>(keys, load(lse), buffers.s + x, buffers.ds + x, stride);
             for (int lane = 0; lane < LANES<T> && call.arrays[DMAX]; ++lane)
                 if (at[lane] >= 0)
-                    buffers.ds[long(at[lane]) * stride + x + lane] += buffers.dmax[x + lane] * T(call.scale);
+                    buffers.ds[int64_t(at[lane]) * stride + x + lane] += buffers.dmax[x + lane] * T(call.scale);
         });
-        for (long x = 0; x < count; ++x) {
-            const long at = keys.first * stride + x * num_rows + begin;
+        for (int64_t x = 0; x < count; ++x) {
+            const int64_t at = keys.first * stride + x * num_rows + begin;
             add_gradients(call, buffers, members[x], begin, end, keys, buffers.s + at, buffers.ds + at);
         }
     });
@@ -545,38 +547,40 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
 
 // The work of a job: some heads of q or, where heads are few, a slice of the queries of one head.
 struct SmallJobs {
-    long heads, queries, slices = 1;
+    int64_t heads, queries, slices = 1;
 
     // A job of the backward pass has all heads that share keys, because gradients of keys are sums over their queries.
-    SmallJobs(const Call &call, long lanes) : queries(call.seqlen_q) {
+    SmallJobs(const Call &call, int64_t lanes) : queries(call.seqlen_q) {
         const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
         const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;
-        const long all = call.batch * call.num_heads,
-                   shared = call.is_backward ? call.num_heads / call.num_heads_kv : 1;
+        const int64_t all = call.batch * call.num_heads,
+                      shared = call.is_backward ? call.num_heads / call.num_heads_kv : 1;
         const double of_all = of_head * all / ENOUGH_JOBS;
         const double of_job = of_all > SMALL_JOB_NS ? SMALL_JOB_NS : of_all < LEAST_JOB_NS ? LEAST_JOB_NS : of_all;
-        heads = shared * larger(1, long(of_job / (of_head * shared)));
+        heads = shared * larger(1, int64_t(of_job / (of_head * shared)));
         if (call.is_backward || all >= ENOUGH_JOBS || of_head <= of_job) return;
-        queries = smaller(round_up(ceil_div(call.seqlen_q, long(std::ceil(of_head / of_job))), lanes), call.seqlen_q);
+        queries =
+            smaller(round_up(ceil_div(call.seqlen_q, int64_t(std::ceil(of_head / of_job))), lanes), call.seqlen_q);
         slices = ceil_div(call.seqlen_q, queries);
     }
 
-    long count(const Call &call) const { return ceil_div(call.batch * call.num_heads, heads) * slices; }
+    int64_t count(const Call &call) const { return ceil_div(call.batch * call.num_heads, heads) * slices; }
 };
 
-template <class T> void small_job(Work &work, char *memory, long job) {
+template <class T> void small_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     SmallBuffers<T> buffers(call, memory);
     const SmallJobs jobs(call, LANES<T>);
-    const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call);
-    const long begin = job / jobs.slices * jobs.heads, stop = smaller(begin + jobs.heads, call.batch * call.num_heads);
-    const long first_query = job % jobs.slices * jobs.queries;
+    const int64_t group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call);
+    const int64_t begin = job / jobs.slices * jobs.heads,
+                  stop = smaller(begin + jobs.heads, call.batch * call.num_heads);
+    const int64_t first_query = job % jobs.slices * jobs.queries;
     const Range queries = {first_query, smaller(first_query + jobs.queries, call.seqlen_q)};
     Member<T> members[LANES<T>];
-    long e = begin / call.num_heads, head = begin % call.num_heads, head_kv = head / group;
-    for (long first = begin; first < stop; first += at_once) {
-        const long count = smaller(at_once, stop - first);
-        for (long x = 0; x < count; ++x) {
+    int64_t e = begin / call.num_heads, head = begin % call.num_heads, head_kv = head / group;
+    for (int64_t first = begin; first < stop; first += at_once) {
+        const int64_t count = smaller(at_once, stop - first);
+        for (int64_t x = 0; x < count; ++x) {
             Member<T> &member = members[x];
             const Entry &entry = work.entries[e];
             const Keys keys = {0, entry.seqlen_k};

@@ -8,26 +8,26 @@
 
 namespace {
 
-constexpr long STEP_ROWS = 4;  // rows between two steps of bf16x2 products
+constexpr int64_t STEP_ROWS = 4;  // rows between two steps of bf16x2 products
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
-    long keys_stride;
+    int64_t keys_stride;
     T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
 
     ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
-        const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
+        const int64_t rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
-        const long terms = max_terms<T>(work.call),
-                   dim = larger(sizes.dim, terms * bf16x2_stride<T>(work.call.head_dim));
+        const int64_t terms = max_terms<T>(work.call),
+                      dim = larger(sizes.dim, terms * bf16x2_stride<T>(work.call.head_dim));
         q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         row_max = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        const long reduced = has_row_reductions(work.call) ? rows_of_q * LANES<T> : 0;
+        const int64_t reduced = has_row_reductions(work.call) ? rows_of_q * LANES<T> : 0;
         largest = scratch.template take<T>(reduced);
         moment = scratch.template take<T>(reduced);
         // With bf16x2, there are scores and weights of two groups of rows: one is multiplied during the softmax of the
@@ -45,12 +45,12 @@ template <class T> struct ForwardBuffers {
 // Sets the row max to the largest lane, and rescales the sums so far. It is a function of its own because it is
 // seldom called, and the loops that call it need all registers.
 template <class T>
-__attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max, T *l, T *o, long dim) {
+__attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max, T *l, T *o, int64_t dim) {
     const T top = largest_lane<T>(most);
     if (row_max > T(-__builtin_inf())) {
         const Vector<T> shrinks = exp2<T>(splat(row_max - top), splat(factor));
         store(l, load(l) * shrinks);
-        for (long d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
+        for (int64_t d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
     }
     row_max = top;
 }
@@ -74,12 +74,12 @@ template <class T> __attribute__((noinline)) void move_moment(T factor, T top, T
 
 // Raises the row max to the largest score, if that is above it by much.
 template <class T, class R>
-inline void raise_row_max(const Scaling<T> &scaling, const T *s, long num_keys, T &row_max, T *l, T *o, long dim,
+inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, T &row_max, T *l, T *o, int64_t dim,
                           R reductions) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
-    for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     if constexpr (R::IS_WANTED) store(reductions.largest, larger<T>(load(reductions.largest), most));
     if (any_above<T>(most, row_max + scaling.rise)) {
         if constexpr (R::IS_WANTED) move_moment(scaling.factor, largest_lane<T>(most), row_max, l, reductions.moment);
@@ -89,8 +89,8 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, long num_keys, 
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
 template <class T, class Drops, class R>
-inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, long num_keys, T &row_max, T *l,
-                         T *o, long dim, const unsigned char *kept, T kept_scale) {
+inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max, T *l,
+                         T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
@@ -98,7 +98,7 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
     const Exp2OfScaled<T> power(scaling.factor);
     Vector<T> sum = {}, moment = {};
 #pragma GCC unroll 4
-    for (long j = 0; j < num_keys; j += N) {
+    for (int64_t j = 0; j < num_keys; j += N) {
         const Vector<T> x = load(s + j) - minus, p = power(x);
         store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
         sum += p;
@@ -111,21 +111,21 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops, class R>
 inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
-                                   long num_keys, float &row_max, float *l, float *o, long dim,
+                                   int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
                                    const unsigned char *kept, float kept_scale, float *packed) {
     constexpr int N = LANES<float>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
     const Vector<float> half = splat(0.5f);
     Vector<float> sums[2] = {}, moments[2] = {};
-    auto weight_of = [&](long j, int n) {
+    auto weight_of = [&](int64_t j, int n) {
         const Vector<float> x = load(s + j) - minus, p = exp2_of_half_less(x * factor + half);
         sums[n] += p;
         if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(x, splat(scaling.least));
         return p;
     };
-    auto kept_of = [&](Vector<float> p, long j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
-    long j = 0;
+    auto kept_of = [&](Vector<float> p, int64_t j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
+    int64_t j = 0;
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
         const Vector<float> p0 = weight_of(j, 0), p1 = weight_of(j + N, 1);
@@ -157,10 +157,10 @@ template <class T> inline RowWithSink with_sink(const Call &call, Row row, doubl
 template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
-    const long step = call.strides[OUT][3];
-    for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
-        const long count = smaller(MAX_KEYS, call.head_dim_v - d);
-        for (long x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
+    const int64_t step = call.strides[OUT][3];
+    for (int64_t d = 0; d < call.head_dim_v; d += MAX_KEYS) {
+        const int64_t count = smaller(MAX_KEYS, call.head_dim_v - d);
+        for (int64_t x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
         store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
     }
 }
@@ -171,7 +171,7 @@ inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, con
     const RowWithSink all = with_sink<T>(call, row, row_max, l);
     number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of(T(all.l))));
     const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks));
-    write_out<T>(call, entry, row, [&](long d) { return load(o + d) * factor / divisor; });
+    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor / divisor; });
     return all;
 }
 
@@ -184,7 +184,7 @@ struct WholeRow {
 template <class T>
 inline void write_row_reductions(const Call &call, const Entry &entry, Row row, const WholeRow &own,
                                  const RowWithSink &all) {
-    const long i = entry.first_q + row.i;
+    const int64_t i = entry.first_q + row.i;
     if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
     if (!call.arrays[ENTROPY]) return;
     double moment = own.l * all.shrinks == 0 ? 0 : (own.moment + (own.row_max - all.row_max) * own.l) * all.shrinks;
@@ -193,8 +193,8 @@ inline void write_row_reductions(const Call &call, const Entry &entry, Row row, 
 }
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
-template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
-    return size_of(call.kv_dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+template <class T> inline bool has_whole_rows(const Call &call, Array array, int64_t dim) {
+    return size_of(call.kv_dtype) == int64_t(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
            dim % LANES<T> == 0;
 }
 
@@ -203,7 +203,7 @@ template <class T> inline bool has_whole_rows(const Call &call, Array array, lon
 struct Partial {
     enum { ROW_MAX, L, LARGEST, MOMENT, COUNT };
 };
-template <class T> inline T *partial_of(const Work &work, long job) {
+template <class T> inline T *partial_of(const Work &work, int64_t job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + Partial::COUNT);
 }
 
@@ -211,12 +211,12 @@ template <class T> inline T *partial_of(const Work &work, long job) {
 // weights go to `p`, in `terms` terms, and `between` is called after each row.
 template <class T, class F>
 inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                         ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *p,
-                         long terms, F between) {
-    const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
+                         ForwardBuffers<T> &buffers, int64_t r0, int64_t num_rows, int64_t first, Keys keys, T *s, T *p,
+                         int64_t terms, F between) {
+    const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
     // Calls run(drops, reductions) for a row, by the options that its loop over scores is specialised on.
-    auto with_options = [&](long r, auto run) {
+    auto with_options = [&](int64_t r, auto run) {
         auto reduce = [&](auto reductions) {
             call.dropout_steps ? run(std::true_type(), reductions) : run(std::false_type(), reductions);
         };
@@ -225,12 +225,12 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
         reduce(NoReductions());
     };
     // A cap takes long, and steps of products come between rows only.
-    const long most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
+    const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
     first += keys.first;
-    for (long r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r) {
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
         if (r % most == 0) {
-            const long few = smaller(most, num_rows - r);
+            const int64_t few = smaller(most, num_rows - r);
             finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
                                     buffers.bias, nullptr);
         }

@@ -34,7 +34,7 @@ template <class T> struct TangentBuffers {
                    has_tangent(tangents, DSOFTCAP)),
           has_products(has_sums || has_tangent(tangents, SCALE) || has_tangent(tangents, SOFTCAP)),
           acts_on_tangents(scaling.acts_on_scores || has_products), unit(T(acts_on_tangents ? 1 : scaling.natural)) {
-        const long scores = GROUP * SCORES_STRIDE<T>;
+        const int64_t scores = GROUP * SCORES_STRIDE<T>;
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
         tproducts = scratch.template take<T>(has_sums ? scores : 0);
@@ -44,7 +44,7 @@ template <class T> struct TangentBuffers {
         if (!has_cap(call) || !call.is_backward) cap_slopes = nullptr;
     }
     // The same for rows from r on of a group.
-    TangentBuffers from_row(long r) const {
+    TangentBuffers from_row(int64_t r) const {
         TangentBuffers of_rows = *this;
         for (T **x : {&of_rows.tanhs, &of_rows.products, &of_rows.tproducts, &of_rows.cap_slopes})
             if (*x) *x += r * SCORES_STRIDE<T>;
@@ -54,8 +54,8 @@ template <class T> struct TangentBuffers {
 
 // Computes the tangents of products of q and k, for rows from r0 on.
 template <class T>
-inline void multiply_tangents(const Call &call, const Call &tangents, long num_rows, long columns, const T *q,
-                              const T *tq, const T *k_t, const T *tk_t, long dim, long keys_stride, T *ts) {
+inline void multiply_tangents(const Call &call, const Call &tangents, int64_t num_rows, int64_t columns, const T *q,
+                              const T *tq, const T *k_t, const T *tk_t, int64_t dim, int64_t keys_stride, T *ts) {
     bool adds = false;
     auto add = [&](const T *rows, const T *keys) {
         product_of_rows(num_rows, columns, call.head_dim, rows, dim, keys, keys_stride, ts, SCORES_STRIDE<T>, adds);
@@ -63,30 +63,31 @@ inline void multiply_tangents(const Call &call, const Call &tangents, long num_r
     };
     if (has_tangent(tangents, Q)) add(tq, k_t);
     if (has_tangent(tangents, K)) add(q, tk_t);
-    for (long r = 0; r < num_rows && !adds; ++r) clear(ts + r * SCORES_STRIDE<T>, columns);
+    for (int64_t r = 0; r < num_rows && !adds; ++r) clear(ts + r * SCORES_STRIDE<T>, columns);
 }
 
 // Turns tangents of products of q and k into those of scores, whose tanhs, if there is a cap, and products, if tangents
 // depend on them, are in `buffers`. Arguments are those of `finish_scores`. Tangents of hidden scores may be anything.
 template <class T>
 __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tangents, const Entry &entry,
-                                               const Block &block, long r0, long num_rows, long first, long count,
-                                               long padded, long next, T *ts, const TangentBuffers<T> &buffers) {
-    constexpr long STRIDE = SCORES_STRIDE<T>;
+                                               const Block &block, int64_t r0, int64_t num_rows, int64_t first,
+                                               int64_t count, int64_t padded, int64_t next, T *ts,
+                                               const TangentBuffers<T> &buffers) {
+    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     const Vector<T> scale = splat(T(size_of_scale(call))), of_scale = splat(tangent_of_scale<T>(tangents));
     const Vector<T> inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
     const Vector<T> of_cap = splat(has_tangent(tangents, SOFTCAP) ? number<T>(tangents, SOFTCAP, 0, 0) : T(0));
     BiasRows bias;
     const bool has_bias = has_tangent(tangents, BIAS), has_slopes = has_tangent(tangents, ALIBI_SLOPES);
     if (has_bias) find_bias(tangents, entry, block, r0, num_rows, first, count, padded, next, buffers.bias, bias);
-    for (long r = 0; r < num_rows; ++r, ts += STRIDE) {
+    for (int64_t r = 0; r < num_rows; ++r, ts += STRIDE) {
         const Row row = row_of(block, r0 + r);
         const T *products = buffers.has_products ? buffers.products + r * STRIDE : nullptr;
         const T *tanhs = buffers.tanhs ? buffers.tanhs + r * STRIDE : nullptr;
         T *cap_slopes = buffers.cap_slopes ? buffers.cap_slopes + r * STRIDE : nullptr;
         const T slope = has_slopes ? number<T>(tangents, ALIBI_SLOPES, entry.index, row.head) : T(0);
         const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
-        for (long j = 0; j < padded; j += LANES<T>) {
+        for (int64_t j = 0; j < padded; j += LANES<T>) {
             Vector<T> x = load(ts + j) * scale;
             const Vector<T> product = products ? load(products + j) : Vector<T>{};
             if (products) x = add_product(x, product, of_scale);
@@ -104,7 +105,7 @@ __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tan
         }
         if (has_bias)
             with_numbers<T>(bias.dtype, [&](auto *numbers) {
-                for (long j = 0; j < padded; j += LANES<T>)
+                for (int64_t j = 0; j < padded; j += LANES<T>)
                     store(ts + j, load(ts + j) + load_as<T>(decltype(numbers)(bias.at[r]) + j));
             });
     }
@@ -114,16 +115,16 @@ __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tan
 // tangents of these. Arguments are those of `finish_scores`.
 template <class T>
 inline void finish_both(const Call &call, const Call &tangents, const Scaling<T> &scaling, const Entry &entry,
-                        const Block &block, long r0, long num_rows, long first, long count, long padded, long next,
-                        T *scores, T *copies, T *ts, TangentBuffers<T> &buffers) {
+                        const Block &block, int64_t r0, int64_t num_rows, int64_t first, int64_t count, int64_t padded,
+                        int64_t next, T *scores, T *copies, T *ts, TangentBuffers<T> &buffers) {
     auto copy = [&](const T *from, T *to) {
-        for (long r = 0; r < num_rows; ++r)
+        for (int64_t r = 0; r < num_rows; ++r)
             memcpy(to + r * SCORES_STRIDE<T>, from + r * SCORES_STRIDE<T>, padded * sizeof(T));
     };
     if (ts && buffers.has_products) copy(scores, buffers.products);
     if (ts && buffers.has_sums) copy(ts, buffers.tproducts);
-    for (long r = 0; r < num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
-        const long few = smaller(FEW_OF_GROUP, num_rows - r);
+    for (int64_t r = 0; r < num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
+        const int64_t few = smaller(FEW_OF_GROUP, num_rows - r);
         const TangentBuffers<T> of_rows = buffers.from_row(r);
         finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, count, padded, next,
                                 scores + r * SCORES_STRIDE<T>, copies, of_rows.tanhs);

@@ -38,9 +38,9 @@ template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
     return function == LOG ? log<T>(x) : exp2<T>(x);
 }
 
-template <class T> static void evaluate_all(Function function, const T *in, T *out, long count) {
-    for (long i = 0; i < count; i += LANES<T>) {
-        const long n = smaller(LANES<T>, count - i);
+template <class T> static void evaluate_all(Function function, const T *in, T *out, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES<T>) {
+        const int64_t n = smaller(LANES<T>, count - i);
         T values[LANES<T>] = {};
         memcpy(values, in + i, n * sizeof(T));
         store(values, value_of<T>(function, load(values)));
@@ -48,7 +48,7 @@ template <class T> static void evaluate_all(Function function, const T *in, T *o
     }
 }
 
-static void evaluate(bool is_double, Function function, const void *in, void *out, long count) {
+static void evaluate(bool is_double, Function function, const void *in, void *out, int64_t count) {
     if (is_double) {
         evaluate_all(function, (const double *)in, (double *)out, count);
     } else {

@@ -9,7 +9,7 @@ struct Kernels {
     // Makes the phases of a call; returns false if memory runs out.
     bool (*prepare)(Work &work);
     // A function of all numbers of an array, for tests.
-    void (*evaluate)(bool is_double, Function function, const void *in, void *out, long count);
+    void (*evaluate)(bool is_double, Function function, const void *in, void *out, int64_t count);
     // What a thread does before its jobs and after them.
     void (*begin)();
     void (*end)();

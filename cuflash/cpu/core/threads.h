@@ -10,10 +10,10 @@
 
 namespace {
 
-constexpr long AWAKE_NS = 200'000;  // with 50'000, calls of 0.1 to 2 ms take up to 10 % longer; more gains nothing
-constexpr long KEPT_MS = 1000;
-constexpr long KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
-constexpr long FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
+constexpr int64_t AWAKE_NS = 200'000;  // with 50'000, calls of 0.1 to 2 ms take up to 10 % longer; more gains nothing
+constexpr int64_t KEPT_MS = 1000;
+constexpr int64_t KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
+constexpr int64_t FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
 
 struct Running;
 
@@ -23,11 +23,11 @@ struct Worker {
     Mutex mutex;
     Condition woken;
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
-    long index = 0;                         // among the workers of that call
+    int64_t index = 0;                      // among the workers of that call
     bool is_started = false;
     Worker *next = nullptr;  // in a list of the pool
     void *scratch = nullptr;
-    long scratch_bytes = 0;
+    int64_t scratch_bytes = 0;
 };
 
 struct Pool {
@@ -46,13 +46,13 @@ struct Running {
     Mutex mutex;
     Condition changed;
     std::atomic<bool> out_of_memory{false};
-    std::atomic<long> left{0};  // workers that have joined and are done
-    long num_idle = 0;          // how many of its workers, the first ones, have to be woken
-    long num_workers = 0;
+    std::atomic<int64_t> left{0};  // workers that have joined and are done
+    int64_t num_idle = 0;          // how many of its workers, the first ones, have to be woken
+    int64_t num_workers = 0;
     Worker *workers[];
 };
 
-void *allocate_scratch(long bytes) { return allocate_aligned(64, bytes + 64); }
+void *allocate_scratch(int64_t bytes) { return allocate_aligned(64, bytes + 64); }
 
 // ---- a call ---------------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ void stop(Running &running) {
 
 // Returns when the condition is met. Every change of it is announced.
 template <class Condition> void wait_until(Running &running, Condition is_met) {
-    const long sleep_at = nanoseconds_now() + AWAKE_NS;
+    const int64_t sleep_at = nanoseconds_now() + AWAKE_NS;
     while (!is_met() && nanoseconds_now() < sleep_at) rest();
     // The lock is taken even if there is nothing to wait for, because the announcing thread may still hold it.
     running.mutex.lock();
@@ -93,9 +93,9 @@ void compute(Running &running, char *scratch) {
     running.kernels->begin();
     for (int phase = 0; phase < work.num_phases; ++phase) {
         if (phase) wait_until(running, [&] { return is_past(work, phase - 1); });
-        const long num_jobs = work.phases[phase].num_jobs;
+        const int64_t num_jobs = work.phases[phase].num_jobs;
         for (;;) {
-            const long job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
+            const int64_t job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
             if (job >= num_jobs || work.stopped.load(std::memory_order_relaxed)) break;
             work.phases[phase].run(work, scratch, job);
             if (work.done[phase].fetch_add(1, std::memory_order_acq_rel) + 1 == num_jobs) announce(running);
@@ -140,8 +140,8 @@ void wake(Worker &worker) {
     worker.mutex.unlock();
 }
 
-void wake_from(const Running &running, long first) {
-    for (long i = first; i < first + FAN_OUT && i < running.num_idle; ++i) wake(*running.workers[i]);
+void wake_from(const Running &running, int64_t first) {
+    for (int64_t i = first; i < first + FAN_OUT && i < running.num_idle; ++i) wake(*running.workers[i]);
 }
 
 // Accepts the call that a worker was given, so that `finish` can no longer take it back; null if there is none.
@@ -152,7 +152,7 @@ Running *accept(Worker &worker) {
 
 // The next call of a worker; null after a long time without one.
 Running *wait_for_call(Worker &worker) {
-    const long sleep_at = nanoseconds_now() + AWAKE_NS;
+    const int64_t sleep_at = nanoseconds_now() + AWAKE_NS;
     for (;;) {
         if (Running *running = accept(worker)) return running;
         if (nanoseconds_now() >= sleep_at) break;
@@ -169,7 +169,7 @@ Running *wait_for_call(Worker &worker) {
     }
 }
 
-bool has_scratch(Worker &worker, long bytes) {
+bool has_scratch(Worker &worker, int64_t bytes) {
     if (worker.scratch_bytes >= bytes && worker.scratch) return true;
     free_aligned(worker.scratch);
     worker.scratch = allocate_scratch(bytes);
@@ -218,12 +218,12 @@ void forget_threads_in_children() {
 }
 
 // Gives a call to `wanted` workers, or to as many as there can be.
-void give(Running &running, long wanted) {
+void give(Running &running, int64_t wanted) {
     static Once once;
     once.run(forget_threads_in_children);
     fegetenv(&running.rounding);
     running.cores.load();
-    long count = 0;
+    int64_t count = 0;
     pool.mutex.lock();
     while (count < wanted && pool.idle) running.workers[count++] = pop(pool.idle);
     running.num_idle = count;
@@ -239,12 +239,12 @@ void give(Running &running, long wanted) {
     pool.mutex.unlock();
     running.num_workers = count;
     // Backwards, because a worker wakes others of higher indices, which have to have been given the call by then.
-    for (long i = count - 1; i >= 0; --i) {
+    for (int64_t i = count - 1; i >= 0; --i) {
         running.workers[i]->index = i;
         running.workers[i]->given.store(&running, std::memory_order_release);
     }
     wake_from(running, 0);
-    for (long i = running.num_idle; i < count; ++i) {
+    for (int64_t i = running.num_idle; i < count; ++i) {
         running.workers[i]->is_started = true;
         if (!start_thread<run_worker>(running.workers[i])) running.workers[i]->is_started = false;
     }
@@ -252,9 +252,9 @@ void give(Running &running, long wanted) {
 
 // Ends a call: takes it back from workers that have not begun, and waits for the others.
 void finish(Running &running) {
-    long num_begun = running.num_workers;
+    int64_t num_begun = running.num_workers;
     if (!num_begun) return;
-    for (long i = 0; i < running.num_workers; ++i) {
+    for (int64_t i = 0; i < running.num_workers; ++i) {
         Worker &worker = *running.workers[i];
         Running *expected = &running;
         if (!worker.given.compare_exchange_strong(expected, nullptr)) continue;

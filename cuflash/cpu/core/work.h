@@ -12,48 +12,48 @@
 struct Work;
 
 struct Phase {
-    void (*run)(Work &work, char *scratch, long job);
-    long num_jobs;
+    void (*run)(Work &work, char *scratch, int64_t job);
+    int64_t num_jobs;
 };
 
 // A batch entry or a packed sequence.
 struct Entry {
-    long batch;             // index in q, k, v and the arrays that have their axes
-    long index;             // index in bias, mask, slopes and block arrays, and for dropout
-    long first_q, first_k;  // rows and keys before its own
-    long seqlen_q, seqlen_k;
-    long diagonal;
+    int64_t batch;             // index in q, k, v and the arrays that have their axes
+    int64_t index;             // index in bias, mask, slopes and block arrays, and for dropout
+    int64_t first_q, first_k;  // rows and keys before its own
+    int64_t seqlen_q, seqlen_k;
+    int64_t diagonal;
 };
 
 // Queries of one head, or all queries of some heads that share keys.
 struct Block {
-    long entry, head_kv, first_head, num_heads, first_row, num_rows;
-    long first_key, stop_key;  // those that it looks at
-    long split, num_splits;    // where several jobs split its keys
+    int64_t entry, head_kv, first_head, num_heads, first_row, num_rows;
+    int64_t first_key, stop_key;  // those that it looks at
+    int64_t split, num_splits;    // where several jobs split its keys
 };
 
 // A tile of keys, and its position in the order in which gradients are summed.
 struct KeyTile {
-    long entry, head_kv, first_key, num_keys;
-    long before;       // the job of the tile before it, or -1
-    long bias_before;  // the job that adds to the same slice of dbias before it, or -1
+    int64_t entry, head_kv, first_key, num_keys;
+    int64_t before;       // the job of the tile before it, or -1
+    int64_t bias_before;  // the job that adds to the same slice of dbias before it, or -1
 };
 
 // Large memory, which one call leaves to the next: fresh memory is mapped page by page, which takes as long as a tenth
 // of a short call. Long calls map it in huge pages, and leave nothing.
 struct LargeMemory {
-    static constexpr long HUGE_PAGE = 2 << 20, KEPT_BYTES = 8 << 20, HEAD_BYTES = 64;
+    static constexpr int64_t HUGE_PAGE = 2 << 20, KEPT_BYTES = 8 << 20, HEAD_BYTES = 64;
     static inline std::atomic<LargeMemory *> kept{nullptr};
-    long bytes;
+    int64_t bytes;
 
     char *data() { return (char *)this + HEAD_BYTES; }
     // Returns null if there is none left.
-    static LargeMemory *take(long bytes) {
+    static LargeMemory *take(int64_t bytes) {
         LargeMemory *memory = kept.exchange(nullptr);
         if (memory && memory->bytes >= bytes) return memory;
         free_aligned(memory);
         const bool is_huge = bytes > KEPT_BYTES;
-        const long unit = is_huge ? HUGE_PAGE : 4096, all = (bytes + HEAD_BYTES + unit - 1) / unit * unit;
+        const int64_t unit = is_huge ? HUGE_PAGE : 4096, all = (bytes + HEAD_BYTES + unit - 1) / unit * unit;
         void *fresh = allocate_aligned(unit, all);
         if (!fresh) return nullptr;
         if (is_huge) use_large_pages(fresh, all);
@@ -70,25 +70,25 @@ struct Work {
     Call *tangents = nullptr;  // of a pass with tangents
     int num_phases = 0;
     Phase phases[MAX_PHASES];
-    std::atomic<long> next[MAX_PHASES];  // the job that is taken next
-    std::atomic<long> done[MAX_PHASES];  // how many jobs are done
+    std::atomic<int64_t> next[MAX_PHASES];  // the job that is taken next
+    std::atomic<int64_t> done[MAX_PHASES];  // how many jobs are done
     std::atomic<bool> stopped;
-    long scratch_bytes = 0;             // of each thread
+    int64_t scratch_bytes = 0;          // of each thread
     bool adds_dq = false;               // whether jobs of keys add to dq
     std::atomic<bool> is_finite{true};  // whether all checked numbers are finite
 
-    long num_entries = 0, num_blocks = 0, num_tiles = 0;
+    int64_t num_entries = 0, num_blocks = 0, num_tiles = 0;
     Entry *entries = nullptr;
     Block *blocks = nullptr;
     KeyTile *tiles = nullptr;
-    std::atomic<long> *progress = nullptr;  // of tiles: how many of their steps have been added
-    char *shared = nullptr;                 // partial results
-    double *sums = nullptr;                 // partial sums of gradients that are numbers
-    char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
-    char *row_sums = nullptr;               // sums of rows, if lse of any of them is large
-    long *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
-    LargeMemory *packed_keys = nullptr;     // tiles of k and v, where blocks share them
-    long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
+    std::atomic<int64_t> *progress = nullptr;  // of tiles: how many of their steps have been added
+    char *shared = nullptr;                    // partial results
+    double *sums = nullptr;                    // partial sums of gradients that are numbers
+    char *bias_sums = nullptr;                 // partial sums for a bias of keys, by entry and head
+    char *row_sums = nullptr;                  // sums of rows, if lse of any of them is large
+    int64_t *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
+    LargeMemory *packed_keys = nullptr;        // tiles of k and v, where blocks share them
+    int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
     void *allocated[12] = {};
     int num_allocated = 0;
 
@@ -98,7 +98,7 @@ struct Work {
     }
 
     // Allocates memory for the time of the call; returns false if there is none left.
-    template <class T> bool allocate(T *&p, long count) {
+    template <class T> bool allocate(T *&p, int64_t count) {
         void *memory = allocate_aligned(64, count > 0 ? count * sizeof(T) : 64);
         if (!memory) return false;
         allocated[num_allocated++] = memory;
@@ -110,7 +110,7 @@ struct Work {
     const Call &results() const { return tangents ? *tangents : call; }
 
     // Every phase has jobs, so that a call is done when its last phase is.
-    void add_phase(void (*run)(Work &, char *, long), long num_jobs) {
+    void add_phase(void (*run)(Work &, char *, int64_t), int64_t num_jobs) {
         if (num_jobs > 0) phases[num_phases++] = Phase{run, num_jobs};
     }
 };

@@ -37,11 +37,6 @@ class Forward(ForwardFamily[ForwardTile]):
     def alternatives(self, problem: Problem) -> tuple[ForwardTile, ...]:
         return FLOAT8_TILES if problem.has_float8 else FORWARD_TILES
 
-    def draft(self, draft: Draft, tile: ForwardTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
-
 
 class ForwardChunked(ForwardFamily[ChunkedTile]):
     """lse of heads so long that no tile of whole rows fits: q and k arrive by chunks of columns."""
@@ -56,11 +51,6 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, FORWARD_TILES)
-
-    def draft(self, draft: Draft, tile: ChunkedTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
 class ForwardNarrow(ForwardFamily[NarrowTile]):
@@ -81,6 +71,4 @@ class ForwardNarrow(ForwardFamily[NarrowTile]):
         bias = draft.problem.bias
         tile = tile.changed(bias_of_keys=bias is not None and bias.strides[2] == 0)
         draft.tiles = (tile,)
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        super().draft(draft, tile)

@@ -32,11 +32,6 @@ class Jvp(ForwardFamily[JvpTile]):
     def table(self, problem: Problem) -> tuple[JvpTile, ...]:
         return JVP_TILES
 
-    def draft(self, draft: Draft, tile: JvpTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
-
 
 class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     """Each tile of keys has a block, which makes the tangents of dk and dv and, in most rows, adds to that of dq."""
@@ -75,11 +70,6 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 
     def table(self, problem: Problem) -> tuple[DqJvpTile, ...]:
         return DQ_JVP_TILES
-
-    def draft(self, draft: Draft, tile: DqJvpTile) -> None:
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
 class ScoresJvp(ScoresFamily[ScoresJvpTile]):

@@ -54,10 +54,17 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
 class Sm90Tile(Tile):
     """A tile of warpgroups: what their rows have where they do not say otherwise."""
 
-    element_bytes = 2
-    dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
+
+    @property
+    def element_bytes(self) -> int:
+        return 2
+
+    @property
+    def dim_multiple(self) -> int:
+        """The k of a product."""
+        return 16
 
     @property
     def num_warps(self) -> int:

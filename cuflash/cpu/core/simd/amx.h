@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr long TILE = 16;
+constexpr int64_t TILE = 16;
 
 #if defined(__AMX_BF16__) && !defined(MODEL_OF_TILES)
 
@@ -31,10 +31,10 @@ inline void end_tiles() { _tile_release(); }
 
 // Each is one instruction. Intrinsics do not take the number of a register from a template.
 template <int N> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(N)); }
-template <int N> inline void load_tile(const float *from, long stride) {
+template <int N> inline void load_tile(const float *from, int64_t stride) {
     asm volatile("tileloadd (%0, %1), %%tmm%c2" ::"r"(from), "r"(4 * stride), "i"(N) : "memory");
 }
-template <int N> inline void store_tile(float *to, long stride) {
+template <int N> inline void store_tile(float *to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0, %1)" ::"r"(to), "r"(4 * stride), "i"(N) : "memory");
 }
 template <int C, int A, int B> inline void multiply_tiles() {
@@ -48,10 +48,10 @@ thread_local float model_tiles[8][TILE][TILE];
 inline void begin_tiles() {}
 inline void end_tiles() {}
 template <int N> inline void clear_tile() { memset(model_tiles[N], 0, sizeof model_tiles[N]); }
-template <int N> inline void load_tile(const float *from, long stride) {
+template <int N> inline void load_tile(const float *from, int64_t stride) {
     for (int i = 0; i < TILE; ++i) memcpy(model_tiles[N][i], from + i * stride, 64);
 }
-template <int N> inline void store_tile(float *to, long stride) {
+template <int N> inline void store_tile(float *to, int64_t stride) {
     for (int i = 0; i < TILE; ++i) memcpy(to + i * stride, model_tiles[N][i], 64);
 }
 template <int C, int A, int B> inline void multiply_tiles() {

@@ -54,13 +54,19 @@ template <> inline Words multiply_words(Words x, uint64_t y) {
     return (Words)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(y));
 }
 
+// The compiler widens each half of them.
+template <> inline Integers<float> widen<float>(Halves bits) {
+    return (Integers<float>)_mm256_cvtepu16_epi32((__m128i)bits);
+}
+
 template <> inline Vector<float> load_as<float>(const Float16 *p) {
     return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
 // Halves of rows N / 2 apart share a register from the beginning, so that no shuffle crosses halves: loads from memory
 // insert halves without one. The compiler makes twice as many instructions of perfect shuffles.
-template <> inline void transpose_square<float>(const float *in, long stride, float *out, long out_stride, long count) {
+template <>
+inline void transpose_square<float>(const float *in, int64_t stride, float *out, int64_t out_stride, int64_t count) {
     auto half = [&](int i, int at) { return i < count ? _mm_loadu_ps(in + i * stride + at) : _mm_setzero_ps(); };
 #pragma GCC unroll 2
     for (int at = 0; at < 8; at += 4) {
@@ -78,7 +84,7 @@ template <> inline void transpose_square<float>(const float *in, long stride, fl
     }
 }
 template <>
-inline void transpose_square<double>(const double *in, long stride, double *out, long out_stride, long count) {
+inline void transpose_square<double>(const double *in, int64_t stride, double *out, int64_t out_stride, int64_t count) {
     auto half = [&](int i, int at) { return i < count ? _mm_loadu_pd(in + i * stride + at) : _mm_setzero_pd(); };
 #pragma GCC unroll 2
     for (int at = 0; at < 4; at += 2) {

@@ -83,14 +83,19 @@ template <> inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
     return (KeptBytes)_mm256_movm_epi8(_mm512_cmpgt_epu16_mask((__m512i)draws, _mm512_set1_epi16(short(limit))));
 }
 
+// The compiler widens each half of them.
+template <> inline Integers<float> widen<float>(Halves bits) {
+    return (Integers<float>)_mm512_cvtepu16_epi32((__m256i)bits);
+}
+
 template <> inline Vector<float> load_as<float>(const Float16 *p) {
     return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 
-template <> inline bool are_finite(const Bits *bits, long count) {
+template <> inline bool are_finite(const Bits *bits, int64_t count) {
     const __m512i infinite = _mm512_set1_epi16(INFINITE_FLOAT16);
     bool found = false;
-    for (long i = 0; i < count; i += 32) {
+    for (int64_t i = 0; i < count; i += 32) {
         const __mmask32 there = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
         const __m512i exponents = _mm512_and_si512(_mm512_maskz_loadu_epi16(there, bits + i), infinite);
         found |= _mm512_cmpeq_epi16_mask(exponents, infinite) != 0;

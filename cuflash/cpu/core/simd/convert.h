@@ -6,15 +6,15 @@
 namespace {
 
 // Loads neighbours; there are instructions for as many as a vector has.
-template <class T> inline void load_float16(const uint16_t *in, long count, T *out) {
-    long i = 0;
+template <class T> inline void load_float16(const uint16_t *in, int64_t count, T *out) {
+    int64_t i = 0;
     if constexpr (HAS_FLOAT16 && sizeof(T) == 4)
         for (; i + LANES<T> <= count; i += LANES<T>) store(out + i, load_as<T>((const Float16 *)(in + i)));
     for (; i < count; ++i) out[i] = T(from_float16(in[i]));
 }
 
-template <class T> inline void store_float16(const T *in, long count, uint16_t *out) {
-    long i = 0;
+template <class T> inline void store_float16(const T *in, int64_t count, uint16_t *out) {
+    int64_t i = 0;
     if constexpr (HAS_FLOAT16_STORES && sizeof(T) == 4)
         for (; i + LANES<T> <= count; i += LANES<T>) store_as<T>((Float16 *)(out + i), load(in + i));
     for (; i < count; ++i) out[i] = to_float16(float(in[i]));

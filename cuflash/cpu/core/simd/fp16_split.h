@@ -7,12 +7,12 @@
 namespace {
 
 // Splits a row of floats, which is whole vectors, into bf16x2 of neighbours: high terms and low terms.
-inline void split_to_bf16x2(const float *row, long count, float *high, float *low) {
-    for (long j = 0; j < count; j += LANES<float>) {
+inline void split_to_bf16x2(const float *row, int64_t count, float *high, float *low) {
+    for (int64_t j = 0; j < count; j += LANES<float>) {
         const Vector<float> x = load(row + j);
         const Halves upper = round_to_bfloat16<float>(x);
         store_halves(high + j / 2, upper);
-        store_halves(low + j / 2, round_to_bfloat16<float>(x - floats_of(upper)));
+        store_halves(low + j / 2, round_to_bfloat16<float>(x - floats_of<float>(upper)));
     }
 }
 
@@ -31,11 +31,11 @@ inline void split_lanes(Vector<float> x, Vector<float> y, float *high, float *lo
 
 // Splits a row of float16, with zeros up to `width` bf16x2. Of the numbers of two vectors, those of the same lane make
 // one.
-inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
+inline void load_split(const char *in, int64_t step, int64_t dim, int64_t width, float *high, float *low) {
     constexpr int N = LANES<float>;
     const bool is_whole = step == 1 && dim == 2 * width;
     Bits copied[2 * N];
-    for (long d = 0; d < width; d += N) {
+    for (int64_t d = 0; d < width; d += N) {
         if (!is_whole) load_piece(in, step, dim, 2 * d, copied, 2 * N);
         const Float16 *row = is_whole ? (const Float16 *)in + 2 * d : (const Float16 *)copied;
         split_lanes(load_as<float>(row), load_as<float>(row + N), high + d, low + d);
@@ -43,11 +43,11 @@ inline void load_split(const char *in, long step, long dim, long width, float *h
 }
 
 // Splits two rows of float16, of which the second may be missing, into bf16x2: the two numbers of a column are one.
-inline void interleave_split(const char *first, const char *second, long step, long dim, long padded, float *high,
-                             float *low) {
+inline void interleave_split(const char *first, const char *second, int64_t step, int64_t dim, int64_t padded,
+                             float *high, float *low) {
     constexpr int N = LANES<float>;
     const char *rows[2] = {first, second};
-    for (long d = 0; d < padded; d += N) {
+    for (int64_t d = 0; d < padded; d += N) {
         Vector<float> numbers[2];
         for (int n = 0; n < 2; ++n) {
             const bool is_whole = step == 1 && dim == padded && rows[n];
@@ -60,11 +60,11 @@ inline void interleave_split(const char *first, const char *second, long step, l
 }
 
 // Whether a row of float16 has no number that is infinite or NaN.
-inline bool is_finite_row(const char *in, long step, long count) {
+inline bool is_finite_row(const char *in, int64_t step, int64_t count) {
     const Bits *bits = (const Bits *)in;
     if (step == 1) return are_finite(bits, count);
     bool is_finite = true;
-    for (long d = 0; d < count; ++d) is_finite &= (bits[d * step] & INFINITE_FLOAT16) != INFINITE_FLOAT16;
+    for (int64_t d = 0; d < count; ++d) is_finite &= (bits[d * step] & INFINITE_FLOAT16) != INFINITE_FLOAT16;
     return is_finite;
 }
 

@@ -63,10 +63,10 @@ constexpr bool HAS_TILES = false;
 template <class T> constexpr bool MAY_USE_BF16X2 = HAS_BF16X2 && sizeof(T) == 4;
 template <class T> constexpr bool MAY_USE_TILES = HAS_TILES && sizeof(T) == 4;
 
-inline long smaller(long x, long y) { return x < y ? x : y; }
-inline long larger(long x, long y) { return x > y ? x : y; }
-inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
-inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
+inline int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
+inline int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
+inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+inline int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
 
 // Calls `run` with 0, 1, ..., COUNT - 1, as types.
 template <int COUNT, class F> inline void for_each_of(F run) {

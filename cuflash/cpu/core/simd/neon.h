@@ -67,7 +67,8 @@ template <> inline Integers<double> mask_of_bytes<double>(const unsigned char *b
 }
 
 // Perfect shuffles in pairs of rows, by name: compilers do not see through picks of lanes as well.
-template <> inline void transpose_square<float>(const float *in, long stride, float *out, long out_stride, long count) {
+template <>
+inline void transpose_square<float>(const float *in, int64_t stride, float *out, int64_t out_stride, int64_t count) {
     auto row = [&](int i) { return i < count ? vld1q_f32(in + i * stride) : vdupq_n_f32(0); };
     const float32x4x2_t even = vzipq_f32(row(0), row(2)), odd = vzipq_f32(row(1), row(3));
     const float32x4x2_t low = vzipq_f32(even.val[0], odd.val[0]), high = vzipq_f32(even.val[1], odd.val[1]);
@@ -77,7 +78,7 @@ template <> inline void transpose_square<float>(const float *in, long stride, fl
     vst1q_f32(out + 3 * out_stride, high.val[1]);
 }
 template <>
-inline void transpose_square<double>(const double *in, long stride, double *out, long out_stride, long count) {
+inline void transpose_square<double>(const double *in, int64_t stride, double *out, int64_t out_stride, int64_t count) {
     const float64x2_t x = vld1q_f64(in), y = count > 1 ? vld1q_f64(in + stride) : vdupq_n_f64(0);
     vst1q_f64(out, vzip1q_f64(x, y));
     vst1q_f64(out + out_stride, vzip2q_f64(x, y));

@@ -107,7 +107,8 @@ template <class T> inline Integers<T> mask_of_bytes(const unsigned char *bytes) 
 
 // out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from
 // `count` on are taken as zeros. It takes log2(N) perfect shuffles.
-template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
+template <class T>
+inline void transpose_square(const T *in, int64_t stride, T *out, int64_t out_stride, int64_t count) {
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];
     Integers<T> low, high;
@@ -189,15 +190,13 @@ inline Halves load_halves(const Bits *p) {
     typedef uint16_t Anywhere __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
     return *(const Anywhere *)p;
 }
-inline Integers<float> widen(Halves bits) {
+template <class T> inline Integers<T> widen(Halves bits) {
     typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
-    return (Integers<float>)__builtin_convertvector(bits, Unsigned);
+    return (Integers<T>)__builtin_convertvector(bits, Unsigned);
 }
-inline Vector<float> floats_of(Halves bits) { return (Vector<float>)(widen(bits) << 16); }
+template <class T> inline Vector<T> floats_of(Halves bits) { return (Vector<T>)(widen<T>(bits) << 16); }
 
-template <class T> inline Vector<T> load_as(const Bfloat16 *p) {
-    return (Vector<T>)floats_of(load_halves((const Bits *)p));
-}
+template <class T> inline Vector<T> load_as(const Bfloat16 *p) { return floats_of<T>(load_halves((const Bits *)p)); }
 
 template <class T> inline Vector<T> load_as(const Float16 *p) {
     T x[LANES<T>];
@@ -215,9 +214,9 @@ template <class T> inline Vector<T> load_as(const Bf16x2 *p) {
 
 // Whether none of these float16 is infinite or NaN.
 constexpr uint16_t INFINITE_FLOAT16 = 0x7C00;
-template <class B> inline bool are_finite(const B *bits, long count) {
+template <class B> inline bool are_finite(const B *bits, int64_t count) {
     bool found = false;
-    for (long i = 0; i < count; ++i) found |= (bits[i] & INFINITE_FLOAT16) == INFINITE_FLOAT16;
+    for (int64_t i = 0; i < count; ++i) found |= (bits[i] & INFINITE_FLOAT16) == INFINITE_FLOAT16;
     return !found;
 }
 

@@ -3,6 +3,8 @@
 
 #include <atomic>
 
+#include "../system/system.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -30,8 +32,8 @@ struct Processor {
 inline bool may_use_tiles() {
     if (HAS_MODEL) return true;
 #if defined(__linux__)
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static std::atomic<int> answer{0};            // 1 is yes, 2 is no
+    constexpr int64_t ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static std::atomic<int> answer{0};               // 1 is yes, 2 is no
     if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
     return answer == 1;
 #else
@@ -73,8 +75,11 @@ inline Processor find_processor() { return Processor{"generic"}; }
 
 #endif
 
+// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does without.
 inline const Processor &processor() {
-    static const Processor found = find_processor();
+    static Processor found{};
+    static Once once;
+    once.run([] { found = find_processor(); });
     return found;
 }
 

@@ -192,10 +192,10 @@ template <class T> inline T log_of(T x) {
 // out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple
 // of the lanes of a vector.
 template <class T>
-inline void transpose(const T *in, long stride, long num_rows, long num_columns, T *out, long out_stride) {
-    constexpr long N = LANES<T>;
-    for (long i = 0; i < num_rows; i += N)
-        for (long j = 0; j < num_columns; j += N) {
+inline void transpose(const T *in, int64_t stride, int64_t num_rows, int64_t num_columns, T *out, int64_t out_stride) {
+    constexpr int64_t N = LANES<T>;
+    for (int64_t i = 0; i < num_rows; i += N)
+        for (int64_t j = 0; j < num_columns; j += N) {
             const T *from = in + i * stride + j;
             T *to = out + j * out_stride + i;
             if (num_rows - i >= N) {

@@ -124,7 +124,7 @@ struct Cores {
 
 // Memory of each thread, which goes when the thread ends.
 struct ThreadMemory {
-    pthread_key_t key;
+    pthread_key_t key{};
     bool has_key = false;  // there may be too many of others
     void make() { has_key = pthread_key_create(&key, free_aligned) == 0; }
     void *get() const { return has_key ? pthread_getspecific(key) : nullptr; }

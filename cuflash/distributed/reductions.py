@@ -1,0 +1,251 @@
+"""The methods of `ContextParallel` that reduce attention weights: those of `cuflash.FlashAttention` on each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.distributed import passes
+from cuflash.distributed.agreement import telling
+from cuflash.distributed.arguments import not_served
+from cuflash.distributed.calls import Call, Calls
+from cuflash.distributed.execution import Execution
+from cuflash.spec.call import prepare
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.options import Options
+from cuflash.spec.outputs import GRADIENTS, REQUIRED_BY_BACKWARD
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, Pass
+from cuflash.spec.reductions import (
+    ColumnSums,
+    check_weights,
+    checked_count,
+    checked_of_reduction,
+    own_and_others,
+)
+from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.type_variables import FunctionT
+
+if TYPE_CHECKING:
+    from cuflash.spec.reductions import ColumnGradients
+
+
+class RankReductions(Generic[FunctionT]):
+    """`column_sums`, its gradients, `column_max` and `top_keys` over ranks."""
+
+    options: Options
+    _calls_of_weights: Calls
+
+    def column_sums(
+        self, q: Array, k: Array, lse: Array, weights: Array | None = None, **optional_inputs: Array
+    ) -> Any:
+        """The attention that each key of this rank receives from the queries of all ranks.
+
+        Parameters
+        ----------
+        q, k : array
+            This rank's rows, as `forward` takes them; there are no values.
+        lse : array
+            That of this rank's queries, as `forward` returned it.
+        weights : array, optional
+            Shape and dtype of lse: the factor of each of this rank's queries; on all ranks or on none.
+        **optional_inputs : array
+            As `forward` took them.
+
+        Returns
+        -------
+        array
+            The columns of this rank's keys, as `cuflash.FlashAttention.column_sums` returns them.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
+            As `forward` does.
+
+        See Also
+        --------
+        column_sums_backward : Their gradients.
+        cuflash.FlashAttention.column_sums : The same on one device.
+        """
+        arrays = {"q": q, "k": k, "v": None, "lse": lse, "dlse": weights}
+
+        def compute(call: Call, run: Execution) -> Any:
+            return _columns(call, run, COLUMN_SUMS)
+
+        return self._reduced("column_sums", arrays, optional_inputs, compute)
+
+    def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
+        """The largest attention weight that each key of this rank receives from a query of any rank.
+
+        Parameters
+        ----------
+        q, k, lse : array
+            As `column_sums` takes them.
+        **optional_inputs : array
+            As `forward` took them.
+
+        Returns
+        -------
+        array
+            The columns of this rank's keys, as `cuflash.FlashAttention.column_max` returns them.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
+            As `forward` does.
+
+        See Also
+        --------
+        cuflash.FlashAttention.column_max : The same on one device.
+        """
+        arrays = {"q": q, "k": k, "v": None, "lse": lse}
+
+        def compute(call: Call, run: Execution) -> Any:
+            return _columns(call, run, COLUMN_MAX)
+
+        return self._reduced("column_max", arrays, optional_inputs, compute)
+
+    def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
+        """The strongest keys of each query of this rank, among those of all ranks.
+
+        Parameters
+        ----------
+        q, k, lse : array
+            As `column_sums` takes them.
+        count : int
+            1 to 64: the same on all ranks.
+        **optional_inputs : array
+            As `forward` took them.
+
+        Returns
+        -------
+        TopKeys
+            As `cuflash.FlashAttention.top_keys` returns it, for this rank's queries. An index counts the keys of the
+            whole sequences. Of equal weights of keys that come in several calls the lower index is first.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
+            As `forward` does.
+
+        See Also
+        --------
+        cuflash.FlashAttention.top_keys : The same on one device.
+        """
+        arrays, wanted = {"q": q, "k": k, "v": None, "lse": lse}, checked_count(count)
+
+        def compute(call: Call, run: Execution) -> TopKeys:
+            lse = run.arrays["lse"]
+            shape, dtype = (*lse.shape, wanted), numpy_dtype(run.problem.softmax_dtype)
+            found = {"key_indices": run.xp.empty(shape, "int32"), "key_weights": run.xp.empty(shape, dtype)}
+            run.top_keys(found)
+            return TopKeys(*(_exported(call, x) for x in found.values()))
+
+        return self._reduced("top_keys", arrays, optional_inputs, compute)  # type: ignore[no-any-return]
+
+    def column_sums_backward(
+        self,
+        dsums: Array,
+        q: Array,
+        k: Array,
+        lse: Array,
+        weights: Array | None = None,
+        *,
+        need: Collection[str] = ("dq", "dk"),
+        **optional_inputs: Array,
+    ) -> ColumnGradients:
+        """Gradients of the sum over all ranks of ``sum(dsums * column_sums)``, with lse as an input like q and k.
+
+        Parameters
+        ----------
+        dsums : array
+            Gradient with respect to the column sums of this rank's keys.
+        q, k, lse, weights : array
+            As `column_sums` took them.
+        need : collection of str, default ("dq", "dk")
+            As `cuflash.FlashAttention.column_sums_backward` takes it: the same on all ranks.
+        **optional_inputs : array
+            As `column_sums` took them.
+
+        Returns
+        -------
+        Gradients
+            As `cuflash.FlashAttention.column_sums_backward` returns them: dq, dk, dlse and dweights are those of this
+            rank's shard, and so is dbias unless the bias is the same for all queries. All others are complete.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
+            As `backward` does.
+
+        See Also
+        --------
+        column_sums : The sums.
+        backward : Gradients of lse, from dlse.
+        cuflash.FlashAttention.column_sums_backward : The same on one device.
+        """
+        with telling(self._calls_of_weights.transport):
+            given = checked_of_reduction("column_sums_backward", self.options, optional_inputs)
+            own, gradients = own_and_others(need, self.options.score_gradients)
+            results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
+            names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
+            arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
+            options = replace(self.options, dropout=0.0)
+            call = prepare(options, arrays, (*INPUTS, "lse", "dsums"), names, rewrites=False)
+            if call.backend == "streamed":
+                raise not_served("k", "Streamed", "keys where q is: each rank has only a shard of them")
+            sums = ColumnSums(call, _Passes(self._calls_of_weights))
+        found = sums.gradients(own)
+        return named_tuple_of((*names, *own))(  # type: ignore[no-any-return]
+            *(x if call.imported is None else call.imported.export(x, None) for x in found)
+        )
+
+    def _reduced(
+        self,
+        method: str,
+        arrays: dict[str, Any],
+        optional_inputs: dict[str, Any],
+        compute: Callable[[Call, Execution], Any],
+    ) -> Any:
+        def nothing_else(given: Mapping[str, Any]) -> tuple[str, ...]:
+            if "dlse" in given:
+                check_weights(given["dlse"], given["lse"])
+            return ()
+
+        calls = self._calls_of_weights
+        return calls.carry_out(method, arrays, optional_inputs, (*INPUTS, "lse"), (None, None), compute, nothing_else)
+
+
+class _Passes(NamedTuple):
+    """The passes over ranks, as functions of a backend."""
+
+    calls: Calls
+
+    def forward(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
+        required, others = _divided(arrays, INPUTS)
+        return passes.forward(self.calls, "forward", required, others, (None, None), need)
+
+    def backward(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
+        required, others = _divided(arrays, (*INPUTS, *REQUIRED_BY_BACKWARD))
+        return passes.backward(self.calls, required, others, (None, None), need)
+
+
+def _divided(arrays: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of these names, and the others that are given."""
+    others = {name: x for name, x in arrays.items() if name not in names and x is not None}
+    return {name: arrays[name] for name in names}, others
+
+
+def _columns(call: Call, run: Execution, pass_: Pass) -> Any:
+    lse, keys = run.arrays["lse"], run.arrays["k"].shape[2]
+    result = run.xp.empty((*lse.shape[:2], keys), numpy_dtype(run.problem.softmax_dtype))
+    run.columns({pass_.default[0]: result}, pass_)
+    return _exported(call, result)
+
+
+def _exported(call: Call, x: Array) -> Any:
+    """A result, (batch, num_heads, ...), as the caller gets it: with the axes of lse in place of the first two."""
+    lse = call.given["lse"].shape if call.batch_axes is None else call.batch_axes.axes.shapes["lse"]
+    x = x.reshape(*lse[:-1], *x.shape[2:])
+    return x if call.own.imported is None else call.own.imported.export(x, None)
