@@ -11,12 +11,12 @@ import platform
 import runpy
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 
 from cuflash.cpu import core
 from tests import sampling
@@ -44,7 +44,7 @@ OPTIMIZED = ["-O1", "-fexpensive-optimizations"]  # with which GCC fuses product
 def of_setup() -> dict[str, Any]:
     """What setup.py defines: flags of the compiler, and the targets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **arguments: None)
+        patch.setattr("setuptools.setup", lambda **arguments: None)
         return runpy.run_path(str(CHECKOUT / "setup.py"))
 
 
@@ -75,7 +75,9 @@ if not COMPILERS:
 CHOSEN = list(TARGETS) if sampling.exhaustive else list(TARGETS)[-1:]
 
 
-def compile(compiler: str, sanitizer: str, target: str, sources: list[Path | str], program: Path, *more: str) -> None:
+def compile(
+    compiler: str, sanitizer: str, target: str, sources: Sequence[Path | str], program: Path, *more: str
+) -> None:
     flags = [flag for flag in of_setup()["FLAGS"] if flag != "-fvisibility=hidden"]
     gcc = "clang" not in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     flags += [*(OPTIMIZED if gcc else OPTIMIZED[:1]), "-pthread", f"-I{SOURCES}", f"-I{TESTS}"]
@@ -117,7 +119,9 @@ def test_calls(tmp_path, compiler, sanitizer):
     if not sampling.exhaustive:
         compile(compiler, "", "baseline", [tests, core.LIBRARY], program, f"-Wl,-rpath,{core.LIBRARY.parent}")
     else:
-        units = {target: [SOURCES / "target.cpp", f"-DTARGET={target}"] for target in TARGETS}
+        units: dict[str, list[Path | str]] = {
+            target: [SOURCES / "target.cpp", f"-DTARGET={target}"] for target in TARGETS
+        }
         objects = [tmp_path / f"{target}.o" for target in units]
         with ThreadPoolExecutor() as pool:
             jobs = [
