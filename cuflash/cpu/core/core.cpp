@@ -21,6 +21,14 @@ struct Target {
     const Kernels *kernels;
 };
 
+// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does without.
+inline const Processor &processor() {
+    static Processor found{};
+    static Once once;
+    once.run([] { found = find_processor(); });
+    return found;
+}
+
 // The best target that was built and that this processor can run; the `limit` best of all targets are left out.
 Target target_of_processor(int limit) {
     const Processor &found = processor();

@@ -3,8 +3,6 @@
 
 #include <atomic>
 
-#include "../system/system.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -74,14 +72,6 @@ inline Processor find_processor() { return Processor{"generic"}; }
 #endif
 
 #endif
-
-// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does without.
-inline const Processor &processor() {
-    static Processor found{};
-    static Once once;
-    once.run([] { found = find_processor(); });
-    return found;
-}
 
 // Lets the other thread of the core work.
 inline void rest() {
