@@ -132,8 +132,9 @@ def test_results_have_names():
     found = ATTENTION.forward(Q, K, V, max=into)
     assert found.max is into and found._fields == ("out", "lse", "max")
     np.testing.assert_array_equal(into, whole.max)
-    scores = np.where(np.tri(70, dtype=bool), Q @ K.swapaxes(2, 3) * 33**-0.5, -np.inf)
-    weights = np.exp(scores - whole.lse[..., None])
+    products = Q.astype(np.float64) @ K.swapaxes(2, 3).astype(np.float64)
+    scores = np.where(np.tri(70, dtype=bool), products * 33**-0.5, -np.inf)
+    weights = np.exp(scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True)))
     np.testing.assert_allclose(whole.max, scores.max(axis=-1), rtol=0, atol=2e-6)
     entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(axis=-1)
     np.testing.assert_allclose(whole.entropy, entropy, atol=2e-6)
@@ -162,7 +163,7 @@ def test_what_is_wrong_is_named():
         cuflash.logsumexp(Q, K, want=("max",))  # type: ignore[call-overload]
     ranks: Any = cd.ContextParallel(cd.threads(1)[0], split="contiguous")
     with pytest.raises(NotImplementedError, match=r"^max: got it in forward, .* ranks take want="):
-        ranks.forward(Q, K, V, max=whole.max)
+        ranks.forward(Q, K, V, max=whole.entropy)
     with pytest.raises(NotImplementedError, match=r"^dmax: got ndarray, which is not served over ranks; expected dlse"):
         ranks.backward(*backward, dmax=whole.lse)
 

@@ -153,7 +153,8 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
             numbers[Partial::MOMENT] = moment;
         } else {
             const double natural = scaling.natural;
-            const WholeRow own = {buffers.row_max[r] * natural, l, largest * natural, moment * natural};
+            const double rises = (double(largest) - buffers.row_max[r]) * natural;
+            const WholeRow own = {buffers.row_max[r] * natural, l, largest * natural, rises, moment * natural};
             const RowWithSink all = finish_row(call, entry, row_of(block, r), o, own.row_max, l);
             if (reduces) write_row_reductions<T>(call, entry, row_of(block, r), own, all);
         }
@@ -170,25 +171,25 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
     const int64_t dim = buffers.sizes.dim_v;
     for (int64_t r = 0; r < rows_of(block); ++r) {
         auto partial = [&](int64_t n) { return partial_of<T>(work, first + n) + r * (dim + Partial::COUNT); };
-        auto in_exponents = [&](int64_t n, int i) { return partial(n)[dim + i] * natural; };
         double top = -infinity, largest = -infinity, l = 0, moment = 0;
         for (int64_t n = 0; n < block.num_splits; ++n) {
-            const double row_max = in_exponents(n, Partial::ROW_MAX), own = in_exponents(n, Partial::LARGEST);
+            const double row_max = partial(n)[dim + Partial::ROW_MAX], own = partial(n)[dim + Partial::LARGEST];
             top = row_max > top ? row_max : top;
             largest = own > largest ? own : largest;
         }
         clear(buffers.o, dim);
+        // Differences of scores, which are exact where it matters, become exponents.
         for (int64_t n = 0; n < block.num_splits; ++n) {
-            const double row_max = in_exponents(n, Partial::ROW_MAX), own = partial(n)[dim + Partial::L];
-            const double factor = row_max == -infinity ? 0 : exp_of(row_max - top);
+            const double row_max = partial(n)[dim + Partial::ROW_MAX], own = partial(n)[dim + Partial::L];
+            const double factor = row_max == -infinity ? 0 : exp_of((row_max - top) * natural);
             l += factor * own;
-            const double from = in_exponents(n, Partial::LARGEST) - largest;
-            if (factor != 0) moment += factor * (in_exponents(n, Partial::MOMENT) + from * own);
+            const double from = partial(n)[dim + Partial::LARGEST] - largest;
+            if (factor != 0) moment += factor * (partial(n)[dim + Partial::MOMENT] + from * own) * natural;
             for (int64_t d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
         }
-        const RowWithSink all = finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
-        if (has_row_reductions(work.call))
-            write_row_reductions<T>(work.call, entry, row_of(block, r), {top, l, largest, moment}, all);
+        const RowWithSink all = finish_row(work.call, entry, row_of(block, r), buffers.o, top * natural, l);
+        const WholeRow own = {top * natural, l, largest * natural, (largest - top) * natural, moment};
+        if (has_row_reductions(work.call)) write_row_reductions<T>(work.call, entry, row_of(block, r), own, all);
     }
 }
 

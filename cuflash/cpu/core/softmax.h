@@ -191,7 +191,8 @@ inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, con
 
 // What remains of a row once all keys were seen: sums of its lanes, and of the jobs that split its keys.
 struct WholeRow {
-    double row_max, l, largest, moment;  // all in exponents of e; the moment is one from the largest score
+    // All but l in exponents of e. The largest score rises so far above the row max, and the moment is one from it.
+    double row_max, l, largest, rises, moment;
 };
 
 // Writes the row reductions that are wanted, after `finish_row` has found how the sink joins the row.
@@ -201,9 +202,17 @@ inline void write_row_reductions(const Call &call, const Entry &entry, Row row, 
     const int64_t i = entry.first_q + row.i;
     if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
     if (!call.arrays[ENTROPY]) return;
-    double moment = own.l * all.shrinks == 0 ? 0 : (own.moment + (own.largest - all.row_max) * own.l) * all.shrinks;
-    if (all.of_sink != 0) moment += (number<T>(call, SINKS, 0, row.head) - all.row_max) * all.of_sink;
-    number<T>(call, ENTROPY, entry.batch, row.head, i) = T(all.l == 0 ? 0 : log_of(all.l) - moment / all.l);
+    T &entropy = number<T>(call, ENTROPY, entry.batch, row.head, i);
+    if (own.l == 0) return void(entropy = 0);  // of no key, or of a sink alone
+    // Exponents are relative to the largest score, or to a larger sink: relative to the row max, which lags, small
+    // entropies would be differences of large numbers.
+    const double sink = all.of_sink == 0 ? own.largest : number<T>(call, SINKS, 0, row.head);
+    const double below = sink > own.largest ? own.largest - sink : 0,
+                 of_sink_below = sink > own.largest ? 0 : sink - own.largest;
+    const double shrinks = exp_of(below - own.rises), of_keys = own.l * shrinks;
+    const double of_sink = all.of_sink == 0 ? 0 : exp_of(of_sink_below), l = of_keys + of_sink;
+    const double moment = own.moment * shrinks + below * of_keys + (of_sink == 0 ? 0 : of_sink_below * of_sink);
+    entropy = T(log_of(l) - moment / l);
 }
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
