@@ -12,6 +12,22 @@ from typing import NamedTuple
 CHECKOUT = Path(__file__).parents[1]
 
 
+# A compiler that keeps what it compiles, since many packages have the same core: by the sources and the arguments.
+KEEPS_OBJECTS = """#!/bin/sh
+case " $* " in *" -c "*) ;; *) exec c++ "$@" ;; esac
+for word in "$@"; do
+    [ "$last" = -o ] && object=$word
+    last=$word
+done
+sources=$(find cuflash/cpu/core -name "*.[hc]*" -exec sha256sum {{}} + | sort)
+key=$(echo "$sources" "$@" | sed "s|$object||" | sha256sum)
+kept={folder}/${{key%% *}}
+if [ -f "$kept" ]; then exec cp "$kept" "$object"; fi
+c++ "$@" || exit
+cp "$object" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
+
+
 class Built(NamedTuple):
     """A built package: its source, the wheel, the directory with its content, and what the build has shown."""
 
@@ -30,8 +46,20 @@ def run_backend(kind, source, built, **environment):
     return shown.stdout + shown.stderr
 
 
+def compiler_of(tmp_path_factory):
+    """A command that compiles as c++ does, for all processes of pytest-xdist together."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
+    folder.mkdir(exist_ok=True)
+    command = folder / f"compiler-{os.getpid()}"
+    command.write_text(KEEPS_OBJECTS.format(folder=folder))
+    command.chmod(0o755)
+    return str(command)
+
+
 def builder(tmp_path_factory):
     """Builds a wheel or an editable one of a copy of the checkout, once; the copy is gone where it is a wheel."""
+    compiler_that_keeps = compiler_of(tmp_path_factory)
 
     @functools.cache
     def build(kind, compiler=None):
@@ -41,7 +69,7 @@ def builder(tmp_path_factory):
         without = shutil.ignore_patterns("__pycache__", "*.so", "build.txt")
         for name in ("cuflash", "kernels"):
             shutil.copytree(CHECKOUT / name, source / name, ignore=without)
-        shown = run_backend(kind, source, built, **({} if compiler is None else {"CXX": compiler}))
+        shown = run_backend(kind, source, built, CXX=compiler_that_keeps if compiler is None else compiler)
         (wheel,) = built.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked)

@@ -9,7 +9,7 @@ template <u32 bytes_k, u32 bytes_v>
 struct KeyLoader {
   const Params& params;
   const QueryTile& tile;
-  const KeyRows g_k, g_v;
+  const KeyHead g_k, g_v;
   const u32 s_k, s_v;
 
   CUFLASH_DEVICE KeyLoader(const Params& params_, const QueryTile& tile_, u32 s_ring)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from tests.packages import CHECKOUT, builder, run_backend
+from tests.packages import CHECKOUT, builder, compiler_of, run_backend
 
 DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, ml_dtypes)})
 FOLDER = CHECKOUT / "kernels"
@@ -131,15 +131,16 @@ for word in "$@"; do
         exit 1
     esac
 done
-exec c++ "$@"
+exec {compiler} "$@"
 """
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one kind of instructions")
-def test_instructions_that_the_compiler_does_not_know_are_left_out(build, tmp_path):
+def test_instructions_that_the_compiler_does_not_know_are_left_out(build, tmp_path, tmp_path_factory):
     """They alone, as by GCC 10; `info` says so."""
-    _, wheel, unpacked, shown = build("wheel", script(tmp_path, KNOWS_NO_AMX))
+    text = KNOWS_NO_AMX.replace("{compiler}", compiler_of(tmp_path_factory))
+    _, wheel, unpacked, shown = build("wheel", script(tmp_path, text))
     assert not wheel.name.endswith("-any.whl")
     assert files_of(unpacked / "cuflash" / "cpu" / "core") == ["build.txt", "libcuflash.so"]
     kind = run_python(WHICH_CORE, tmp_path, str(unpacked)).strip()
@@ -150,10 +151,10 @@ def test_instructions_that_the_compiler_does_not_know_are_left_out(build, tmp_pa
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_a_build_forgets_what_an_earlier_one_left_out(build, tmp_path):
+def test_a_build_forgets_what_an_earlier_one_left_out(build, tmp_path, tmp_path_factory):
     source, _, unpacked, _ = build("editable", "/no/such/compiler")
     assert "no C++ compiler" in run_python(WHICH_CORE, tmp_path, str(unpacked))
-    run_backend("editable", source, tmp_path)
+    run_backend("editable", source, tmp_path, CXX=compiler_of(tmp_path_factory))
     assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
     assert not (source / "cuflash" / "cpu" / "core" / "build.txt").exists()
 

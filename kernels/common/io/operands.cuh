@@ -18,7 +18,7 @@ template <class T = Storage>
 CUFLASH_DEVICE const T* queries_of(const Tensor& tensor, Entry batch, int head) {
   return head_of<T>(tensor, entry_of(batch), head) + query_start_of(batch) * tensor.row_stride;
 }
-using KeyRows = Either<kPageSize == 0, const KeyStorage*, PagedHead>::Type;
+using KeyHead = Either<kPageSize == 0, const KeyStorage*, PagedHead>::Type;
 CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry batch, int head) {
   if constexpr (kPageSize == 0)
     return head_of<KeyStorage>(tensor, entry_of(batch), head) + key_start_of(batch) * tensor.row_stride;
