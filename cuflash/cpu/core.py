@@ -49,6 +49,7 @@ SKIPPED_KINDS = 0  # how many of the best kinds of instructions are not used, wh
 
 # Options that act on scores, as the core knows them: a problem with any other is not for it.
 KNOWN = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks")
+KNOWN_REDUCTIONS = ("max", "entropy")  # the row reductions that it makes, likewise
 _NUMBERS = tuple(name for name in NUMBERS if name == "scale" or name in KNOWN)
 _INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KNOWN)
 # How many axes an input is broadcast to: the first ones of the scores, up to its last one.
@@ -213,6 +214,8 @@ def why_not(problem: Problem | None = None) -> str | None:
     if isinstance(library, str):
         return library
     unknown = [] if problem is None else [name for name in problem.acting if name not in KNOWN]
+    if problem is not None and problem.row_reductions:
+        unknown += [name for name in problem.row_reductions if name not in KNOWN_REDUCTIONS]
     return f"it knows no {' and no '.join(unknown)}" if unknown else None
 
 

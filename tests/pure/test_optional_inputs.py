@@ -142,4 +142,6 @@ def test_kernels_that_do_not_know_an_option_are_not_taken(monkeypatch):
     plan = choose_plan(problem, H200)
     monkeypatch.setattr(core, "KNOWN", ("bias",))
     assert core.why_not() is not None or core.why_not(problem) == "it knows no softcap"
+    of_rows = replace(problem_of(), row_reductions=("max", "other"))
+    assert core.why_not() is not None or core.why_not(of_rows) == "it knows no other"
     assert plan.kernels[0].source == "sm80/forward.cu" and "not sm90/forward: it knows no softcap" in plan.reason
