@@ -52,7 +52,6 @@ def test_no_function_is_long(name):
 # out of the others, so that the compiler makes the same instructions of it, is out of them: of the same text in another
 # function it may make others, and of a forward pass with dropout, whose rows were stored by one, two registers more.
 LONG_WALKS = {
-    ("kernels/sm80/forward.cu", "forward"),
     ("kernels/sm80/backward.cu", "backward"),
 }
 LONGEST_STEP = 45  # lines of a function of the kernels of compute capability 9.0
