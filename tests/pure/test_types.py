@@ -222,6 +222,10 @@ def misspelt(keyword):
     return swapped if swapped != keyword else keyword + keyword[-1]
 
 
+# Keywords that a method has only to say that it does not serve them: checkers must refuse them, too.
+REFUSED = {("ranks", "backward"): ("dmax",)}
+
+
 def keyword_calls():
     """A module that gives all keywords to each method, and has errors that checkers must find: misspelt ones."""
     lines = [
@@ -232,8 +236,10 @@ def keyword_calls():
         "    attn = cuflash.FlashAttention()",
     ]
     for method in METHODS:
-        values = {name: VALUES.get(name, "q") for name in method.keywords}
+        refused = REFUSED.get((method.owner, method.name), ())
+        values = {name: VALUES.get(name, "q") for name in method.keywords if name not in refused}
         lines.append(method.call(**values))
+        lines += [f"{method.call(**{name: 'q'})}  # type: ignore" for name in refused]
         for name in sample(values, 4):
             lines.append(f"{method.call(**{misspelt(name): values[name]})}  # type: ignore")
     for name, value in OPTIONS.items():
