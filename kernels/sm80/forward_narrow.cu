@@ -155,15 +155,7 @@ CUFLASH_DEVICE void forward_narrow(const Params& params) {
     softmax.update(s, no_output, exponent_scale);
     stage ^= 1;
   };
-  int n_block = tiles.stop - 1;
-#pragma unroll 1
-  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
-#pragma unroll 1
-  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
-  if constexpr (kHasLeftBound) {
-#pragma unroll 1
-    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
-  }
+  for_each_tile<false>(tiles, step);
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();
