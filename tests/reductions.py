@@ -169,7 +169,8 @@ def judge_gradients(case, weights, dsums, found):
     """Hold gradients of column sums to what the rule leaves each weight: errors of weights add up.
 
     The case has no options but bounds, and layout "bhsd". dS is P w dsums, because lse is an input of its own. The
-    passes that make gradients take w and dsums in the dtype of q.
+    passes that make gradients take w and dsums in the dtype of q, and so is dS for its products: three roundings, each
+    by half a unit of that dtype.
     """
     expected = Expected(case, weights)
     p, p_tolerance = expected.weight_matrix()
@@ -177,7 +178,7 @@ def judge_gradients(case, weights, dsums, found):
     scale, w, d = case.problem.scale, weights.astype(np.float64)[..., None], dsums.astype(np.float64)[..., None, :]
     ds, s = p * w * d, q @ k.swapaxes(-2, -1)
     eps = float(np.finfo(inputs_of(case)["q"].dtype).eps)
-    tolerance = p_tolerance * abs(w * d) + eps * abs(ds)
+    tolerance = p_tolerance * abs(w * d) + 3 * eps / 2 * abs(ds)
     groups = (*k.shape[:-3], case.num_heads_kv, -1, *k.shape[-2:])
     right = {
         "dq": (scale * ds @ k, scale * tolerance @ abs(k)),

@@ -12,6 +12,7 @@ import cuflash.testing as ct
 from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS, Pass
 from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def check_gradients(case, attn, arguments):
 
 
 @pytest.mark.one_in(1)
-@settings(max_examples=8)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
     case = data.draw(specialisation.cases())
@@ -57,7 +58,7 @@ def test_oracle(cupy, specialisation, data):
 
 
 @pytest.mark.one_in(1)
-@settings(max_examples=6)
+@settings(max_examples=examples(80))
 @given(data=st.data())
 def test_deterministic(cupy, deterministic_specialisation, data):
     case = data.draw(deterministic_specialisation.cases())
@@ -122,7 +123,7 @@ def test_heads_wider_than_256(cupy, head_dim, head_dim_v, dtype, deterministic):
 def test_wide_heads(cupy, head_dim):
     """Right, the same bits again, and by kernels that are meant for them."""
 
-    @settings(max_examples=7)
+    @settings(max_examples=examples(80))
     @given(wide.cases(longest=1500, dims=(head_dim,)))
     def every_case(case):
         arguments, optional = arguments_of(cupy, case)
@@ -226,7 +227,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
 
 
 @given(case=bias_terms.cases_of_float32())
-@settings(max_examples=20)
+@settings(max_examples=examples(200))
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """As in the forward pass."""
     arguments, optional = arguments_of(cupy, case)

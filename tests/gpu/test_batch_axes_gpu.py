@@ -9,6 +9,7 @@ from hypothesis import given, settings
 import cuflash
 import cuflash.testing as ct
 from tests.gpu.planned import plans_of
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def assert_right(cupy, case, **options):
         ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(200))
 @given(ct.with_axes(ct.cases(ndims=(4,), features=FEATURES, max_head_dim=128, max_scores=2**16)))
 def test_oracle(cupy, case):
     assert_right(cupy, case)

@@ -10,6 +10,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import is_sm90, plan_of
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ def cupy():
     return cupy
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(80))
 @given(
     st.sampled_from([1, 2, 3, 7, 8, 13, 60, 64, 66, 125, 130, 255]),
     st.sampled_from([None, 3, 64, 70]),

@@ -11,6 +11,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import plan_of
+from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.gpu
@@ -144,7 +145,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(400))  # most of them compile a kernel of their own
 @given(case=cases())
 def test_any_case(cupy, case):
     results, _ = run(cupy, case)

@@ -14,6 +14,7 @@ from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +37,7 @@ def full_of_nan(cupy, x):
 
 
 @pytest.mark.one_in(1)
-@settings(max_examples=8)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
     case = data.draw(specialisation.cases())
@@ -187,7 +188,7 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
 
 
 @given(case=bias_terms.cases_of_float32())
-@settings(max_examples=20)
+@settings(max_examples=examples(200))
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """Per-pair biases and of keys, masks of keys and slopes, as the kernels of bf16 terms load them."""
     qkv, optional = arrays_of(cupy, case)
@@ -489,7 +490,7 @@ def check_wide(cupy, case, *own):
 
 @by_dims
 def test_wide_heads(cupy, head_dim):
-    @settings(max_examples=14)
+    @settings(max_examples=examples(120))
     @given(wide.cases(longest=1500, dims=(head_dim,)))
     def every_case(case):
         check_wide(cupy, case, "sm90/forward_wide.cu", "sm90/decode_wide.cu")
@@ -499,7 +500,7 @@ def test_wide_heads(cupy, head_dim):
 
 @by_dims
 def test_decode_with_wide_heads(cupy, head_dim):
-    @settings(max_examples=10)
+    @settings(max_examples=examples(120))
     @given(wide.cases_of_few(longest=5000, dims=(head_dim,)))
     def every_case(case):
         check_wide(cupy, case, "sm90/decode_wide.cu")

@@ -19,11 +19,12 @@ from tests.large_scores import (
     check_sums_of_weights,
     larges,
 )
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-SOME = settings(max_examples=25)
+SOME = settings(max_examples=examples(200))
 
 
 def backend(options, arrays, need):

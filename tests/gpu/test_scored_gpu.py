@@ -9,6 +9,7 @@ import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.cuda_scores import CUDA_SCORES, HEAD
+from tests.sampling import examples
 from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
 
 pytestmark = pytest.mark.gpu
@@ -22,14 +23,14 @@ def cupy():
 
 
 @by_dtype
-@settings(max_examples=8)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_results_are_those_of_the_formula(cupy, dtype, data):
     judged(cupy, data.draw(scored((dtype,), max_seqlen=600)))
 
 
 @by_dtype
-@settings(max_examples=8)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_results_of_texts_are_those_of_the_formula(cupy, dtype, data):
     judged(cupy, data.draw(scored((dtype,), max_seqlen=600, scores=(*CUDA_SCORES,))))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from tests.sampling import examples
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def test_long_heads(cupy, options):
     check(cupy, ct.Case(**sizes | options, has_values=False, dlse=True))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(ct.cases(features=FEATURES, max_seqlen=300, max_head_dim=256, max_scores=2**16), st.booleans())
 def test_every_option(cupy, case, rows):
     """Some with a bias that differs from query to query only."""
