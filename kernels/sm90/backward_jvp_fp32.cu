@@ -57,8 +57,8 @@ constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMov
 // Shared memory: K and tK, the ring of Q and tQ, the ring of dO, buffers, statistics and their tangents, barriers. Terms
 // of a tile come one after the other; those of Q and tQ take turns, so that one product reads both.
 constexpr u32 kTerm = chunked_bytes(kRows, kChunk), kTerms = kBf16Terms * kTerm;
-constexpr u32 kBytesStats = kRows * 8;         // and as many of their tangents
-constexpr u32 kBytesP = 128 * kNTiles * 16;    // and as many of u'
+constexpr u32 kBytesStats = kRows * 8;       // and as many of their tangents
+constexpr u32 kBytesP = 128 * kNTiles * 16;  // and as many of u'
 static_assert(kBytesP <= kTerms, "P' lies where dX' will be");
 constexpr u32 kBytesBarriers = 8 * (2 + 2 * kQStages + 2 * kDoStages + 3 * kBuffers);
 static_assert((2 + 2 * kQStages + kDoStages + 2 * kBuffers) * kTerms + kDoStages * 2 * kBytesStats + kBytesBarriers ==
@@ -149,7 +149,7 @@ CUFLASH_DEVICE float split_step(const Accumulator& value, int k, u32 (&word)[kBf
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float(&pair)[4] = value[2 * k + i / 2];
+    const float (&pair)[4] = value[2 * k + i / 2];
     u32 terms[kBf16Terms];
     sum += split_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1], terms);
 #pragma unroll
@@ -204,8 +204,7 @@ struct Producer {
       shared.q_ring.empty(at).wait(at.parity ^ 1);
       full.arrive_expect((1 + kMovesQ) * kTerms);
       load(shared.q_at(at), kMapQ, full, first_row, m_tile.head, 0, 2 * kTerm);
-      if constexpr (kMovesQ)
-        load(shared.q_at(at) + kTerm, kMapQ, full, first_row, m_tile.head, kBf16Terms, 2 * kTerm);
+      if constexpr (kMovesQ) load(shared.q_at(at) + kTerm, kMapQ, full, first_row, m_tile.head, kBf16Terms, 2 * kTerm);
     }
   }
   CUFLASH_DEVICE void produce_dout() const {

@@ -14,10 +14,7 @@ struct WeightsWithTangents {
   const PairWeights pairs;
 
   CUFLASH_DEVICE WeightsWithTangents(const Params& params_, Entry batch_, int head_, int key_stop, int own_diagonal)
-      : params(params_),
-        batch(batch_),
-        head(head_),
-        pairs(params, batch, head, key_stop, own_diagonal) {}
+      : params(params_), batch(batch_), head(head_), pairs(params, batch, head, key_stop, own_diagonal) {}
 
   // Replaces the products q.k of a lane by f' P, and their tangents by P (f' u + t(f')), where u = tS - tlse; without a
   // function f by P and u. With one, `packed` gets P u after dropout, and with tdO `packed_p` P. `query` and `key` are

@@ -195,6 +195,11 @@ class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
 
     def draft(self, draft: Draft, tile: BackwardJvpFloat32Sm90Tile) -> None:
         problem, arrays = draft.problem, ("q", "k", "v", "dout")
+        if "tdout" in draft.arrays or problem.is_packed:
+            what = "packed sequences" if problem.is_packed else "tdout"
+            raise NotImplementedError(
+                f"tiles: got a BackwardJvpFloat32Sm90Tile with {what}, expected a BackwardJvpTile"
+            )
         tangents = tuple(f"t{name}" for name in INPUTS if name in (problem.moved or ()))
         add_bf16_split(draft, tile, arrays, tangents)
         draft.map_tensors(dict.fromkeys(arrays, tile.block_m))
