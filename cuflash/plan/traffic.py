@@ -29,8 +29,17 @@ from cuflash.spec.problem import Problem
 L2_FRACTION = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 # What the blocks of a main kernel own: tiles of queries, equal splits of the keys of all heads (decode), tiles of keys,
-# those of them that some query attends to, tiles of queries for dq alone, or tiles of keys of a query head.
-Model = Literal["queries", "splits of keys", "keys", "visible keys", "queries of dq", "keys of query heads"]
+# those of them that some query attends to, tiles of queries for dq alone, or tiles of keys of a query head
+# (all of them, or those that some query attends to).
+Model = Literal[
+    "queries",
+    "splits of keys",
+    "keys",
+    "visible keys",
+    "queries of dq",
+    "keys of query heads",
+    "visible keys of query heads",
+]
 
 
 class Plan(Protocol):
@@ -301,10 +310,10 @@ def _columns(plan: Plan) -> Traffic:
     problem, tile, one, of = plan.problem, plan.tiles[0], plan.problem.mean_sequence, _Rows.of(plan.problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     numbers = 2 * ITEMSIZE[problem.softmax_dtype]  # of each row
-    query_blocks = query_tiles(one, tile.block_m, tile.block_n)
+    query_blocks, every = query_tiles(one, tile.block_m, tile.block_n), "keys of query heads" in plan.models
     rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
     of_queries = heads * (rows * of.q + sum(map(len, query_blocks)) * tile.block_m * numbers)
-    keys = sum(min(tile.block_n, one.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if r)
+    keys = sum(min(tile.block_n, one.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if every or r)
     blocks = heads * len(query_blocks)
     loop = OperandLoop(
         heads=heads,

@@ -21,7 +21,7 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm90/column_sums"
-    model: ClassVar[Model | None] = "keys of query heads"
+    model: ClassVar[Model | None] = "visible keys of query heads"
     serves_no_values = True
     tile = ColumnSm90Tile
     unknown = ("softcap", "alibi_slopes", "bias", "mask")  # which take registers that two blocks an SM do not have
