@@ -36,8 +36,8 @@ from cuflash.spec.reductions import (
     ColumnSums,
     checked_count,
     checked_of_reduction,
+    gradients_wanted,
     keys_of,
-    own_and_others,
     prepare_reduction,
 )
 from cuflash.spec.results import Array, checked_passes, needed
@@ -396,8 +396,7 @@ class PreparedReduction(NamedTuple):
         own_gradients: tuple[str, ...] = ()
         if pass_ is COLUMN_SUMS_BACKWARD:
             need = [name for name in need if name not in NOT_OF_COLUMN_SUMS or name not in DEFAULT_NEED]
-            own_gradients, others = own_and_others(need, options.score_gradients)
-            names = needed(others, given | options.numbers, {}, options.score_gradients)
+            names, own_gradients = gradients_wanted(options, given, need)
         arrays = given | own | {"k": keys_of(given["k"]), "v": None}
         call = prepare(replace(options, dropout=0.0), arrays, INPUTS, names)
         found = {name: x for name, x in call.arrays.items() if name not in own}

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from cuflash.preparation import Preparation, backend_of, reductions_of
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
-from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.reductions import (
     ColumnSums,
     checked_count,
     checked_of_reduction,
+    gradients_wanted,
     keys_of,
-    own_and_others,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.results import Array, TopKeys, named_tuple_of
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -217,9 +216,7 @@ class Reductions(Preparation[FunctionT]):
         (100, 8)
         """
         given = self._given("column_sums_backward", optional_inputs)
-        own, gradients = own_and_others(need, self.options.score_gradients)
-        results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
-        names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
+        names, own = gradients_wanted(self.options, given, need)
         arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
         found = ColumnSums(call, backend_of(call.backend)).gradients(own)

@@ -28,7 +28,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS
 from cuflash.spec.passes import BACKWARD, COLUMN_MAX, COLUMN_SUMS, FORWARD, TOP_KEYS, Pass
 from cuflash.spec.quantization import dequantize
-from cuflash.spec.results import check_need
+from cuflash.spec.results import check_need, needed
 from cuflash.spec.rewrites import equivalent
 from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
 from cuflash.spec.streamed import Streamed, StreamedPair
@@ -212,11 +212,18 @@ def _as_caller(x: Array, has_heads: bool, layout: str, dtype: Any) -> Array:
     return module_of(x).ascontiguousarray(x).astype(dtype)
 
 
-def own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
-    """The gradients that only column sums have, and the others."""
-    known = (*(name for name in GRADIENTS if name not in NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
-    check_need(need, known)
-    return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
+def gradients_wanted(
+    options: Options, given: Mapping[str, Any], need: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The gradients that `backward` has, too, and those that only column sums have, each in their order.
+
+    `given` are the optional inputs by name, and what functions read.
+    """
+    of_functions = options.score_gradients
+    check_need(need, (*(x for x in GRADIENTS if x not in NOT_OF_COLUMN_SUMS), *of_functions, *OF_COLUMN_SUMS))
+    others = [name for name in need if name not in OF_COLUMN_SUMS]
+    names = needed(others, {**given, **options.numbers}, {}, of_functions)
+    return names, tuple(name for name in OF_COLUMN_SUMS if name in need)
 
 
 class ColumnSums:
