@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
+from cuflash.plan.traffic import Model
 from cuflash.spec.passes import COLUMN_MAX
 from cuflash.spec.problem import Problem
 
@@ -24,6 +27,7 @@ class Columns(ReductionFamily[ColumnTile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm80/column_sums"
+    model: ClassVar[Model | None] = "keys of query heads"
     has_functions = True
     serves_no_values = True
     tile = ColumnTile
