@@ -103,6 +103,7 @@ class Problem(Given):
     # The row reductions (`outputs.ROW_REDUCTIONS`) that a forward pass gives, or whose gradients a backward pass takes.
     row_reductions: tuple[str, ...] = ()
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
+    batch_invariant: bool = False  # whether the bits of a sequence depend on nothing but the sequence
 
     @property
     def options(self) -> Options:
@@ -116,6 +117,7 @@ class Problem(Given):
             window=None if window == (None, None) else window,
             layout=self.layout,  # type: ignore[arg-type]
             deterministic=self.deterministic,
+            batch_invariant=self.batch_invariant,
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
@@ -518,6 +520,7 @@ def make_problem(
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
+        batch_invariant=options.batch_invariant,
         precision=options.precision,
         dropout=rounded_rate(options.dropout),
         origin=options.origin_of(num_heads),
