@@ -1,4 +1,4 @@
-"""Sequences alone, and the same sequences among others: in a batch, with more heads, packed, in longer caches, in pages.
+"""Sequences alone, and the same sequences among others: in batches, with more heads, packed, in caches, in pages.
 
 With ``batch_invariant=True`` each gives the same bits everywhere.
 """
@@ -216,44 +216,42 @@ def sequences(
     )
 
 
-def results_at(place: Place, passes: Sequence[str], convert: Callable[[Any], Any] = np.asarray) -> Arrays:
-    """The results of the sequence by name: those of `forward`, and of other passes that are named.
+Compute = Callable[[Arrays, Arrays, Sequence[str]], Arrays]
+
+
+def by_calls(options: Arrays, arrays: Arrays, passes: Sequence[str]) -> Arrays:
+    """The results of a call by name: those of `forward`, and of other passes that are named.
 
     "want" stands for the row reductions, and "tangents" for `jvp` and `backward_jvp`.
     """
-    arrays = {name: convert(x) for name, x in place.arrays.items()}
-    q, k, v, dout = (arrays.pop(name) for name in ("q", "k", "v", "dout"))
-    attn = cuflash.FlashAttention(**place.options)
-    found: Arrays = attn.forward(q, k, v, **arrays, **({"want": ("max", "entropy")} if "want" in passes else {}))._asdict()
+    given = dict(arrays)
+    q, k, v, dout = (given.pop(name) for name in ("q", "k", "v", "dout"))
+    attn, wanted = cuflash.FlashAttention(**options), {"want": ("max", "entropy")} if "want" in passes else {}
+    found: Arrays = attn.forward(q, k, v, **given, **wanted)._asdict()
     out, lse = found["out"], found["lse"]
     if "backward" in passes:
-        found |= attn.backward(dout, q, k, v, out, lse, **arrays)._asdict()
+        found |= attn.backward(dout, q, k, v, out, lse, **given)._asdict()
     if "tangents" in passes:
-        jvp = attn.jvp(q, k, v, tq=q, tv=v, **arrays)
+        jvp = attn.jvp(q, k, v, tq=q, tv=v, **given)
         moved = {"tq": q, "tv": v, "tout": jvp.tout, "tlse": jvp.tlse}
         found |= {"tout": jvp.tout, "tlse": jvp.tlse}
-        found |= attn.backward_jvp(dout, q, k, v, jvp.out, jvp.lse, **moved, **arrays)._asdict()
+        found |= attn.backward_jvp(dout, q, k, v, jvp.out, jvp.lse, **moved, **given)._asdict()
     if "column_sums" in passes:
-        found["column_sums"] = attn.column_sums(q, k, lse, **arrays)
-    return {name: place.result(name, x) for name, x in found.items()}
+        found["column_sums"] = attn.column_sums(q, k, lse, **given)
+    return found
 
 
 def assert_invariant(
-    drawn: Sequences,
-    passes: Sequence[str],
-    convert: Callable[[Any], Any] = np.asarray,
-    back: Callable[[Any], Any] = np.asarray,
-    places: Sequence[str] = PLACES,
+    drawn: Sequences, passes: Sequence[str], compute: Compute = by_calls, places: Sequence[str] = PLACES
 ) -> None:
-    """Hold the results of the first sequence in each of these places against those that it has alone.
-
-    `convert` makes arrays of a library of NumPy's, and `back` the reverse.
-    """
-    alone = results_at(drawn.place("alone"), passes, convert)
+    """Hold the results of the first sequence in each of these places against those that it has alone."""
+    alone = drawn.place("alone")
+    expected = compute(alone.options, alone.arrays, passes)
     for name in set(places) & set(drawn.places):
-        of_pages = [x for x in passes if x == "want"]  # of pages there is no backward pass
-        for result, x in results_at(drawn.place(name), of_pages if name == "pages" else passes, convert).items():
-            own, expected = (np.ascontiguousarray(back(y)) for y in (x, alone[result]))
-            assert (own.dtype, own.shape) == (expected.dtype, expected.shape)
+        place = drawn.place(name)
+        served = [x for x in passes if x == "want"] if name == "pages" else passes  # pages have no backward pass
+        for result, x in compute(place.options, place.arrays, served).items():
+            own, of_alone = (np.ascontiguousarray(y) for y in (place.result(result, x), expected[result]))
+            assert (own.dtype, own.shape) == (of_alone.dtype, of_alone.shape)
             message = f"{result}, {name} and alone: {drawn}"
-            np.testing.assert_array_equal(own.view(np.uint8), expected.view(np.uint8), err_msg=message)
+            np.testing.assert_array_equal(own.view(np.uint8), of_alone.view(np.uint8), err_msg=message)

@@ -96,6 +96,8 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
     deterministic : bool, default False
         If True, results are bitwise the same for any number of ranks, for any splits into whole chunks, and in every
         run. Each chunk is computed by calls of its own, with all rows that it needs.
+    batch_invariant : bool, default False
+        As `cuflash.FlashAttention` takes it, of the batch entries and heads of all ranks; `deterministic` comes along.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0

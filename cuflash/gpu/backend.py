@@ -259,6 +259,11 @@ def tune(
 
     `arrays` are those of `forward`, tangents, and dout, which may be None or absent.
     """
+    if options.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: got True, expected False in tune: tiles follow from no size of a problem, so none are "
+            "tuned for one"
+        )
     found: dict[str, PassTuning | None] = dict.fromkeys(PASS_NAMES)
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:

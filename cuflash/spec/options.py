@@ -131,6 +131,13 @@ class Options(Numbers):
                     raise beside_score_error(name)
         if min(self.origin) < 0 or any(index % ORIGIN_STEP for index in self.origin[:2]):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
+        if self.batch_invariant:
+            for name, function in (("score", self.score), ("mask", self.mask_function)):
+                if function is not None:
+                    raise NotImplementedError(
+                        f"{name}: got a function together with batch_invariant=True, expected one of them; which tiles "
+                        "a function is evaluated for depends on the whole call"
+                    )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
