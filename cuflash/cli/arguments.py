@@ -128,6 +128,8 @@ def add_problem_arguments(
     of_mask = "of a block mask, given with --block-mask (default: 128)"
     group.add_argument("--block-size", type=positive, default=128, metavar="N", help=of_mask)
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
+    of_batch = "the same bits of a sequence in any batch; brings --deterministic along"
+    group.add_argument("--batch-invariant", action="store_true", help=of_batch)
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
     for row in NAMED:
         group.add_argument(f"--{row.name.replace('_', '-')}", action="store_true", help=f"{row.name} is given")

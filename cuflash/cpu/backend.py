@@ -193,6 +193,7 @@ class CpuPlan:
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {dtypes}, {p.softmax_dtype} inside",
+                *(("  bits      those of a sequence in any other call",) if p.batch_invariant else ()),
                 f"  memory    the plain formula's scores would take {in_bytes(p.naive_bytes)}",
                 *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),
                 *(f"  {line}" for line in self.note.splitlines()),

@@ -289,6 +289,11 @@ def tuned(
     forget: bool = False,
 ) -> PassTuning | None:
     """What tuning finds for one pass on its arrays, on the current device; `results` are as `trials` takes them."""
+    if options.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: got True, expected False in tune: tiles follow from no size of a problem, so none are "
+            "tuned for one"
+        )
     plans, call_by = trials(pass_, options, arrays, random, results)
     found = None
     if forget:

@@ -296,6 +296,8 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
     Once a plan for a problem was made here, later findings of other processes about it are not looked at.
     """
     plan = choose_plan(problem, device, pass_, **arrays)
+    if problem.batch_invariant:  # other sizes may have been tuned for other tiles
+        return plan
     path = _file_of(plan)
     if path not in _recalled:
         _recalled[path] = _read(path)

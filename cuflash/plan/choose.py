@@ -99,6 +99,8 @@ def choose_plan(
         program=seen.hoisted,
     )
     planned.draft(draft, tiles)
+    if problem.batch_invariant:
+        draft.reasons.append("batch_invariant: tiles of long sequences of many heads, for calls of all sizes")
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
     if (why_not := why_by_lanes(problem.dtype, device)) is not None:

@@ -128,6 +128,11 @@ def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
         if wanted % step and wanted < problem.seqlen_k:
             raise value_error("chunk", wanted, f"a multiple of {step}, because of dropout or a block_mask")
         return min(wanted, max(problem.seqlen_k, 1))
+    if problem.batch_invariant:
+        raise NotImplementedError(
+            "chunk: got None together with batch_invariant=True, expected a number of keys, as in cuflash.streamed(k, "
+            "v, chunk=4096): by default it follows from the size of the batch"
+        )
     step = math.lcm(CHUNK_STEP, step)
     fitting = CHUNK_BYTES // max(bytes_of_key(problem), 1) // step * step
     return min(max(fitting, step), max(problem.seqlen_k, 1))

@@ -33,7 +33,7 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
         return fragments_of_a_warpgroup(main)
 
     def why_not(self, draft: Draft) -> str | None:
-        if draft.problem.is_packed:
+        if draft.problem.counts_as_packed:
             return "it clears no rows of other sequences"
         return self.why_unknown(draft.problem) or why_not_16_bit(draft, _OPERANDS, COLUMN_SM90_TILES)
 
