@@ -50,7 +50,6 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
     row_reductions = ROW_REDUCTIONS
     has_functions = True
-    tile = ForwardSm90Tile
     model = "queries"
     serves_no_values = True
 
@@ -103,7 +102,6 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
     row_reductions = ROW_REDUCTIONS
-    tile = ForwardFloat32Sm90Tile
     serves_no_values = True
 
     def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
@@ -142,11 +140,8 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
 
     kernel = "sm90/forward_float8"
     multiplies_float8 = True
-    tile = ForwardFloat8Sm90Tile
+    rows = FORWARD_FLOAT8_SM90_TILES
     unknown = (*(name for name in PAIR_OPTIONS if name != "block_mask"), "dropout", "packed sequences")
-
-    def table(self, problem: Problem) -> tuple[ForwardFloat8Sm90Tile, ...]:
-        return FORWARD_FLOAT8_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -183,11 +178,8 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     kernel = "sm90/forward_wide"
     row_reductions = ROW_REDUCTIONS
-    tile = ForwardWideSm90Tile
+    rows = FORWARD_WIDE_SM90_TILES
     unknown = ("packed sequences", "pages")
-
-    def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
-        return FORWARD_WIDE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES)

@@ -12,7 +12,6 @@ from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.plan.traffic import Model
-from cuflash.spec.problem import Problem
 
 _OPERANDS = ("q", "k")
 
@@ -23,11 +22,8 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
     kernel = "sm90/column_sums"
     model: ClassVar[Model | None] = "visible keys of query heads"
     serves_no_values = True
-    tile = ColumnSm90Tile
+    rows = COLUMN_SM90_TILES
     unknown = ("softcap", "alibi_slopes", "bias", "mask")  # which take registers that two blocks an SM do not have
-
-    def table(self, problem: Problem) -> tuple[ColumnSm90Tile, ...]:
-        return COLUMN_SM90_TILES
 
     def accumulator_layout(self, main: ColumnSm90Tile) -> Tile:
         return fragments_of_a_warpgroup(main)
