@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(config, items):
     out = sampling.left_out(items)
     if out:
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
     gpu_items = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("fuzz")]
     reason = why_no_device() if gpu_items else None
     if reason is not None:
