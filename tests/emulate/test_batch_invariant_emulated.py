@@ -78,3 +78,31 @@ def test_a_sequence_has_the_same_bits_among_others(name):
         assert_invariant(drawn, passes, on_kernels(device), places)
 
     holds()
+
+
+ONE = Sequences(
+    lengths=((1, 1100), (1, 300)), heads_kv=1, group=2, head_dim=64, head_dim_v=64, dtype="bfloat16", options={}
+)
+DIFFERENT: dict[str, tuple[str, Sequences, str, tuple[str, ...]]] = {
+    "splits of keys": ("9.0", ONE, "batch", ()),
+    "splits of keys, every device": ("8.0", ONE, "batch", ()),
+    "shared tiles of keys": ("9.0", replace(ONE, lengths=((1300, 100), (70, 40)), group=1), "batch", ("backward",)),
+    "shared heads of a group": ("8.0", replace(ONE, lengths=((97, 150), (70, 40))), "batch", ("backward",)),
+    "float32 as bf16 terms": (
+        "9.0",
+        replace(ONE, lengths=((200, 200), (70, 40)), group=1, dtype="float32", head_dim=16, head_dim_v=16),
+        "packed",
+        (),
+    ),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_without_the_option_bits_differ(name):
+    """So the test above would notice a plan that ignores the option."""
+    arch, drawn, place, passes = DIFFERENT[name]
+    plain = replace(drawn, options={"batch_invariant": False, "deterministic": True})
+    with pytest.raises(AssertionError, match=f"{place} and alone"):
+        device = replace(DeviceSpec.for_arch(arch), num_sms=3 if passes else 132)
+        assert_invariant(plain, passes, on_kernels(device), (place,))
