@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuflash.emulator import find_compiler
+from cuflash.emulator.passes import backward_jvp, jvp
 from cuflash.plan import DeviceSpec
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 # What kernels are compiled for; the rest is drawn. Of few queries packed sequences run other kernels.
 MANY: dict[str, Any] = {"queries": (65, 70, 97, 150), "keys": (40, 80, 129, 200), "most_pairs": 2**16}
 FEW: dict[str, Any] = {"queries": (1, 2), "keys": (5, 300, 1030, 2100), "most_pairs": 2**15}
+GRADIENTS = ("dq", "dk", "dv")
 KERNELS: dict[str, tuple[str, str, int, dict[str, Any], dict[str, Any]]] = {
     "8.0, half precision": ("8.0", "bfloat16", 64, {"causal": True}, MANY),
     "8.0, float32": ("8.0", "float32", 16, {"window": (60, None)}, MANY),
@@ -38,17 +40,26 @@ KERNELS: dict[str, tuple[str, str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 def on_kernels(arch: str | DeviceSpec) -> Any:
-    """Both passes by the kernels for a device."""
+    """Passes by the kernels for a device, as `tests.invariance.by_calls` names them."""
 
     def compute(options: dict[str, Any], arrays: dict[str, Any], passes: Sequence[str]) -> dict[str, Any]:
         given = {name: x for name, x in arrays.items() if name != "dout"}
         others = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
         problem = make_problem(Options(**options), given["q"], given["k"], given["v"], **others)
-        out, lse = attention.forward(problem, given, arch=arch)
-        found = {"out": out, "lse": lse}
+        wanted = ("max", "entropy") if "want" in passes else ()
+        names = ("out", "lse", *wanted)
+        found = dict(zip(names, attention.forward(problem, given, want=wanted, arch=arch), strict=True))
         if "backward" in passes:
-            gradients = attention.backward(problem, arrays, out, lse, arch=arch, need=("dq", "dk", "dv"))
-            found |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+            gradients = attention.backward(problem, arrays, found["out"], found["lse"], arch=arch, need=GRADIENTS)
+            found |= dict(zip(GRADIENTS, gradients, strict=True))
+        if "tangents" in passes:
+            moved = {"tq": given["q"], "tv": given["v"]}
+            names = ("out", "lse", "tout", "tlse")
+            of_jvp = dict(zip(names, jvp(problem, given | moved, arch=arch), strict=True))
+            tangents = backward_jvp(problem, arrays | moved | of_jvp, arch=arch)
+            found |= {"tout": of_jvp["tout"], "tlse": of_jvp["tlse"]} | dict(
+                zip(("tdq", "tdk", "tdv"), tangents, strict=True)
+            )
         return found
 
     return compute
@@ -69,11 +80,11 @@ def drawn_for(name: str) -> Any:
 def test_a_sequence_has_the_same_bits_among_others(name):
     arch, sizes = KERNELS[name][0], KERNELS[name][-1]
     places = PLACES if sizes is MANY else tuple(x for x in PLACES if x != "packed")
-    passes = ("backward",) if sizes is MANY else ()
+    passes = st.sampled_from([("backward",), ("want",), ("tangents",)] if sizes is MANY else [()])
 
     @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-    @given(drawn_for(name), st.sampled_from([1, 3, 132]))
-    def holds(drawn, num_sms):
+    @given(drawn_for(name), passes, st.sampled_from([1, 3, 132]))
+    def holds(drawn, passes, num_sms):
         device = replace(DeviceSpec.for_arch(arch), num_sms=num_sms)
         assert_invariant(drawn, passes, on_kernels(device), places)
 
