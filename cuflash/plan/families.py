@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
@@ -35,7 +35,8 @@ class Family(ABC, Generic[Row]):
     """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and its helper kernels."""
 
     kernel: ClassVar[str]
-    tile: ClassVar[type[Tile]]
+    tile: ClassVar[type[Tile]]  # as `Row` of its base class says
+    rows: ClassVar[tuple[Any, ...]] = ()  # all of its table, where that is the same for every problem
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
     serves_no_values: ClassVar[bool] = False  # it serves ``v=None``
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
@@ -47,14 +48,20 @@ class Family(ABC, Generic[Row]):
     row_reductions: ClassVar[tuple[str, ...]] = ()
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        rows = [x for base in vars(cls).get("__orig_bases__", ()) for x in get_args(base) if isinstance(x, type)]
+        if rows and "tile" not in vars(cls):
+            cls.tile = rows[0]
+
     @property
     def source(self) -> str:
         """The file of the main kernel."""
         return f"{self.kernel}.cu"
 
-    @abstractmethod
     def table(self, problem: Problem) -> tuple[Row, ...]:
         """The rows to choose from."""
+        return self.rows
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         """Rows of all tables that compute the problem as its own do: from the same products, in the same precision."""

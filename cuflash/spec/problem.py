@@ -255,6 +255,14 @@ class Problem(Given):
         diagonal = self.diagonal if keeps_diagonal else self.diagonal + seqlen_k - self.seqlen_k
         return replace(self, seqlen_k=seqlen_k, diagonal=diagonal)
 
+    def with_values(self, columns: int) -> Problem:
+        """The problem with contiguous values of so many columns."""
+        batch, heads, rows, _ = self.k.shape
+        of_axes = (rows * heads, 1, heads) if self.layout == "bshd" else (heads * rows, rows, 1)
+        strides = (*(columns * stride for stride in of_axes), 1)
+        v = Operand(shape=(batch, heads, rows, columns), strides=strides, dtype=self.k.dtype)
+        return replace(self, head_dim_v=columns, v=v, v_scale=None)
+
     @property
     def is_packed(self) -> bool:
         """Whether the arrays hold packed sequences, one after the other."""
@@ -432,6 +440,15 @@ class Problem(Given):
     def backward_jvp_bytes(self) -> int:
         """Fewest bytes backward_jvp moves: as many as the backward pass, and tangents, tout and tlse read once."""
         return self.backward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
+
+    @property
+    def column_bytes(self) -> int:
+        """Fewest bytes a reduction over queries moves, without values: inputs and lse read once, columns written once.
+
+        The factors of queries are not counted.
+        """
+        columns = self.array_batch * self.num_heads * self.seqlen_k
+        return self.forward_bytes + columns * ITEMSIZE[self.softmax_dtype]
 
     @property
     def tangent_bytes(self) -> int:

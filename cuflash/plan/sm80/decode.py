@@ -123,7 +123,6 @@ class Decode(ForwardFamily[DecodeTile]):
     has_functions = True
     serves_no_values = True
     has_float8 = True
-    tile = DecodeTile
     model = "splits of keys"
     reads_keys_once = True
     unknown = ("packed sequences",)

@@ -61,15 +61,12 @@ _OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 class Backward(BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
     has_functions = True
-    tile = BackwardSm90Tile
+    rows = BACKWARD_SM90_TILES
     makes_both = splits_tail = True
     serves_no_values = True
     row_reductions = ("entropy",)
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
-        return BACKWARD_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*BACKWARD_SM90_TILES, *BACKWARD_TILES)
@@ -181,7 +178,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
-    tile = BackwardFloat32Sm90Tile
     serves_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}

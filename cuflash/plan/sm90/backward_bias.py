@@ -25,7 +25,6 @@ _BOX = 64  # rows of a box of TMA, where no other kernel of the pass sets their 
 
 class BiasGradient(BiasFamily[BiasSm90Tile]):
     kernel = "sm90/backward_bias"
-    tile = BiasSm90Tile
 
     def table(self, problem: Problem) -> tuple[BiasSm90Tile, ...]:
         if problem.dtype != "float32":

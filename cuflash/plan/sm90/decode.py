@@ -37,13 +37,10 @@ from cuflash.spec.problem import Problem
 
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
-    tile = DecodeSm90Tile
+    rows = DECODE_SM90_TILES
     model: ClassVar[Model | None] = "splits of keys"
     reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences")
-
-    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*DECODE_SM90_TILES, *FORWARD_SM90_TILES)
@@ -82,11 +79,9 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
 class DecodeFloat8(Decode):
     kernel = "sm90/decode_float8"
     tile = DecodeFloat8Sm90Tile
+    rows = DECODE_FLOAT8_SM90_TILES
     has_float8 = True
     model = None
-
-    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_FLOAT8_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return DECODE_FLOAT8_SM90_TILES
@@ -96,12 +91,9 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
     """Wide heads."""
 
     kernel = "sm90/decode_wide"
-    tile = DecodeWideSm90Tile
+    rows = DECODE_WIDE_SM90_TILES
     reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences", "pages")
-
-    def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
-        return DECODE_WIDE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES)

@@ -143,13 +143,10 @@ JVP_WIDE_SM90_TILES = (
 class Jvp(ForwardFamily[JvpSm90Tile]):
     kernel = "sm90/jvp"
     has_functions = True
-    tile = JvpSm90Tile
+    rows = JVP_SM90_TILES
     outputs = JVP.default
     model = "queries"
     unknown = ("pages",)
-
-    def table(self, problem: Problem) -> tuple[JvpSm90Tile, ...]:
-        return JVP_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         if unknown := self.why_unknown(draft.problem):
@@ -167,13 +164,10 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
 
     kernel = "sm90/jvp_wide"
     has_functions = True
-    tile = JvpWideSm90Tile
+    rows = JVP_WIDE_SM90_TILES
     outputs = JVP.default
     model = "queries"
     unknown = ("pages",)
-
-    def table(self, problem: Problem) -> tuple[JvpWideSm90Tile, ...]:
-        return JVP_WIDE_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -192,7 +186,6 @@ class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
     """float32, of operands as bf16 terms."""
 
     kernel = "sm90/jvp_fp32"
-    tile = JvpFloat32Sm90Tile
     outputs = JVP.default
     model = "queries"
 
