@@ -105,9 +105,7 @@ class FlashAttention(Reductions[FunctionT]):
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
     batch_invariant : bool, default False
-        The results of a sequence are bitwise the same whatever else is in the call: alone, in any batch, with any
-        number of heads of the same group size, packed, in pages, and in a cache of any capacity. This brings
-        `deterministic` along, and costs time: docs/semantics.md#equal-bits says how much, and where the limits are.
+        A sequence has the same bits alone and in any other call (docs/semantics.md#equal-bits); deterministic, too.
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
@@ -187,7 +185,7 @@ class FlashAttention(Reductions[FunctionT]):
 
     Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
-    docs/semantics.md has all options, those of the calls too, in a table: shapes, dtypes, gradients and passes.
+    docs/options.md has all options, those of the calls too, in a table: shapes, dtypes, gradients and passes.
 
     References
     ----------

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 SMALLEST_SCALE = 2.0**-149  # in float32: a scale that is closer to 0 counts as 0
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
-TYPICAL_HEADS, TYPICAL_SEQLEN = 1024, 4096  # of the problem for which tiles are chosen with batch_invariant
+TYPICAL_HEADS, TYPICAL_SEQLEN = 128, 4096  # of the problem for which tiles are chosen with batch_invariant
 
 
 def not_packed_error(name: str) -> NotImplementedError:
