@@ -186,14 +186,10 @@ class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
     """float32, of operands as bf16 terms."""
 
     kernel = "sm90/jvp_fp32"
+    rows = JVP_FLOAT32_SM90_TILES
+    tf32_rows = JVP_TF32_SM90_TILES
     outputs = JVP.default
     model = "queries"
-
-    def table(self, problem: Problem) -> tuple[JvpFloat32Sm90Tile, ...]:
-        return {"highest": JVP_FLOAT32_SM90_TILES, "tf32": JVP_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_split(draft, self.table(draft.problem))
