@@ -22,10 +22,7 @@ from cuflash.plan.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.plan.sm90.wide_tiles import (
-    FORWARD_WIDE_SM90_TILES,
-    ForwardWideSm90Tile,
-)
+from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES, ForwardWideSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import PAIR_OPTIONS
 from cuflash.spec.outputs import ROW_REDUCTIONS

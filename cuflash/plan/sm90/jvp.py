@@ -10,12 +10,7 @@ from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
-from cuflash.plan.sm90.tiles import (
-    JVP_FLOAT32_SM90_TILES,
-    JVP_TF32_SM90_TILES,
-    WGMMA_COLUMNS,
-    JvpFloat32Sm90Tile,
-)
+from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, WGMMA_COLUMNS, JvpFloat32Sm90Tile
 from cuflash.plan.tensor_map import CHUNK
 from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
 from cuflash.spec.passes import JVP
