@@ -104,6 +104,10 @@ class FlashAttention(Reductions[FunctionT]):
         array is one batch entry, a 2-D array (seqlen, head_dim) one head.
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
+    batch_invariant : bool, default False
+        The results of a sequence are bitwise the same whatever else is in the call: alone, in any batch, with any
+        number of heads of the same group size, packed, in pages, and in a cache of any capacity. This brings
+        `deterministic` along, and costs time: docs/semantics.md#equal-bits says how much, and where the limits are.
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
@@ -239,6 +243,7 @@ class FlashAttention(Reductions[FunctionT]):
         softcap: float | None = None,
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
+        batch_invariant: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
@@ -252,6 +257,7 @@ class FlashAttention(Reductions[FunctionT]):
             softcap=softcap,
             layout=layout,
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             precision=precision,
             dropout=dropout,
             block_size=block_size,

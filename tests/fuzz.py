@@ -23,7 +23,7 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -443,11 +443,9 @@ def scores_of(trial: Trial) -> int:
     return trial.case.batch * trial.case.num_heads * trial.case.seqlen_q * trial.case.seqlen_k
 
 
-def sample(of: int) -> list[Trial]:
-    """Of every `of` problems the one with the fewest scores, but some."""
-    every = [trial for number in range(GROUPS) for trial in trials_of_group(number)]
-    with_scores = [trial for trial in every if scores_of(trial)]
-    return [min(with_scores[first : first + of], key=scores_of) for first in range(0, len(with_scores), of)]
+def smallest(groups: Iterable[int]) -> Trial:
+    """Of the problems of these groups the one with the fewest scores, but some."""
+    return min((trial for number in groups for trial in trials_of_group(number) if scores_of(trial)), key=scores_of)
 
 
 # ---- What happens ----------------------------------------------------------------------------------------------------

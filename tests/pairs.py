@@ -11,6 +11,7 @@ A new option is one more entry of `OPTIONS`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -164,6 +165,7 @@ def _pairs(row: Sequence[int]) -> set[frozenset[tuple[int, int]]]:
     return {frozenset(pair) for pair in itertools.combinations(enumerate(row), 2)}
 
 
+@functools.cache
 def settings(options: Sequence[Option] = OPTIONS) -> list[Setting]:
     """Cases in which every two values of two options come together, and each also without the other."""
     choices = [(*(() if option.always else (None,)), *option.values) for option in options]

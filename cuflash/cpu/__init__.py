@@ -20,7 +20,17 @@ from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.binding import expected
 from cuflash.spec.inputs import FP8_SCALES, INPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
+from cuflash.spec.passes import (
+    BACKWARD,
+    BACKWARD_JVP,
+    COLUMN_MAX,
+    COLUMN_SUMS,
+    FORWARD,
+    JVP,
+    PASSES_WITHOUT_TANGENTS,
+    TOP_KEYS,
+    Pass,
+)
 from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums", "run"]
@@ -32,10 +42,10 @@ def describe(
     problem: Problem | None = None, need: Collection[str] = (), passes: Collection[Pass] = PASSES_WITHOUT_TANGENTS
 ) -> str:
     """Which path computes these passes of a problem, with the gradients `need`, or any problem, and why."""
-    others = [pass_ for pass_ in passes if not pass_.has_tangents]
+    others = [pass_ for pass_ in passes if pass_ in PASSES_WITHOUT_TANGENTS]
     if len(others) < len(passes):
-        with_tangents = [_describe_tangents(problem, need, pass_) for pass_ in passes if pass_.has_tangents]
-        return "; ".join([describe(problem, need, others)] * bool(others) + with_tangents)
+        own = [_describe_one(problem, need, pass_) for pass_ in passes if pass_ not in others]
+        return "; ".join([describe(problem, need, others)] * bool(others) + own)
     if problem is None or not problem.has_functions:
         reason = core.why_not(problem)
         return f"compiled core, {core.processor()}" if reason is None else _by_numpy(reason)
@@ -46,9 +56,16 @@ def describe(
     return way if of_gradients is None else f"{way}; backward by {_by_numpy(of_gradients)}"
 
 
-def _describe_tangents(problem: Problem | None, need: Collection[str], pass_: Pass) -> str:
-    wanted = [f"t{name}" for name in need] if pass_ is BACKWARD_JVP else JVP.default
-    reason = core.why_not() if problem is None else _way_of(problem, wanted, pass_)[2]
+def _describe_one(problem: Problem | None, need: Collection[str], pass_: Pass) -> str:
+    if pass_ in (COLUMN_MAX, TOP_KEYS):
+        reason = core.why_not(problem)
+        if problem is not None and problem.has_functions:
+            reason = reason or "score and mask functions"
+    else:
+        # Column sums of functions are the gradients of values (`cuflash.spec.reductions`).
+        wanted = [f"t{name}" for name in need] if pass_ is BACKWARD_JVP else ("dv",) if pass_ is COLUMN_SUMS else need
+        wanted = JVP.default if pass_ is JVP else wanted
+        reason = core.why_not() if problem is None else _way_of(problem, wanted, pass_)[2]
     return f"{pass_.name} by {'the compiled core' if reason is None else _by_numpy(reason)}"
 
 

@@ -176,9 +176,10 @@ class Call:
         num_heads, num_rows = PAIRS // max(group * problem.seqlen_q * problem.seqlen_k, 1), problem.seqlen_q
         if num_heads < 2:
             num_heads, num_rows = 1, max(1, ROWS // group)
-        num_heads = min(num_heads, problem.batch * problem.num_heads_kv)
         dim = max(problem.head_dim, problem.head_dim_v)
+        # As if there were any number of heads: the bits of one do not depend on others.
         num_keys = min(PAIRS // (num_heads * group * num_rows), ELEMENTS // (num_heads * dim))
+        num_heads = min(num_heads, problem.batch * problem.num_heads_kv)
         for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
             for heads in slices(problem.num_heads_kv, num_heads):
                 for rows in slices(problem.seqlen_q, num_rows):

@@ -24,6 +24,10 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 }
 
 
+# Of these, the ones that any sequence may be found in: with `batch_invariant` it has the same bits there.
+_PLACES = ("packed sequences", "pages")
+ANY_CALL = ", which a call that is batch_invariant has to count on"
+
 BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
 
 
@@ -72,7 +76,14 @@ class Family(ABC, Generic[Row]):
         """Which options of a problem it does not know; None if it knows all."""
         features = [name for name in self.unknown if name in _FEATURES and _FEATURES[name](problem)]
         found = [*problem.given(name for name in self.unknown if name not in _FEATURES), *features]
-        return f"it knows no {' and no '.join(found)}" if found else None
+        if found:
+            return f"it knows no {' and no '.join(found)}"
+        if not problem.batch_invariant:
+            return None
+        # Few queries have kernels of their own wherever they are, but packed. Tangents have no pages on any device.
+        possible = [name for name in _PLACES if name in self.unknown]
+        possible = [x for x in possible if not (self.reads_keys_once if x == _PLACES[0] else problem.moved is not None)]
+        return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None
 
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
@@ -301,7 +312,8 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
         if why_not:
             reasons_against.append(f"not {family.kernel}: {why_not}")
     # The last family serves all that no other one does.
-    tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
+    seen = draft.problem if family.reads_keys_once else draft.problem.typical
+    tile, reason = choose_row(family.table(draft.problem), seen, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
         reasons_against.append("fp8 q, k and v become half precision, exactly, and are multiplied so")
     return family, tile, "\n".join([reason, *reasons_against])

@@ -3,24 +3,18 @@
 #pragma once
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
-#include "common/score/gradient_tangents.cuh"
-#include "common/score/scores.cuh"
 #include "sm90/backward_jvp_layout.cuh"
 #include "sm90/packed_weights.cuh"
+#include "sm90/pair_weights.cuh"
 
 struct WeightsWithTangents {
   const Params& params;
   const Entry batch;
   const int head;
-  const Weights weights;
-  const ScoreTangents tangents;
+  const PairWeights pairs;
 
   CUFLASH_DEVICE WeightsWithTangents(const Params& params_, Entry batch_, int head_, int key_stop, int own_diagonal)
-      : params(params_),
-        batch(batch_),
-        head(head_),
-        weights(params, batch, head, key_stop, own_diagonal),
-        tangents(params, batch, head) {}
+      : params(params_), batch(batch_), head(head_), pairs(params, batch, head, key_stop, own_diagonal) {}
 
   // Replaces the products q.k of a lane by f' P, and their tangents by P (f' u + t(f')), where u = tS - tlse; without a
   // function f by P and u. With one, `packed` gets P u after dropout, and with tdO `packed_p` P. `query` and `key` are
@@ -42,7 +36,7 @@ struct WeightsWithTangents {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool keeps = !kHasDropout || kept.keeps(n, i);
-        pu[i] = make(p[n][i], u[n][i], weight[i], row + i % 2, key + i / 2 * 8, masked, own[i % 2], tlse[i % 2]);
+        pu[i] = pairs.make(p[n][i], u[n][i], weight[i], row + i % 2, key + i / 2 * 8, masked, own[i % 2], tlse[i % 2]);
         if (!keeps) p[n][i] = -p[n][i];
         if constexpr (kHasDropout) pu[i] = keeps ? pu[i] * kept_scale_of(params) : 0;
         if constexpr (kHasDropout && kSumsTdvOfP) weight[i] = keeps ? weight[i] * kept_scale_of(params) : 0;
@@ -59,24 +53,5 @@ struct WeightsWithTangents {
     RowStats stats;
     stats.lse = lse;
     return stats;
-  }
-
-  // The same for one pair. Returns its P u, and `weight` gets its P.
-  CUFLASH_DEVICE float make(float& p, float& u, float& weight, int row, int key, bool masked, const RowStats& own,
-                            float tlse) const {
-    const float product = p, tangent = kMovesProducts ? u : 0.0f;
-    float derivative;
-    const float x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
-    weight = weight_of(x, weights.exponent_scale, own, derivative);
-    if (weight == 0) {  // a pair that does not exist may have no tangent
-      p = u = 0;
-      return 0;
-    }
-    u = tangents.of(weights.score, product, tangent, row, key) - tlse;
-    const float weight_u = weight * u;
-    p = derivative * weight;
-    if constexpr (kHasDerivative)
-      u = derivative * weight_u + weight * tangents.of_slope(weights.score, product, tangent, row, key);
-    return weight_u;
   }
 };

@@ -8,10 +8,13 @@ import numpy as np
 
 from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.tiles import BackwardJvpFloat32Sm90Tile
 from cuflash.spec.inputs import NUMBERS
 from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS
+from cuflash.spec.problem import Problem
 from cuflash.testing import Case
-from cuflash.testing.tangents import Moved, assert_tangents
+from cuflash.testing.rule import measure
+from cuflash.testing.tangents import Moved, assert_tangents, yardsticks_of
 from tests.scored import Scored
 from tests.second_derivatives import has_gradient, judge_functions
 
@@ -40,6 +43,30 @@ def check_jvp(case: Case, moved: Moved, **options: Any) -> None:
     results = dict(zip(names, passes.jvp(case.problem, given | of_inputs, **case.random, **options), strict=True))
     assert_tangents(case, moved, {name: results[name] for name in ("tout", "tlse")})
     check_forward(case, given, results, "9.0")
+
+
+def inputs_of_float32(case: Case, moved: Moved, tile: BackwardJvpFloat32Sm90Tile) -> tuple[Problem, dict[str, Any]]:
+    """The problem of sm90/backward_jvp_fp32.cu, and all that the pass takes."""
+    problem = replace(case.problem, precision="tf32" if tile.bf16_terms == 2 else "highest")
+    every = case.arrays() | moved.arrays(case)
+    of_jvp = {name: x for name, x in every.items() if name not in ("dout", "dlse", "tdlse")}
+    results = passes.jvp(problem, of_jvp, arch="9.0", **case.random)
+    return problem, every | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
+
+
+def check_float32(case: Case, moved: Moved, tile: BackwardJvpFloat32Sm90Tile, **options: Any) -> None:
+    """Hold its results to the oracle rule.
+
+    Two terms, which are for precision="tf32", leave out up to 2^-14 of a product, where the tolerance is for 2^-24: of
+    a single key, gradients of scores are the difference of two products.
+    """
+    problem, every = inputs_of_float32(case, moved, tile)
+    need = DEFAULT_NEED_TANGENTS
+    found = passes.backward_jvp(problem, every, need=need, arch="9.0", tiles=(tile,), **case.random, **options)
+    judges = yardsticks_of(case, moved)
+    for name, x in zip(need, found, strict=True):
+        measurement = measure(name, x, judges[name].looser(2.0**10 if tile.bf16_terms == 2 else 1.0))
+        assert not measurement.failure, str(measurement)
 
 
 def check_forward(case: Case, given: Mapping[str, Any], results: Mapping[str, Any], arch: str | DeviceSpec) -> None:

@@ -104,6 +104,7 @@ BUGS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.one_of("schedule")
 @every_schedule
 @pytest.mark.parametrize(("kernel", "arguments", "words"), BUGS, ids=[row[0] for row in BUGS])
 def test_planted_bug_is_reported(kernel, arguments, words, schedule):

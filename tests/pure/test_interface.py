@@ -455,7 +455,7 @@ def test_same_bits_every_time():
 def test_an_object_prints_and_pickles():
     attn = cuflash.FlashAttention(causal="top_left", window=(3, None))
     options = "causal='top_left', scale=None, window=(3, None), softcap=None, layout='bhsd', deterministic=False"
-    options += ", precision='highest', dropout=0.0, block_size=(128, 128)"
+    options += ", batch_invariant=False, precision='highest', dropout=0.0, block_size=(128, 128)"
     text = f"FlashAttention({options})"
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text

@@ -204,6 +204,18 @@ def test_a_mean_stays_between_the_values(dtype):
         assert failures(problem, arrays, {"out": wrong})
 
 
+@pytest.mark.parametrize(("bias", "may_be_zero"), [(-712.0, True), (-200.0, False)])
+def test_weights_of_float64_may_be_zero_where_they_are_below_the_smallest_that_counts(bias, may_be_zero):
+    """exp(-712) is less than 2^-960: a sink, which has the rest of the row, makes weights as small as that."""
+    problem, arrays = masked("float64", rows=range(ROWS), value=bias)
+    arrays["sinks"] = np.zeros(1)
+    problem = make_problem(Options(), *ct.qkv(arrays), **ct.optional(arrays))
+    out, _ = reference.forward(problem, *ct.qkv(arrays), **ct.optional(arrays), dtype=np.dtype(np.float64))
+    assert out.any()
+    assert not failures(problem, arrays, {"out": out})
+    assert bool(failures(problem, arrays, {"out": np.zeros_like(out)})) is not may_be_zero
+
+
 def test_numbers_beyond_the_range_may_be_infinite():
     problem, arrays = masked("float16", rows=())
     arrays["bias"][..., 0] = 20.0  # then dv of the first key is the sum of all rows of dout

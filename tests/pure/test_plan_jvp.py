@@ -15,7 +15,14 @@ from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, J
 from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, SCORES_JVP_TILES
 from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES, BackwardJvpSm90Tile
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
-from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_TF32_SM90_TILES,
+    JVP_FLOAT32_SM90_TILES,
+    JVP_TF32_SM90_TILES,
+    BackwardJvpFloat32Sm90Tile,
+    JvpFloat32Sm90Tile,
+)
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case
@@ -65,6 +72,8 @@ def test_every_row_is_chosen_somewhere():
         *JVP_TF32_SM90_TILES,
         *BACKWARD_JVP_TILES,
         *BACKWARD_JVP_SM90_TILES,
+        *BACKWARD_JVP_FLOAT32_SM90_TILES,
+        *BACKWARD_JVP_TF32_SM90_TILES,
         *DQ_JVP_TILES,
         *SCORES_JVP_TILES,
     )
@@ -170,6 +179,55 @@ def test_tangents_are_split_with_their_arrays(moved, precision):
     ]
     listed = ", ".join(("q", "k", "v", *(f"t{name}" for name in moved))[:-1])
     assert f"{listed} and" in plan.reason and f"split into {terms} bf16 terms" in plan.reason
+
+
+@pytest.mark.parametrize("moved", [(), ("q",), ("k", "v")])
+@pytest.mark.parametrize("need", [("tdq", "tdk", "tdv"), ("tdq",), ("tdv",)])
+def test_tangents_of_gradients_in_float32(moved, need):
+    """The copies of arrays have the terms of tangents, too, and there is one map for each; dout has no tangent."""
+    plan = plan_of(problem_of("float32", moved=moved), BACKWARD_JVP, need=need)
+    of_tdq = ["helpers/backward_postprocess.cu"] if "tdq" in need else []
+    assert [kernel.source for kernel in plan.kernels] == [
+        *("helpers/backward_preprocess.cu", "helpers/split_fp32.cu", "sm90/backward_jvp_fp32.cu"),
+        *of_tdq,
+    ]
+    assert [spec.name for spec in plan.tensor_maps] == ["q_copy", "k_copy", "v_copy", "dout_copy"]
+    batch = plan.problem.batch
+    assert [spec.shape[-1] for spec in plan.tensor_maps] == [
+        3 * batch * (1 + (name in moved)) for name in ("q", "k", "v", "dout")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "why_not"),
+    [
+        ({}, None),
+        ({"head_dim": 20, "strides": "flipped", "softcap": 3.0}, None),
+        ({"deterministic": True}, "it adds to tdq in no fixed order"),
+        ({"head_dim": 72}, "it serves head dimensions up to 64"),
+        ({"cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)}, "it knows no packed sequences"),
+        ({"window": (10, 10)}, "splitting these takes too long"),
+        ({"tdout": True}, "no stage of tdout fits into shared memory"),
+    ],
+    ids=str,
+)
+def test_why_not_the_float32_kernel_of_sm90(options, why_not):
+    own = {name: x for name, x in options.items() if name not in ("tdout", "deterministic")}
+    problem = replace(problem_of("float32", **own), deterministic="deterministic" in options)
+    operands = {"tdout": problem.q} if "tdout" in options else None
+    plan = plan_of(problem, BACKWARD_JVP, operands=operands)
+    assert isinstance(plan.tiles[0], BackwardJvpFloat32Sm90Tile) == (why_not is None)
+    if why_not is not None:
+        assert "not sm90/backward_jvp_fp32: " in plan.reason and why_not in plan.reason
+
+
+@pytest.mark.parametrize("what", ["tdout", "packed sequences"])
+def test_a_float32_tile_that_does_not_serve(what):
+    packed = {"cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)} if what == "packed sequences" else {}
+    problem = problem_of("float32", **packed)
+    operands = {"tdout": problem.q} if what == "tdout" else None
+    with pytest.raises(NotImplementedError, match=f"tiles: got a BackwardJvpFloat32Sm90Tile with {what}"):
+        plan_of(problem, BACKWARD_JVP, operands=operands, tiles=BACKWARD_JVP_FLOAT32_SM90_TILES)
 
 
 @pytest.mark.parametrize(

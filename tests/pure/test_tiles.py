@@ -28,6 +28,8 @@ from cuflash.plan.sm80.tiles import (
 )
 from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_TF32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
     BIAS_FLOAT32_SM90_TILES,
@@ -78,6 +80,8 @@ TABLES = {
     "backward sm90": BACKWARD_SM90_TILES,
     "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
     "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
+    "backward_jvp float32 sm90": BACKWARD_JVP_FLOAT32_SM90_TILES,
+    "backward_jvp tf32 sm90": BACKWARD_JVP_TF32_SM90_TILES,
     "dq": DQ_TILES,
     "scores": SCORES_TILES,
     "bias": BIAS_SM90_TILES,
@@ -118,6 +122,9 @@ TABLES = {
         (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_terms": 1}, "two or three bf16 terms"),
         (BACKWARD_TF32_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
+        (BACKWARD_JVP_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
+        (BACKWARD_JVP_FLOAT32_SM90_TILES[0], {"max_dim": 128}, "a head dimension of one chunk"),
+        (BACKWARD_JVP_TF32_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (
             BACKWARD_FLOAT32_SM90_TILES[0],

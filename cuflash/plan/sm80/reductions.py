@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
+from cuflash.plan.traffic import Model
 from cuflash.spec.passes import COLUMN_MAX
 
 # Of more keys than these, tiles have at most 32 keys, so that a buffer may keep half as many again: bisection seldom
@@ -23,6 +26,7 @@ class Columns(ReductionFamily[ColumnTile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm80/column_sums"
+    model: ClassVar[Model | None] = "keys of query heads"
     has_functions = True
     serves_no_values = True
     rows = COLUMN_TILES

@@ -281,8 +281,8 @@ def heads_cleared_ahead(draft: Draft, main: Tile, some_go_back: bool) -> int:
 
 def reversed_one_in_order(problem: Problem, splits_roles: bool) -> int:
     """One head of this many runs backwards from the last query, where blocks add to dq, or to tdq, in order."""
-    if problem.window_right is None or problem.window_left is not None:
-        return 0
+    if problem.window_right is None or problem.window_left is not None or problem.batch_invariant:
+        return 0  # which heads go back depends on how many there are
     if problem.group_size > 1:
         return GROUPED_REVERSED_ONE_IN
     return SPLIT_ROLES_REVERSED_ONE_IN if splits_roles else 0

@@ -1,4 +1,7 @@
-"""The tangents of gradients on compute capability 9.0: one kernel adds to those of dq, dk and dv, in half precision."""
+"""The tangents of gradients on compute capability 9.0: half precision, and float32 as bf16 terms.
+
+One kernel adds to those of dq, dk and dv.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,15 @@ from cuflash.plan.sm90.backward import (
     heads_cleared_ahead,
     reversed_one_in_order,
 )
+from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
-from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
+from cuflash.plan.sm90.tiles import (
+    BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_TF32_SM90_TILES,
+    BackwardJvpFloat32Sm90Tile,
+)
+from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.spec.problem import Problem
@@ -109,7 +118,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         if _has_separate_tdq(draft) and not {"tdk", "tdv"} & set(draft.need):
             return "the order of tdq counts the tiles that the block-sparse index leaves out"
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
-        if why_not is None and problem.is_packed:
+        if why_not is None and problem.counts_as_packed:
             tile, _ = choose_row(BACKWARD_JVP_SM90_TILES, problem, draft.device)
             narrow, middle, _ = (row.max_dim for row in BACKWARD_JVP_SM90_TILES)
             if tile.sums_first:
@@ -152,6 +161,48 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
                 "expected a BackwardJvpTile and a DqJvpTile"
             )
         draft.map_tensors({name: rows[name] for name in _mapped(draft)})
+        draft.add_block_index(tile, "query_index")
+        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
+    """float32, of operands as bf16 terms."""
+
+    kernel = "sm90/backward_jvp_fp32"
+    model = "keys"
+    tile = BackwardJvpFloat32Sm90Tile
+    outputs = BackwardJvp.outputs
+    serves_tdq_alone = True
+    defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1, "CUFLASH_PLAIN_FRAGMENTS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardJvpFloat32Sm90Tile, ...]:
+        return {"highest": BACKWARD_JVP_FLOAT32_SM90_TILES, "tf32": BACKWARD_JVP_TF32_SM90_TILES}[problem.precision]
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*BACKWARD_JVP_FLOAT32_SM90_TILES, *BACKWARD_JVP_TF32_SM90_TILES)
+
+    def why_not(self, draft: Draft) -> str | None:
+        why_not = why_not_split(draft, self.table(draft.problem))
+        if why_not is None and "tdout" in draft.arrays:
+            return "no stage of tdout fits into shared memory"
+        if why_not is None and draft.problem.deterministic and "tdq" in draft.need:
+            return "it adds to tdq in no fixed order"
+        return why_not
+
+    def accumulator_layout(self, main: BackwardJvpFloat32Sm90Tile) -> BackwardTile:
+        return fragments_of_a_warpgroup(main)
+
+    def draft(self, draft: Draft, tile: BackwardJvpFloat32Sm90Tile) -> None:
+        problem, arrays = draft.problem, ("q", "k", "v", "dout")
+        if "tdout" in draft.arrays or problem.is_packed:
+            what = "packed sequences" if problem.is_packed else "tdout"
+            raise NotImplementedError(
+                f"tiles: got a BackwardJvpFloat32Sm90Tile with {what}, expected a BackwardJvpTile"
+            )
+        tangents = tuple(f"t{name}" for name in INPUTS if name in (problem.moved or ()))
+        add_bf16_split(draft, tile, arrays, tangents)
+        draft.map_tensors(dict.fromkeys(arrays, tile.block_m))
         draft.add_block_index(tile, "query_index")
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

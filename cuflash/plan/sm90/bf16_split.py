@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from cuflash.plan.draft import Draft
+from cuflash.plan.families import ANY_CALL
 from cuflash.plan.sm90.copies import add_copying_kernel
 from cuflash.plan.sm90.scored import bias_by
-from cuflash.plan.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile, JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    BackwardFloat32Sm90Tile,
+    BackwardJvpFloat32Sm90Tile,
+    BiasSm90Tile,
+    ForwardFloat32Sm90Tile,
+    JvpFloat32Sm90Tile,
+)
 from cuflash.plan.tiles import Tile
-from cuflash.spec.passes import BACKWARD, FORWARD, JVP
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
 
-SplitTile = ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile | JvpFloat32Sm90Tile
+SplitTile = (
+    ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile | JvpFloat32Sm90Tile | BackwardJvpFloat32Sm90Tile
+)
 
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
 # with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
 # 128 on in the backward pass. jvp takes 1.61 ms in place of 1.57 at seqlen 192, 1.62 in place of 2.10 at 256.
-SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42, JVP: 64}
+# backward_jvp has the number of jvp, by arithmetic: not measured.
+SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42, JVP: 64, BACKWARD_JVP: 64}
 
 
 def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
@@ -24,8 +34,8 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return ""
     if problem.block_table is not None:
         return "it would split all pages of the pool, whoever they belong to"
-    if problem.is_packed:
-        return "it knows no packed sequences"
+    if problem.counts_as_packed:
+        return f"it knows no packed sequences{'' if problem.is_packed else ANY_CALL}"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"

@@ -51,7 +51,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         # made 2.67 and 2.58.
         if problem.bias is not None and not problem.has_float8 and sm80_decode.Decode().why_not(draft) is None:
             return "sm80/decode reads a bias faster"
-        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms and not problem.has_float8:
+        fills = 2 * draft.heads >= device.num_sms and not problem.batch_invariant
+        if problem.group_size == 1 and fills and not problem.has_float8:
             return f"{draft.heads} heads fill the device, and no two share keys"
         return None
 

@@ -22,7 +22,7 @@ CONDITIONS = by_name(
     Condition("no bias", lambda fit: fit.problem.bias is None, "problems without a bias"),
     Condition(
         "fixed lengths",
-        lambda fit: fit.problem.bias is None and not fit.problem.is_packed,
+        lambda fit: fit.problem.bias is None and not fit.problem.counts_as_packed,
         "problems without a bias and packed sequences",
     ),
 )

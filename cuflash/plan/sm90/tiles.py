@@ -400,6 +400,42 @@ class BackwardFloat32Sm90Tile(ScoredTile):
         return self.bias_of_pairs > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardJvpFloat32Sm90Tile(Sm90Tile):
+    """One way to cut the tangents of gradients in float32 for compute capability 9.0, of operands as bf16 terms.
+
+    Warpgroups own the same 64 keys.
+    """
+
+    max_dim: int
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int  # of q and its tangent
+    do_stages: int  # of dout
+    num_buffers: int  # buffers in which weights and gradients of scores are handed from warpgroup to warpgroup
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    origin: str = field(compare=False)
+
+    defined = ("do_stages", "num_buffers", "bf16_terms")
+    variations: ClassVar = {"num_stages": (1, 2, 3), "do_stages": (1, 2), "num_buffers": (1, 2)}
+
+    element_bytes = 4
+    num_warps = 16  # four each for tdv, tdk, tdq and the producers
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
+            (self.max_dim <= CHUNK, "a head dimension of one chunk"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tiles = 2 + 2 * self.num_stages + self.do_stages + 2 * self.num_buffers
+        stats = 16 * self.block_m * self.do_stages
+        barriers = 8 * (2 + 2 * self.num_stages + 2 * self.do_stages + 3 * self.num_buffers)
+        return tiles * self.bf16_terms * chunked_bytes(64, CHUNK) + stats + barriers
+
+
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _jvp_float32_sm90 = maker(JvpFloat32Sm90Tile, "max_dim block_n num_stages ping_pong origin")
@@ -410,6 +446,7 @@ _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages sch
 _columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
+_backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
 
 # fmt: off
 FORWARD_SM90_TILES = (
@@ -451,8 +488,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
                   "on an H100 555 TFLOP/s, 128 x 128: 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
                   "1024 keys)"),
-    _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
-                  "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full)"),
+    _forward_sm90(128,    192, 80,  2,    True,  2, "long",
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full), causal 615 "
+                  "and 710, 580 and 664"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
                   "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2: "
                   "297, 332 / 247"),
@@ -576,6 +614,15 @@ BACKWARD_FLOAT32_SM90_TILES = (
 BACKWARD_TF32_SM90_TILES = (
     _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_terms=2),
     _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_terms=2),
+)
+
+# Of backward_jvp. The products of terms count as one.
+BACKWARD_JVP_FLOAT32_SM90_TILES = (
+    #                         max_dim stages of q, dout, buffers
+    _backward_jvp_float32_sm90(64,    2, 1, 1, ARITHMETIC),
+)
+BACKWARD_JVP_TF32_SM90_TILES = (
+    _backward_jvp_float32_sm90(64,    2, 2, 2, ARITHMETIC, bf16_terms=2),
 )
 # fmt: on
 

@@ -63,8 +63,7 @@ CUFLASH_DEVICE void copy_rows(const Params& params, Copy copy) {
 #if CUFLASH_TANGENTS
   if (copying.template serve<false, kHeadDim, kBf16Terms>(16, params.tq, params.q_copy)) return;
   if (copying.template serve<true, kHeadDim, kBf16Terms>(32, params.tk, params.k_copy)) return;
-  copying.template serve<true, kHeadDimV, kBf16Terms>(64, params.tv, params.v_copy);
-#else
-  copying.template serve<false, kHeadDimV>(8, params.dout, params.dout_copy);
+  if (copying.template serve<true, kHeadDimV, kBf16Terms>(64, params.tv, params.v_copy)) return;
 #endif
+  copying.template serve<false, kHeadDimV>(8, params.dout, params.dout_copy);
 }

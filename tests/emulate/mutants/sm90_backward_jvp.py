@@ -5,6 +5,7 @@ from tests.emulate.mutants.mutant import mutant
 KERNEL = "sm90/backward_jvp.cu"
 DQ = "sm90/backward_jvp_dq.cuh"
 WEIGHTS = "sm90/backward_jvp_weights.cuh"
+PAIRS = "sm90/pair_weights.cuh"
 
 OWN, SPLIT, HALVES = "tangents sm90", "tangents sm90 roles", "tangents sm90 wide"
 
@@ -121,10 +122,11 @@ MUTANTS = (
            "own[0], tlse[i % 2]);", "tangents sm90 of pairs"),
     mutant("pairs that dropout drops", WEIGHTS, "        if (!keeps) p[n][i] = -p[n][i];\n", "",
            "tangents sm90 of pairs"),
-    mutant("u without tlse", WEIGHTS, "product, tangent, row, key) - tlse;", "product, tangent, row, key);",
+    # ---- sm90/pair_weights.cuh
+    mutant("u without tlse", PAIRS, "product, tangent, row, key) - tlse;", "product, tangent, row, key);",
            "tangents sm90 of pairs"),
-    mutant("P without the derivative", WEIGHTS, "p = derivative * weight;", "p = weight;", "tangents sm90 of pairs"),
-    mutant("the second derivative is forgotten", WEIGHTS, "derivative * weight_u + weight * tangents.of_slope",
+    mutant("P without the derivative", PAIRS, "p = derivative * weight;", "p = weight;", "tangents sm90 of pairs"),
+    mutant("the second derivative is forgotten", PAIRS, "derivative * weight_u + weight * tangents.of_slope",
            "derivative * weight_u + 0 * tangents.of_slope", "tangents sm90 of pairs"),
 )
 # fmt: on

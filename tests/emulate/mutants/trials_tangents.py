@@ -7,12 +7,12 @@ from typing import Any
 from cuflash.emulator import SCHEDULES, Schedule
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.jvp import JvpSm90Tile, JvpWideSm90Tile
-from cuflash.plan.sm90.tiles import JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import BACKWARD_JVP_FLOAT32_SM90_TILES, BackwardJvpFloat32Sm90Tile, JvpFloat32Sm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything, movable
 from tests.cuda_scores import CUDA_SCORES
-from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
+from tests.emulate.tangents import check, check_float32, check_functions, check_jvp, check_partials, movable_of
 from tests.scored import few_tiles
 from tests.second_derivatives import CASES, PACKED
 
@@ -129,6 +129,22 @@ class JvpFloat32Sm90Trial(JvpSm90Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackwardJvpFloat32Sm90Trial:
+    """backward_jvp in float32 on compute capability 9.0: tangents of q, k and v, or of all that there is."""
+
+    case: Case
+    of_everything: bool = False
+    tile: BackwardJvpFloat32Sm90Tile = BACKWARD_JVP_FLOAT32_SM90_TILES[0]
+    schedules: tuple[Schedule, ...] = SCHEDULES
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        moved = everything(self.case) if self.of_everything else Moved(names=("q", "k", "v"))
+        for schedule in self.schedules:
+            check_float32(self.case, moved, self.tile, kernels=kernels, schedule=schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SinkTrial:
     """A sink has more weight than the first keys, and what keys have in common is large."""
 
@@ -142,8 +158,10 @@ _GROUPS = Case(
     dtype="bfloat16", seqlen_q=190, seqlen_k=230, head_dim=72, head_dim_v=80, num_heads=2, num_heads_kv=1, causal=True
 )
 _FLOAT32 = replace(_GROUPS, dtype="float32", head_dim=64, head_dim_v=40)
+_FEW = Case(**{**SIZES, "dtype": "float32", "num_heads": 2, "num_heads_kv": 1, "head_dim_v": 40}, causal=True)
+_OF_PAIRS = replace(_FEW, softcap=1.5, scale=0.3, alibi_slopes=(2,), dropout=0.2)
 _WIDE = replace(_GROUPS, seqlen_k=300, head_dim=136, head_dim_v=200)
-AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | SinkTrial
+AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | BackwardJvpFloat32Sm90Trial | SinkTrial
 TRIALS: dict[str, AnyTrial] = {
     "jvp sm90": JvpSm90Trial(case=replace(_GROUPS, score_spread=8.0), schedules=SCHEDULES),
     "jvp sm90 overlap": JvpSm90Trial(
@@ -175,6 +193,19 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_FLOAT32, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1), moved=()
     ),
     "jvp float32 few keys": JvpFloat32Sm90Trial(case=replace(_FLOAT32, seqlen_k=40), schedules=SCHEDULES),
+    "tangents float32": BackwardJvpFloat32Sm90Trial(case=_FEW),
+    "tangents float32 with one stage": BackwardJvpFloat32Sm90Trial(
+        case=_FEW, tile=replace(BACKWARD_JVP_FLOAT32_SM90_TILES[0], num_stages=1)
+    ),
+    "tangents float32 of pairs": BackwardJvpFloat32Sm90Trial(
+        case=_OF_PAIRS, of_everything=True, schedules=SCHEDULES[:1]
+    ),
+    "tangents float32 of large scores": BackwardJvpFloat32Sm90Trial(
+        case=replace(_FEW, score_mean=3e3), schedules=SCHEDULES[:1]
+    ),
+    "tangents float32 of pairs of large scores": BackwardJvpFloat32Sm90Trial(
+        case=replace(_FEW, alibi_slopes=(2,), score_mean=3e3), of_everything=True, schedules=SCHEDULES[:1]
+    ),
     "jvp wide": JvpWideSm90Trial(case=replace(_WIDE, score_spread=8.0), schedules=SCHEDULES),
     "jvp wide window": JvpWideSm90Trial(case=replace(_WIDE, causal=False, window=(70, 10), num_heads=1)),
     "jvp wide options": JvpWideSm90Trial(

@@ -1,0 +1,671 @@
+// Tangents of gradients in float32 on compute capability 9.0 (Hopper), transposed, with wgmma and TMA. The formulas are
+// those of sm90/backward_jvp.cu, the products those of sm90/backward_fp32.cu: every array and every tangent comes split
+// into bf16 terms (helpers/split_fp32.cu), and a product is the sum of the products of their terms.
+//
+//   [1] S' = K Q'    tX' = K tQ' + tK Q'      [2] P' and u' = scale tX' - tlse     [3] tdV += (P' u') dO
+//   [4] dP' = V dO'  tdP' = tV dO'            [5] dX' and tdX'                     [6] tdK += dX' tQ + tdX' Q
+//   [7] tdQ += dX tK + tdX K                                                       (X' is X transposed)
+//
+// A block owns 64 keys of one key/value head and iterates over the tiles of 64 queries, and over the query heads that
+// share its keys. Nothing is computed twice: the first warpgroup makes [1] to [3] and hands P' and u' to the second one,
+// which makes [4] to [6] and hands dX' and tdX' to the third one, which makes [7] and adds it to memory. Two threads of
+// the last warpgroup are producers.
+//
+// Operands in shared memory cost as many clocks as a product of 64 columns takes. So V and tV, which one product each
+// reads, are in registers, and K is multiplied by Q and tQ at once. V and tV arrive where dX' and tdX' will be.
+//
+//   barrier         one phase is over when                     who waits
+//   k_full, v_full  K and tK, or V and tV, have arrived        the warpgroups that multiply with them
+//   q_full[i]       Q and tQ are in stage i                    [1], [6]
+//   q_empty[i]      [6] is done, and so is [1]                 the producer of Q
+//   do_full[i]      dO and statistics are in stage i           [3], [4], before they read either
+//   do_empty[i]     [3] and [5] are done                       the producer of dO
+//   p_full[i]       P' and u' are in buffer i                  [5]
+//   dx_full[i]      dX' and tdX' have replaced them            [7]
+//   dx_empty[i]     [6] and [7] are done, at the start: V and  [2], before P' and u' are written there
+//                   tV have been read
+//   named: one for the second warpgroup
+#include "common/config.cuh"
+#include "common/io/bf16_split.cuh"
+#include "common/io/fragments.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/score/dropout.cuh"
+#include "common/score/gradient_tangents.cuh"
+#include "common/score/scores.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/pair_weights.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr int kRows = 64;  // of every tile
+constexpr int kNTiles = kRows / 8, kSteps = kRows / 16;
+static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
+static_assert(kDim <= kChunk && kDimV <= kChunk, "a tile is one chunk");
+static_assert(kNumWarps == 16, "P', dX', tdQ and the producers");
+static_assert(kPairsStats, "a lane reads lse of two queries, or their delta");
+static_assert(kHasValues && !kIsPacked && !kDqInOrder && !kSplitsGroup && !kSplitsTail, "not served");
+constexpr int kQStages = CUFLASH_NUM_STAGES, kDoStages = CUFLASH_DO_STAGES, kBuffers = CUFLASH_NUM_BUFFERS;
+
+constexpr bool kMovesProducts = kMovesQ || kMovesK;  // tX' = K tQ' + tK Q'
+constexpr bool kSumsTdv = kNeedsDv && kMovesScores;
+constexpr bool kReadsDx = kMovesQ || kMovesK;  // by [6] or [7]; both read tdX'
+// Whether weights are made pair by pair (sm90/pair_weights.cuh).
+constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMovesAlibi;
+
+// Shared memory: K and tK, the ring of Q and tQ, the ring of dO, buffers, statistics and their tangents, barriers. Terms
+// of a tile come one after the other; those of Q and tQ take turns, so that one product reads both.
+constexpr u32 kTerm = chunked_bytes(kRows, kChunk), kTerms = kBf16Terms * kTerm;
+constexpr u32 kBytesStats = kRows * 8;       // and as many of their tangents
+constexpr u32 kBytesP = 128 * kNTiles * 16;  // and as many of u'
+static_assert(kBytesP <= kTerms, "P' lies where dX' will be");
+constexpr u32 kBytesBarriers = 8 * (2 + 2 * kQStages + 2 * kDoStages + 3 * kBuffers);
+static_assert((2 + 2 * kQStages + kDoStages + 2 * kBuffers) * kTerms + kDoStages * 2 * kBytesStats + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+// Registers of a thread once each role has its own number of them: as many in all as the block started with.
+constexpr int kPRegisters = 168, kDxRegisters = 232, kTdqRegisters = 80, kProducerRegisters = 32;
+
+constexpr u32 kDxWarpgroup = 1;  // named barrier
+
+// The tensor maps, of terms: of q, k and v, followed by those of their tangents, and of dout.
+constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3;
+struct BackwardJvpParams {
+  Params common;
+  TensorMap maps[4];
+};
+static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
+              "the argument differs from its description in Python");
+
+// The barriers of the buffers in which P' and u', and then dX' and tdX', are handed over.
+struct BufferBarriers {
+  u32 address;
+
+  CUFLASH_DEVICE Barrier p_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage}; }
+  CUFLASH_DEVICE Barrier dx_full(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 8}; }
+  CUFLASH_DEVICE Barrier dx_empty(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 16}; }
+  CUFLASH_DEVICE void init() const {
+    for (int i = 0; i < kBuffers; ++i) {
+      p_full({i}).init(4);
+      dx_full({i}).init(1);
+      dx_empty({i}).init(2);
+    }
+  }
+  // One thread each of the second and of the third warpgroup: nothing reads the buffers any more.
+  CUFLASH_DEVICE void begin() const {
+    for (int i = 0; i < kBuffers; ++i) dx_empty({i}).arrive();
+  }
+};
+
+struct Shared {
+  u32 k, tk, q_stages, do_stages, buffers, stats;
+  Barrier k_full, v_full;
+  Ring<kQStages> q_ring;
+  Ring<kDoStages> do_ring;
+  BufferBarriers handed;
+
+  CUFLASH_DEVICE Shared() {
+    k = ptx::dynamic_shared();
+    tk = k + kTerms;
+    q_stages = tk + kTerms;
+    do_stages = q_stages + kQStages * 2 * kTerms;
+    buffers = do_stages + kDoStages * kTerms;
+    stats = buffers + kBuffers * 2 * kTerms;
+    k_full = {stats + kDoStages * 2 * kBytesStats};
+    v_full = {k_full.address + 8};
+    q_ring = {v_full.address + 8};
+    do_ring = {q_ring.address + Ring<kQStages>::kBytes};
+    handed = {do_ring.address + Ring<kDoStages>::kBytes};
+  }
+  CUFLASH_DEVICE u32 q_at(const Position<kQStages>& at) const { return q_stages + at.stage * 2 * kTerms; }
+  CUFLASH_DEVICE u32 do_at(const Position<kDoStages>& at) const { return do_stages + at.stage * kTerms; }
+  CUFLASH_DEVICE u32 stats_at(const Position<kDoStages>& at) const { return stats + at.stage * 2 * kBytesStats; }
+  // dX', before that P', at the start V; tdX', u' and tV follow.
+  CUFLASH_DEVICE u32 dx_at(const Position<kBuffers>& at) const { return buffers + at.stage * 2 * kTerms; }
+  CUFLASH_DEVICE u32 tdx_at(const Position<kBuffers>& at) const { return dx_at(at) + kTerms; }
+};
+
+// ---- Products of terms ---------------------------------------------------------------------------------------------
+
+// Calls multiply(a, b, index) for the pairs of terms a and b whose products count, small ones first.
+template <class Multiply>
+CUFLASH_DEVICE void for_term_products(Multiply multiply) {
+  repeat<kTermProducts>([&](auto index) __attribute__((always_inline)) {
+    constexpr TermProduct product = term_product(decltype(index)::value);
+    multiply(Integer<product.a>{}, Integer<product.b>{}, decltype(index)::value);
+  });
+}
+CUFLASH_DEVICE u64 term_of(u64 tile, int term, u32 term_bytes = kTerm) { return tile + term * (term_bytes / 16); }
+
+using Accumulator = float[kNTiles][4];
+template <int steps>
+using Terms = u32[kBf16Terms][steps][4];  // of an operand in registers
+
+// Turns 16 columns of an accumulator, from n-tile 2 k on, into terms by `split_pair`. Returns the sum of its results.
+template <class SplitPair>
+CUFLASH_DEVICE float split_step(const Accumulator& value, int k, u32 (&word)[kBf16Terms][4], SplitPair split_pair) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float (&pair)[4] = value[2 * k + i / 2];
+    u32 terms[kBf16Terms];
+    sum += split_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1], terms);
+#pragma unroll
+    for (int term = 0; term < kBf16Terms; ++term) word[term][i] = terms[term];
+  }
+  return sum;
+}
+
+template <int n_tiles>
+CUFLASH_DEVICE void add(float (&total)[n_tiles][4], const float (&sum)[n_tiles][4]) {
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[n][i] += sum[n][i];
+}
+
+// ---- Producers ------------------------------------------------------------------------------------------------------
+
+// A producer is one thread. One loads K and tK, and stages of Q and tQ; the other V and tV, and stages of dO with the
+// statistics of their rows.
+struct Producer {
+  const BackwardJvpParams& params;
+  const Shared& shared;
+  const BackwardWork tile;
+
+  CUFLASH_DEVICE Producer(const BackwardJvpParams& params_, const Shared& shared_)
+      : params(params_), shared(shared_), tile(params_.common) {}
+
+  // Loads the terms of an array from term `first` on, `term_bytes` apart.
+  CUFLASH_DEVICE void load(u32 to, int map, const Barrier& full, int row, int head, int first = 0,
+                           u32 term_bytes = kTerm) const {
+#pragma unroll 1
+    for (int term = 0; term < kBf16Terms; ++term)
+      ptx::load_tensor(to + term * term_bytes, params.maps[map], full.address, 0, row, head,
+                       (first + term) * params.common.batch + tile.work.batch);
+  }
+  template <bool moves>
+  CUFLASH_DEVICE void load_keys(u32 to, int map, const Barrier& full) const {
+    full.arrive_expect((1 + moves) * kTerms);
+    load(to, map, full, tile.first_key, tile.head_kv);
+    if constexpr (moves) load(to + kTerms, map, full, tile.first_key, tile.head_kv, kBf16Terms);
+  }
+  CUFLASH_DEVICE void produce_q() const {
+    if (tile.num_steps == 0) return;
+    load_keys<kMovesK>(shared.k, kMapK, shared.k_full);
+    QueryTileIterator m_tile = tile.first();
+    Position<kQStages> at;
+#pragma unroll 1
+    for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+      const int first_row = m_tile.m_block * kRows;
+      const Barrier full = shared.q_ring.full(at);
+      shared.q_ring.empty(at).wait(at.parity ^ 1);
+      full.arrive_expect((1 + kMovesQ) * kTerms);
+      load(shared.q_at(at), kMapQ, full, first_row, m_tile.head, 0, 2 * kTerm);
+      if constexpr (kMovesQ) load(shared.q_at(at) + kTerm, kMapQ, full, first_row, m_tile.head, kBf16Terms, 2 * kTerm);
+    }
+  }
+  CUFLASH_DEVICE void produce_dout() const {
+    if (tile.num_steps == 0) return;
+    load_keys<kMovesV>(shared.dx_at({}), kMapV, shared.v_full);
+    QueryTileIterator m_tile = tile.first();
+    Position<kDoStages> at;
+#pragma unroll 1
+    for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+      const int first_row = m_tile.m_block * kRows;
+      const Barrier full = shared.do_ring.full(at);
+      shared.do_ring.empty(at).wait(at.parity ^ 1);
+      full.arrive_expect(kTerms + 2 * kBytesStats);
+      const u32 stats = shared.stats_at(at);
+      const Params& common = params.common;
+      ptx::load_bulk(stats, stats_of(common, tile.work.batch, m_tile.head) + first_row * 2, kBytesStats, full.address);
+      ptx::load_bulk(stats + kBytesStats, row_tangents_of(common, tile.work.batch, m_tile.head) + first_row * 2,
+                     kBytesStats, full.address);
+      load(shared.do_at(at), kMapDout, full, first_row, m_tile.head);
+    }
+  }
+};
+
+// Stores rows of a result.
+template <int head_dim, int n_tiles>
+CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, u32 thread,
+                               const float (&value)[n_tiles][4], float factor) {
+  Storage* head = (Storage*)head_of(result, tile.work.batch, tile.head_kv);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = tile.first_key + thread / 32 * 16 + fragment_row() + half * 8;
+    if (key >= params.seqlen_k) continue;
+    store_row<head_dim>(head + key * result.row_stride, value, half, factor);
+  }
+}
+
+// ---- The first warpgroup: P', u' and tdV --------------------------------------------------------------------------
+
+struct MakerOfP {
+  const Params& common;
+  const Shared& shared;
+  const u32 thread;
+  const BackwardWork tile;
+  const int lane_key;
+  const float kept_scale;
+
+  float tdv[kDimV / 8][4];
+  QueryTileIterator m_tile;
+  Position<kQStages> q_at;
+  Position<kDoStages> do_at;
+  Position<kBuffers> buffer;
+
+  CUFLASH_DEVICE MakerOfP(const Params& common_, const Shared& shared_, u32 thread_)
+      : common(common_),
+        shared(shared_),
+        thread(thread_),
+        tile(common_),
+        lane_key(tile.first_key + thread / 32 * 16 + fragment_row()),
+        kept_scale(kept_scale_of(common)),
+        m_tile(tile.first()) {
+    set_zero((float (&)[1][kDimV / 8][4]) tdv);
+  }
+
+  // [1] S', and tX' as its two products.
+  CUFLASH_DEVICE void issue_scores(float (&s_and_ktq)[(1 + kMovesQ) * kNTiles][4], Accumulator& tkq) const {
+    const u64 keys = descriptor_of(shared.k), tangents = descriptor_of(shared.tk);
+    const u64 queries = descriptor_of(shared.q_at(q_at));
+    if constexpr (kMovesK) ptx::fence_operand(tkq);
+    issue(s_and_ktq, [&]() __attribute__((always_inline)) {
+      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+        // The terms of K come in the order in which the forward pass has those of its second factor.
+        const auto multiply = [&](auto& d, u64 a) __attribute__((always_inline)) {
+#pragma unroll
+          for (int k = 0; k < kDim / 16; ++k)
+            ptx::wgmma<false, false>(BFloat16{}, d, along_k<kRows>(term_of(a, j.value), k),
+                                     along_k<kRows>(term_of(queries, i.value, 2 * kTerm), k), index > 0 || k > 0);
+        };
+        multiply(s_and_ktq, keys);
+        if constexpr (kMovesK) multiply(tkq, tangents);
+      });
+    });
+  }
+
+  // Waits for them, and adds up tX'.
+  CUFLASH_DEVICE void finish_scores(float (&s_and_ktq)[(1 + kMovesQ) * kNTiles][4], Accumulator& tx) const {
+    wait_for<0>(s_and_ktq);
+    if constexpr (kMovesK) ptx::fence_operand(tx);
+    if constexpr (!kMovesQ) return;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float ktq = s_and_ktq[kMovesQ * kNTiles + n][i];
+        tx[n][i] = kMovesK ? ktq + tx[n][i] : ktq;
+      }
+  }
+
+  // [2] P' and u' of n-tile `n`, whose statistics and their tangents are those of `lse` and `tlse`, in place of S' and
+  // tX': weights that dropout drops are marked by their sign. Returns P' u' as tdV needs it.
+  template <class RowOf>
+  CUFLASH_DEVICE void weigh(float (&p)[4], float (&u)[4], float (&pu)[4], int n, const float (&tlse)[2],
+                            const PairWeights& pairs, bool masked, const KeptWeights<true>& kept, RowOf row_of) const {
+    const int query = m_tile.m_block * kRows + fragment_column() + 8 * n;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = query + i % 2, key = lane_key + i / 2 * 8;
+      const float tangent = kMovesProducts ? u[i] : 0.0f;
+      if constexpr (kPairByPair) {
+        float weight;
+        u[i] = tangent;
+        pu[i] = pairs.make(p[i], u[i], weight, row, key, masked, row_of(i % 2), tlse[i % 2]);
+      } else {
+        float derivative;
+        p[i] = pairs.weights.of_hidden(p[i], row, key, masked, row_of(i % 2), derivative);
+        u[i] = p[i] == 0.0f ? 0.0f : tangent * pairs.weights.score.scale - tlse[i % 2];
+        pu[i] = p[i] * u[i];
+      }
+      if constexpr (kHasDropout) {
+        const bool keeps = kept.keeps(n, i);
+        p[i] = keeps ? p[i] : -p[i];
+        pu[i] = keeps ? pu[i] * kept_scale : 0.0f;
+      }
+    }
+  }
+
+  // Makes all of them, hands P' and u' over, and leaves P' u' in place of tX'. `row_of(query, lse)` is a row as weights
+  // take it.
+  template <class RowOf>
+  CUFLASH_DEVICE void hand_over(Accumulator& s, Accumulator& tx, const PairWeights& pairs, bool masked,
+                                RowOf row_of) const {
+    const u32 s_stats = shared.stats_at(do_at) + fragment_column() * 8, s_p = shared.dx_at(buffer) + thread * 16;
+    const int lane_query = m_tile.m_block * kRows + fragment_column();
+    [[maybe_unused]] const Dropout dropout(common, tile.work.batch, m_tile.head);
+    KeptWeights<true> kept = {};
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      float lse[2], tlse[2], pu[4];  // of this lane's two queries
+      ptx::load_shared_x2(s_stats + n * 64, lse);
+      ptx::load_shared_x2(s_stats + kBytesStats + n * 64, tlse);
+      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(lane_query + 8 * n, lane_key);
+      weigh(s[n], tx[n], pu, n, tlse, pairs, masked, kept,
+            [&](int i) { return row_of(lane_query + 8 * n + i, lse[i]); });
+      ptx::store_shared_f32x4(s_p + n * 2048, s[n]);
+      ptx::store_shared_f32x4(s_p + kTerms + n * 2048, tx[n]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tx[n][i] = pu[i];
+    }
+    arrive_as_warp(shared.handed.p_full(buffer));
+  }
+
+  // [2] of a tile, of which some rows may be `large` (common/softmax/backward.cuh).
+  CUFLASH_DEVICE void make_p(Accumulator& s, Accumulator& tx, const PairWeights& pairs, bool masked, bool large) const {
+    const Entry batch = tile.work.batch;
+    const int head = m_tile.head;
+    if constexpr (kPairByPair) {
+      hand_over(s, tx, pairs, masked, [&](int query, float lse) {
+        if (large) return RowStats(common, batch, head, query);
+        RowStats stats;
+        stats.lse = lse;
+        return stats;
+      });
+    } else {
+      const auto row_of = [&](int n, int i) { return m_tile.m_block * kRows + 8 * n + fragment_column() + i % 2; };
+      pairs.weights.hide_products((float (&)[1][kNTiles][4])s, masked, row_of,
+                                  [&](int, int i) { return lane_key + i / 2 * 8; });
+      // As in sm90/backward_fp32.cu: one body of code serves both where products are scores but for their factor.
+      const RowSum* row_sums = row_sums_of(common, batch, head);
+      if (large && kScaleInExponent) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) make_relative(s[n], n, row_sums + row_of(0, 0), pairs.weights.exponent_scale);
+      } else if (large) {
+        hand_over(s, tx, pairs, masked, [row_sums](int query, float) { return row_sums[query]; });
+      }
+      if (kScaleInExponent || !large) hand_over(s, tx, pairs, masked, [](int, float lse) { return PlainRow{lse}; });
+    }
+  }
+
+  // [3] tdV += (P' u') dO. The tensor cores sum a tile, and tiles are added with rounding.
+  CUFLASH_DEVICE void add_tdv(const Accumulator& pu) {
+    Terms<kSteps> operand;
+    float sum[kDimV / 8][4];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      u32 word[kBf16Terms][4];
+      split_step(pu, k, word, bf16_split_small);
+#pragma unroll
+      for (int term = 0; term < kBf16Terms; ++term)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) operand[term][k][i] = word[term][i];
+    }
+    const u64 dout = descriptor_of_transposed<kRows>(shared.do_at(do_at));
+    issue(sum, [&]() __attribute__((always_inline)) {
+      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+          ptx::wgmma<true>(BFloat16{}, sum, operand[i.value][k], along_k_transposed(term_of(dout, j.value), k),
+                           index > 0 || k > 0);
+      });
+    });
+    wait_for<0>(sum);
+    add(tdv, sum);
+  }
+
+  CUFLASH_DEVICE void step() {
+    float s_and_ktq[(1 + kMovesQ) * kNTiles][4];
+    Accumulator tx;
+    shared.q_ring.full(q_at).wait(q_at.parity);
+    issue_scores(s_and_ktq, tx);
+    const PairWeights pairs(common, tile.work.batch, m_tile.head, tile.key_stop, tile.own_diagonal);
+    const bool masked = m_tile.needs_mask(tile.queries);
+    shared.do_ring.full(do_at).wait(do_at.parity);
+    const bool large = is_of_large(ptx::float_of(ptx::load_shared_b32(shared.stats_at(do_at))));
+    finish_scores(s_and_ktq, tx);
+    shared.handed.dx_empty(buffer).wait(buffer.parity);
+    make_p((Accumulator&)s_and_ktq, tx, pairs, masked, large);
+    if constexpr (kSumsTdv) add_tdv(tx);
+    if (thread == 0) shared.do_ring.empty(do_at).arrive();
+    q_at.advance(), do_at.advance(), buffer.advance();
+    m_tile.advance(tile.queries);
+  }
+  CUFLASH_DEVICE void run() {
+    if (tile.num_steps > 0) shared.k_full.wait(0);
+#pragma unroll 1
+    for (int i = 0; i < tile.num_steps; ++i) step();
+    if constexpr (kNeedsDv) store_rows<kHeadDimV>(common, common.dv, tile, thread, tdv, 1.0f);
+  }
+};
+
+// ---- The second warpgroup: dX', tdX' and tdK ----------------------------------------------------------------------
+
+struct MakerOfDx {
+  const Params& common;
+  const Shared& shared;
+  const u32 thread;
+  const BackwardWork tile;
+  const float kept_scale;
+
+  Terms<kDimV / 16> v, tv;
+  float tdk[kDim / 8][4];
+  Position<kQStages> q_at;
+  Position<kDoStages> do_at;
+  Position<kBuffers> buffer;
+
+  CUFLASH_DEVICE MakerOfDx(const Params& common_, const Shared& shared_, u32 thread_)
+      : common(common_), shared(shared_), thread(thread_), tile(common_), kept_scale(kept_scale_of(common)) {
+    set_zero((float (&)[1][kDim / 8][4]) tdk);
+  }
+
+  CUFLASH_DEVICE void sync() const { ptx::sync_named(kDxWarpgroup, 128); }
+
+  // Loads V and tV to registers, and gives their memory to P' and u'.
+  CUFLASH_DEVICE void load_values() {
+    const auto load = [&](Terms<kDimV / 16>& operand, u32 tile) __attribute__((always_inline)) {
+#pragma unroll
+      for (int term = 0; term < kBf16Terms; ++term)
+#pragma unroll
+        for (int k = 0; k < kDimV / 16; ++k) {
+          FragmentOf<BFloat16> fragment;
+          load_fragment_chunked<kRows>(tile + term * kTerm, thread / 32 * 16, k, fragment);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) operand[term][k][i] = fragment.word[i];
+        }
+    };
+    shared.v_full.wait(0);
+    load(v, shared.dx_at({}));
+    if constexpr (kMovesV) load(tv, shared.tdx_at({}));
+    sync();
+    if (thread == 0) shared.handed.begin();
+  }
+
+  // [4] dP' and tdP'.
+  CUFLASH_DEVICE void make_dp(Accumulator& dp, Accumulator& tdp) const {
+    const u64 dout = descriptor_of(shared.do_at(do_at));
+    if constexpr (kMovesV) ptx::fence_operand(tdp);
+    issue(dp, [&]() __attribute__((always_inline)) {
+      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+        const auto multiply = [&](Accumulator& d, const Terms<kDimV / 16>& a) __attribute__((always_inline)) {
+#pragma unroll
+          for (int k = 0; k < kDimV / 16; ++k)
+            ptx::wgmma<false>(BFloat16{}, d, a[j.value][k], along_k<kRows>(term_of(dout, i.value), k),
+                              index > 0 || k > 0);
+        };
+        multiply(dp, v);
+        if constexpr (kMovesV) multiply(tdp, tv);
+      });
+    });
+    wait_for<0>(dp);
+    if constexpr (kMovesV) ptx::fence_operand(tdp);
+  }
+
+  // [5] dX' = P' (dP' - delta) in place of dP' and tdX' = u' dX' + P' (tdP' - tdelta) in place of tdP'. Where a function
+  // makes scores, u' is what dP' - delta is multiplied by.
+  CUFLASH_DEVICE void make_dx(Accumulator& dx, Accumulator& tdx) const {
+    const u32 s_stats = shared.stats_at(do_at) + fragment_column() * 8 + 8, s_p = shared.dx_at(buffer) + thread * 16;
+    [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      float delta[2], tdelta[2], p[4], u[4];
+      ptx::load_shared_x2(s_stats + n * 64, delta);
+      ptx::load_shared_x2(s_stats + kBytesStats + n * 64, tdelta);
+      ptx::load_shared_f32x4(s_p + n * 2048, p);
+      ptx::load_shared_f32x4(s_p + kTerms + n * 2048, u);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float dp = dx[n][i], tdp = kMovesV ? tdx[n][i] : 0.0f, weight = p[i];
+        if constexpr (kHasDropout) {
+          const bool drops = is_dropped(weight);
+          dp = (drops ? 0.0f : dp) * kept_scale, tdp = (drops ? 0.0f : tdp) * kept_scale, weight = fabsf(weight);
+        }
+        dp -= delta[i % 2];
+        dx[n][i] = weight * dp;
+        tdx[n][i] = u[i] * (kHasDerivative ? dp : dx[n][i]) + weight * (tdp - tdelta[i % 2]);
+        scaled.apply(dx[n][i], tdx[n][i], common.scale);
+      }
+    }
+  }
+
+  // Stores the terms of dX' or of tdX', whose rows are keys.
+  CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to) const {
+    const u32 lane = lane_index(), line = to + (thread / 32 * 16 + lane % 16) * kLineBytes;
+    const auto store = [&](auto split_pair) __attribute__((always_inline)) {
+      float rests = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        u32 word[kBf16Terms][4];
+        rests += split_step(value, k, word, split_pair);
+#pragma unroll
+        for (int term = 0; term < kBf16Terms; ++term)
+          ptx::store_matrix_x4(line + term * kTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), word[term]);
+      }
+      return rests;
+    };
+    const float rests = store(bf16_split_small);
+    if (ptx::any_lane(rests - rests != 0.0f)) {  // some are not finite, which is rare
+      store([](float x, float y, u32(&word)[kBf16Terms]) {
+        bf16_split(x, y, word);
+        return 0.0f;
+      });
+    }
+  }
+
+  // [6] tdK += dX' tQ + tdX' Q, as tdV.
+  CUFLASH_DEVICE void add_tdk() {
+    const u64 dx = descriptor_of(shared.dx_at(buffer)), tdx = descriptor_of(shared.tdx_at(buffer));
+    const u64 q = descriptor_of_transposed<kRows>(shared.q_at(q_at));
+    const u64 tq = descriptor_of_transposed<kRows>(shared.q_at(q_at) + kTerm);
+    float sum[kDim / 8][4];
+    issue(sum, [&]() __attribute__((always_inline)) {
+      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+        const auto multiply = [&](u64 a, u64 b, bool adds) __attribute__((always_inline)) {
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k)
+            ptx::wgmma<false, true>(BFloat16{}, sum, along_k<kRows>(term_of(a, i.value), k),
+                                    along_k_transposed(term_of(b, j.value, 2 * kTerm), k), adds || k > 0);
+        };
+        if constexpr (kMovesQ) multiply(dx, tq, index > 0);
+        multiply(tdx, q, kMovesQ || index > 0);
+      });
+    });
+    wait_for<0>(sum);
+    add(tdk, sum);
+  }
+
+  CUFLASH_DEVICE void step() {
+    Accumulator dx, tdx;  // dP' and tdP' before
+    shared.do_ring.full(do_at).wait(do_at.parity);
+    make_dp(dx, tdx);
+    shared.handed.p_full(buffer).wait(buffer.parity);
+    make_dx(dx, tdx);
+    sync();  // all threads have read P' and u', which are overwritten, and the statistics
+    if (thread == 0) shared.do_ring.empty(do_at).arrive();
+    if constexpr (kReadsDx) store_terms(dx, shared.dx_at(buffer));
+    store_terms(tdx, shared.tdx_at(buffer));
+    ptx::fence_async_proxy();
+    sync();
+    if (thread == 0) shared.handed.dx_full(buffer).arrive();
+    shared.q_ring.full(q_at).wait(q_at.parity);
+    if constexpr (kNeedsDk) add_tdk();
+    if (thread == 0) {
+      shared.q_ring.empty(q_at).arrive();
+      shared.handed.dx_empty(buffer).arrive();
+    }
+    q_at.advance(), do_at.advance(), buffer.advance();
+  }
+  CUFLASH_DEVICE void run() {
+    if (tile.num_steps > 0) load_values();
+#pragma unroll 1
+    for (int i = 0; i < tile.num_steps; ++i) step();
+    const float factor = ScaledGradients(common.scale, tscale_of(common)).factor;
+    if constexpr (kNeedsDk) store_rows<kHeadDim>(common, common.dk, tile, thread, tdk, factor);
+  }
+};
+
+// ---- The third warpgroup: tdQ -------------------------------------------------------------------------------------
+
+// [7] makes tdQ of each tile of queries and these keys, and adds it to the sum in memory.
+CUFLASH_DEVICE void accumulate_tdq(const Params& common, const Shared& shared, u32 thread) {
+  const BackwardWork tile(common);
+  if (tile.num_steps == 0) return;
+  if (thread == 0) shared.handed.begin();
+  shared.k_full.wait(0);
+  const u64 k = descriptor_of_transposed<kRows>(shared.k), tk = descriptor_of_transposed<kRows>(shared.tk);
+  QueryTileIterator m_tile = tile.first();
+  Position<kBuffers> buffer;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), buffer.advance()) {
+    shared.handed.dx_full(buffer).wait(buffer.parity);
+    if constexpr (kDqByReduction) {
+      const u64 dx = descriptor_of_transposed<kRows>(shared.dx_at(buffer));
+      const u64 tdx = descriptor_of_transposed<kRows>(shared.tdx_at(buffer));
+      float tdq[kDim / 8][4];
+      issue(tdq, [&]() __attribute__((always_inline)) {
+        for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+          const auto multiply = [&](u64 a, u64 b, bool adds) __attribute__((always_inline)) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+              ptx::wgmma<true, true>(BFloat16{}, tdq, along_k_transposed(term_of(a, i.value), step),
+                                     along_k_transposed(term_of(b, j.value), step), adds || step > 0);
+          };
+          if constexpr (kMovesK) multiply(dx, tk, index > 0);
+          multiply(tdx, k, kMovesK || index > 0);
+        });
+      });
+      wait_for<0>(tdq);
+      if (thread == 0) shared.handed.dx_empty(buffer).arrive();
+      float* sum = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kRows * kDim) + thread * 4;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) ptx::reduce_add_x4(sum + n * 128 * 4, tdq[n]);
+    } else if (thread == 0) {
+      shared.handed.dx_empty(buffer).arrive();
+    }
+  }
+}
+
+CUFLASH_DEVICE void backward_jvp(const BackwardJvpParams& params) {
+  if (!is_chosen(params.common)) return;
+  const Shared shared;
+  if (ptx::thread_index() == 0) {
+    shared.k_full.init(1);
+    shared.v_full.init(1);
+    shared.q_ring.init(1);
+    shared.do_ring.init(2);
+    shared.handed.init();
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_block();
+  const u32 warpgroup = ptx::uniform(ptx::thread_index() / 128), thread = ptx::thread_index() % 128;
+  if (warpgroup == 0) {
+    ptx::increase_registers<kPRegisters>();
+    MakerOfP(params.common, shared, thread).run();
+  } else if (warpgroup == 1) {
+    ptx::increase_registers<kDxRegisters>();
+    MakerOfDx(params.common, shared, thread).run();
+  } else if (warpgroup == 2) {
+    ptx::decrease_registers<kTdqRegisters>();
+    accumulate_tdq(params.common, shared, thread);
+  } else {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (thread == 0) Producer(params, shared).produce_q();
+    if (thread == 32) Producer(params, shared).produce_dout();
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, BackwardJvpParams, kNumThreads, 1, backward_jvp)
