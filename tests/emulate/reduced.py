@@ -23,11 +23,11 @@ def reduced(case, arch, count, deterministic=False, precision="highest", **optio
     weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
     if case.seed % 2:
         weights[...] = 1
-    shape = (*lse.shape[:-1], case.seqlen_k)
     inputs = {**arrays, "lse": lse}
     call: Any = functools.partial(passes._call, arch=arch, **options)
     factors = {} if case.seed % 2 else {"dlse": weights}
-    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, {"column_sums": (shape, lse.dtype)})
-    (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)})
-    of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
-    return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top)
+    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, COLUMN_SUMS.default)
+    (largest,) = call(COLUMN_MAX, problem, inputs, COLUMN_MAX.default)
+    shape = (*lse.shape, count)
+    of_top = {"key_indices": np.empty(shape, np.int32), "key_weights": np.empty(shape, lse.dtype)}
+    return weights, sums, largest, call(TOP_KEYS, problem, inputs | of_top, TOP_KEYS.default)
