@@ -34,8 +34,9 @@ def pytest_configure(config):
             # Each gets tests that lie together, so that a module's imports and fixtures are those of one process.
             config.option.dist = "worksteal"
     sampling.exhaustive = config.getoption("--exhaustive")
-    if config.getoption("--random"):
-        settings.load_profile("random")
+    settings.load_profile("random" if config.getoption("--random") else "ci")
+    settings.register_profile("sampled", max_examples=sampling.examples(100))
+    settings.load_profile("sampled")
 
 
 def pytest_collection_finish():

@@ -25,6 +25,7 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import core, jobs
 from tests import sampling
 from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
+from tests.sampling import examples
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -52,7 +53,7 @@ def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
             assert_same_bits(run(case), expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from(("float16", "float32", "float64")),
     st.integers(1, 3),

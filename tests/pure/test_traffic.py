@@ -14,6 +14,7 @@ from cuflash.plan.traffic import L2_FRACTION, OperandLoop, key_rows, query_tiles
 from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
+from tests.sampling import examples
 
 H200 = DeviceSpec.for_arch("9.0")
 HUGE, NONE = replace(H200, l2_bytes=2**60), replace(H200, l2_bytes=0)
@@ -154,7 +155,7 @@ def moving(problem, pass_, names=("q", "k", "v")):
 
 
 @EACH
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
     heads=st.sampled_from([(1, 1), (4, 2), (8, 1), (16, 16)]),
