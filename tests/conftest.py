@@ -43,6 +43,14 @@ def pytest_collection_finish():
     gc.freeze()  # thousands of tests and what they import stay to the end; no collection looks at them again
 
 
+@pytest.fixture
+def backend(request, monkeypatch):
+    """The backend that `tests.backends.on_backends` names."""
+    from tests import backends  # with all that it imports, once the environment is set
+
+    return backends.make(request.param, monkeypatch)
+
+
 def why_no_device():
     """The reason why tests on a device cannot run here; None where they can."""
     try:
