@@ -390,6 +390,7 @@ def run_until(step, call):
     return False
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("is_long", [True, False])
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
 def test_an_exception_after_any_instruction(monkeypatch, is_long, is_known):
