@@ -104,6 +104,8 @@ class FlashAttention(Reductions[FunctionT]):
         array is one batch entry, a 2-D array (seqlen, head_dim) one head.
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
+    batch_invariant : bool, default False
+        A sequence has the same bits alone and in any other call (docs/semantics.md#equal-bits); deterministic, too.
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
@@ -183,7 +185,7 @@ class FlashAttention(Reductions[FunctionT]):
 
     Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
-    docs/semantics.md has all options, those of the calls too, in a table: shapes, dtypes, gradients and passes.
+    docs/options.md has all options, those of the calls too, in a table: shapes, dtypes, gradients and passes.
 
     References
     ----------
@@ -239,6 +241,7 @@ class FlashAttention(Reductions[FunctionT]):
         softcap: float | None = None,
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
+        batch_invariant: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
@@ -252,6 +255,7 @@ class FlashAttention(Reductions[FunctionT]):
             softcap=softcap,
             layout=layout,
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             precision=precision,
             dropout=dropout,
             block_size=block_size,

@@ -117,7 +117,7 @@ def attention(q: ArrayT, k: Array, v: Array, **keywords: Any) -> ArrayT:
         (..., num_heads_kv, seqlen_k, head_dim), dtype of q or float8; num_heads_kv divides num_heads.
     v : array
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
-    causal, scale, window, softcap, layout, precision, dropout, block_size, score :
+    causal, scale, window, softcap, layout, batch_invariant, precision, dropout, block_size, score :
         Options, as `FlashAttention` takes them; all but `deterministic`, which only gradients need.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k :
         Arrays, optional, as `FlashAttention.forward` takes them; a scalar stands for an array without axes. `mask` may
@@ -193,7 +193,7 @@ def logsumexp(q: Array, k: Array, **keywords: Any) -> Array:
     ----------
     q, k : array
         As `attention` takes them.
-    causal, scale, window, softcap, layout, precision, block_size, score :
+    causal, scale, window, softcap, layout, batch_invariant, precision, block_size, score :
         As `attention` takes them.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale :
         As `attention` takes them.

@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import importlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
+from cuflash.arrays.array_info import softmax_dtype_of
 from cuflash.arrays.checks import value_error
+from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.cpu import backend as cpu_backend
-from cuflash.spec.call import Backend, prepare
-from cuflash.spec.inputs import INPUTS, OptionalArrays, WithTangents
+from cuflash.cpu import reductions as reductions_on_numpy
+from cuflash.spec.batch_axes import shape_of_lse
+from cuflash.spec.call import Backend, Call, prepare
+from cuflash.spec.inputs import INPUTS, NAMES, OptionalArrays, WithTangents
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, AllPassArrays, PassArrays
-from cuflash.spec.passes import DEFAULT_PASSES, FORWARD, JVP, Pass
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, OUTPUTS, AllPassArrays, PassArrays
+from cuflash.spec.passes import (
+    COLUMN_MAX,
+    COLUMN_SUMS,
+    COLUMN_SUMS_BACKWARD,
+    DEFAULT_PASSES,
+    FORWARD,
+    JVP,
+    REDUCTIONS,
+    TOP_KEYS,
+    Pass,
+)
+from cuflash.spec.reductions import (
+    NOT_OF_COLUMN_SUMS,
+    OF_COLUMN_SUMS,
+    ColumnSums,
+    checked_count,
+    checked_of_reduction,
+    gradients_wanted,
+    keys_of,
+    prepare_reduction,
+)
 from cuflash.spec.results import Array, checked_passes, needed
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
+from cuflash.spec.streamed import Streamed
 from cuflash.spec.type_variables import FunctionT, WithFunction
 from cuflash.streaming import calls as streaming_backend
+from cuflash.streaming import reductions as reductions_of_streamed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,6 +53,7 @@ if TYPE_CHECKING:
     from cuflash.cpu.backend import CpuPlan
     from cuflash.gpu.backend import Plans
     from cuflash.gpu.tuning import Tuning
+    from cuflash.spec.outputs import PlannedArrays, PreparedArrays
     from cuflash.streaming import StreamPlan
 
 
@@ -39,7 +68,7 @@ class Preparation(Generic[FunctionT]):
     @overload
     def plan(
         self: Preparation[None], q: Array, k: Array, v: Array, *, passes: Collection[str] = ...,
-        need: Collection[str] = ..., **arrays: Unpack[AllPassArrays],
+        need: Collection[str] = ..., **arrays: Unpack[PlannedArrays],
     ) -> CpuPlan | Plans | StreamPlan: ...
     @overload
     def plan(
@@ -57,26 +86,32 @@ class Preparation(Generic[FunctionT]):
         need: Collection[str] = DEFAULT_NEED,
         **arrays: Array,
     ) -> CpuPlan | Plans | StreamPlan:
-        """What `forward`, `backward`, `jvp` and `backward_jvp` would run on these arrays, and why; nothing is computed.
+        """What calls would run on these arrays, and why; nothing is computed.
 
         Parameters
         ----------
         q, k, v : array
-            As `forward` takes them; only shapes, strides and dtypes matter.
+            As `forward` takes them; only shapes, strides and dtypes matter. Reductions of the attention weights do not
+            look at v.
         passes : collection of str, default ("forward", "backward")
-            The passes to plan: "forward", "backward", "jvp", "backward_jvp".
+            The calls to plan: "forward", "backward", "jvp", "backward_jvp", and the reductions of the attention weights
+            "column_sums", "column_max", "top_keys", "column_sums_backward".
         need : collection of str, default ("dq", "dk", "dv")
-            Gradients that `backward` is to give, and whose tangents `backward_jvp` is to give.
+            Gradients that `backward` and `column_sums_backward` are to give, and whose tangents `backward_jvp` is to
+            give.
         **arrays : array, optional
             The other arrays of these passes, by the names of their arguments: bias, mask and so on, and dout, out, dq
             and so on, which count as contiguous if they are not given; those that `score` and `mask` read; and, for
             "jvp" and "backward_jvp", the tangents that the calls will have, at least one: kernels are made for these.
-            With a block_table, or with fp8 k and v, there is no backward pass.
+            With a block_table, or with fp8 k and v, there is no backward pass. For reductions of the attention weights
+            what their methods take: lse, weights, dsums, and `count`, which "top_keys" needs.
 
         Returns
         -------
         CpuPlan, cuflash.gpu.backend.Plans or cuflash.streaming.StreamPlan
-            For arrays in host memory, on a GPU, or of `cuflash.streamed`; ``describe()`` of each says it in words.
+            For arrays in host memory, on a GPU, or of `cuflash.streamed`; ``describe()`` of each says it in words. The
+            gradients of column sums are planned as the passes that make them: a backward pass, of which the gradients
+            of the sums are the values, and a forward pass for dlse and dweights.
 
         Raises
         ------
@@ -88,20 +123,27 @@ class Preparation(Generic[FunctionT]):
         compile : Compiles what is planned.
         tune : Times tiles that might be faster.
         """
-        of_functions, wanted = self.options.score_gradients, checked_passes(passes)
-        given = {"q": q, "k": k, "v": v} | self._checked("plan", wanted, arrays, of_functions)
-        results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
-        need = needed(need, given | self.options.numbers, results, of_functions)
-        call = prepare(self.options, given, INPUTS, need)
-        plans: CpuPlan | Plans | StreamPlan
-        plans = backend_of(call.backend).plan(call.options, call.arrays, call.need, wanted)
-        return plans if call.rewrite is None else plans.noted(call.rewrite.describe(self.options, call.given))
+        wanted = _Wanted.of(passes)
+        plans: list[Any] = []
+        if wanted.passes:
+            of_functions, others = self.options.score_gradients, wanted.of_passes(arrays, ("lse",))
+            given = {"q": q, "k": k, "v": v} | self._checked("plan", wanted.passes, others, of_functions)
+            results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
+            names = needed(wanted.need_of_passes(need), given | self.options.numbers, results, of_functions)
+            call = prepare(self.options, given, INPUTS, names)
+            plan = backend_of(call.backend).plan(call.options, call.arrays, call.need, wanted.passes)
+            plans.append(plan if call.rewrite is None else plan.noted(call.rewrite.describe(self.options, call.given)))
+        for one in self._prepared(wanted, q, k, arrays, need, computes=False):
+            plan = one.plan()
+            rewrite = one.call.rewrite
+            plans.append(plan if rewrite is None else plan.noted(rewrite.describe(self.options, one.call.given)))
+        return functools.reduce(lambda plan, other: plan.joined(other), plans)  # type: ignore[no-any-return]
 
     # fmt: off
     @overload
     def compile(
         self: Preparation[None], q: Array, k: Array, v: Array, *, passes: Collection[str] = ...,
-        need: Collection[str] = ..., **optional_inputs: Unpack[WithTangents],
+        need: Collection[str] = ..., **optional_inputs: Unpack[PreparedArrays],
     ) -> None: ...
     @overload
     def compile(
@@ -132,10 +174,11 @@ class Preparation(Generic[FunctionT]):
         passes : collection of str, default ("forward", "backward")
             The passes to prepare, of the names that `plan` takes, and those whose results they read.
         need : collection of str, default ("dq", "dk", "dv")
-            Gradients that `backward` is to give, and whose tangents `backward_jvp` is to give.
+            As `plan` takes it.
         **optional_inputs : array, optional
-            bias, mask and so on, as `forward` takes them; what `score` and `mask` read; and tangents, as `plan` takes
-            them. With a block_table, and fp8 k and v, there is no backward pass.
+            bias, mask and so on, as `forward` takes them; what `score` and `mask` read; and tangents, and what
+            reductions of the attention weights take, as `plan` takes them. With a block_table, and fp8 k and v, there
+            is no backward pass.
 
         Raises
         ------
@@ -147,20 +190,24 @@ class Preparation(Generic[FunctionT]):
         plan : What will run.
         tune : Times tiles that might be faster.
         """
-        wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | self._checked("compile", wanted, optional_inputs)
-        of_functions = self.options.score_gradients
-        absent = dict.fromkeys((*GRADIENTS, *of_functions))
-        need = needed(need, arrays | self.options.numbers, absent, of_functions)
-        call = prepare(self.options, arrays, INPUTS, need)
-        backend_of(call.backend).compile(call.options, call.arrays, call.need, wanted)
+        wanted = _Wanted.of(passes)
+        if wanted.passes:
+            others = wanted.of_passes(optional_inputs)
+            arrays = {"q": q, "k": k, "v": v} | self._checked("compile", wanted.passes, others)
+            of_functions = self.options.score_gradients
+            absent = dict.fromkeys((*GRADIENTS, *of_functions))
+            names = needed(wanted.need_of_passes(need), arrays | self.options.numbers, absent, of_functions)
+            call = prepare(self.options, arrays, INPUTS, names)
+            backend_of(call.backend).compile(call.options, call.arrays, call.need, wanted.passes)
+        for one in self._prepared(wanted, q, k, optional_inputs, need, computes=True):
+            one.compile()
 
     # fmt: off
     @overload
     def tune(
         self: Preparation[None], q: Array, k: Array, v: Array, *, dout: Array | None = None, seed: int | None = None,
         offset: int | None = None, passes: Collection[str] = ..., remember: bool = True, forget: bool = False,
-        **optional_inputs: Unpack[WithTangents],
+        **optional_inputs: Unpack[PreparedArrays],
     ) -> Tuning | None: ...
     @overload
     def tune(
@@ -211,14 +258,15 @@ class Preparation(Generic[FunctionT]):
         forget : bool, default False
             Instead of tuning, remove what is remembered for such arrays.
         **optional_inputs : array, optional
-            bias, mask and so on, as `forward` takes them; what `score` and `mask` read; and tangents, as `plan` takes
-            them. With a block_table, and fp8 k and v, there is no backward pass.
+            bias, mask and so on, as `forward` takes them; what `score` and `mask` read; and tangents, and what
+            reductions of the attention weights take, as `plan` takes them. With a block_table, and fp8 k and v, there
+            is no backward pass.
 
         Returns
         -------
         cuflash.gpu.tuning.Tuning or None
-            ``forward``, ``backward``, ``jvp`` and ``backward_jvp`` have the candidates, the winner and its gain, or are
-            None, and ``describe()`` says it in words. None with `forget`.
+            ``forward``, ``backward`` and so on, by the names of passes, have the candidates, the winner and its gain,
+            or are None, and ``describe()`` says it in words. None with `forget`.
 
         Raises
         ------
@@ -232,16 +280,31 @@ class Preparation(Generic[FunctionT]):
         plan : Says which tiles are used, and why.
         compile : Compiles the kernels with them.
         """
-        wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | self._checked("tune", wanted, optional_inputs) | {"dout": dout}
-        if arrays.get("block_table") is not None and FORWARD in wanted:
-            wanted = (FORWARD,)
-        random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
-        call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
-        tuning: Tuning | None = backend_of(call.backend).tune(
-            call.options, call.arrays, random, passes=wanted, remember=remember, forget=forget
-        )
-        return tuning
+        wanted, how = _Wanted.of(passes), {"remember": remember, "forget": forget}
+        found: list[Any] = []
+        if own_passes := wanted.passes:
+            others = wanted.of_passes(optional_inputs)
+            arrays = {"q": q, "k": k, "v": v} | self._checked("tune", own_passes, others) | {"dout": dout}
+            if arrays.get("block_table") is not None and FORWARD in own_passes:
+                own_passes = (FORWARD,)
+            random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
+            call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
+            found.append(backend_of(call.backend).tune(call.options, call.arrays, random, passes=own_passes, **how))
+        for one in self._prepared(wanted, q, k, optional_inputs, OF_SUMS_BY_DEFAULT, computes=True):
+            found.append(one.tune(**how))
+        return None if forget else functools.reduce(lambda tuning, other: tuning.joined(other), found)
+
+    def _prepared(
+        self, wanted: _Wanted, q: Array, k: Array, arrays: Mapping[str, Any], need: Collection[str], *, computes: bool
+    ) -> Iterator[PreparedReduction]:
+        """The reductions that are wanted, on arrays of a backend; lse is computed if it is not given."""
+        for pass_ in wanted.reductions:
+            own = {name: arrays.get(name) for name in TAKEN_BY_REDUCTIONS[pass_]}
+            others = {name: x for name, x in arrays.items() if name not in wanted.all_taken}
+            if wanted.passes:  # which also take what reductions do not
+                others = {name: x for name, x in others.items() if name in (*NAMES, *self.options.score_args)}
+            given = checked_of_reduction(pass_.name, self.options, others)
+            yield PreparedReduction.of(pass_, self.options, {"q": q, "k": k} | given, own, need, computes=computes)
 
     def _checked(
         self, method: str, wanted: tuple[Pass, ...], given: Mapping[str, Array], results: tuple[str, ...] = ()
@@ -264,6 +327,140 @@ class Preparation(Generic[FunctionT]):
         if all(arrays[name] is None for name in (*JVP.takes, *own)):
             raise value_error("tq", "no tangent", "tq, tk or another tangent: kernels are made for those of the calls")
         return arrays
+
+
+# What the methods of reductions take besides q, k and optional inputs.
+TAKEN_BY_REDUCTIONS: dict[Pass, tuple[str, ...]] = {
+    COLUMN_SUMS: ("lse", "weights"),
+    COLUMN_MAX: ("lse",),
+    TOP_KEYS: ("lse", "count"),
+    COLUMN_SUMS_BACKWARD: ("lse", "weights", "dsums"),
+}
+OF_SUMS_BY_DEFAULT = ("dq", "dk")
+
+
+class _Wanted(NamedTuple):
+    """The passes that are wanted: those over q, k and v, and reductions of the attention weights."""
+
+    passes: tuple[Pass, ...]
+    reductions: tuple[Pass, ...]
+
+    @classmethod
+    def of(cls, passes: Collection[str]) -> _Wanted:
+        wanted = checked_passes(passes)
+        reductions = tuple(pass_ for pass_ in wanted if pass_ in REDUCTIONS)
+        return cls(tuple(pass_ for pass_ in wanted if pass_ not in reductions), reductions)
+
+    @property
+    def all_taken(self) -> set[str]:
+        """What these reductions take besides q, k and optional inputs."""
+        return {name for pass_ in self.reductions for name in TAKEN_BY_REDUCTIONS[pass_]}
+
+    def of_passes(self, arrays: Mapping[str, Any], shared: Collection[str] = ()) -> dict[str, Any]:
+        """The arrays of the other passes, among them those that reductions take, too."""
+        own = self.all_taken.difference(shared)
+        return {name: x for name, x in arrays.items() if name not in own}
+
+    def need_of_passes(self, need: Collection[str]) -> Collection[str]:
+        """The gradients of `backward`, without those that only column sums have."""
+        is_collection = isinstance(need, Collection) and not isinstance(need, str)
+        if COLUMN_SUMS_BACKWARD not in self.reductions or not is_collection:
+            return need
+        return [name for name in need if name not in OF_COLUMN_SUMS]
+
+
+class PreparedReduction(NamedTuple):
+    """A reduction of the attention weights that is planned, compiled or tuned."""
+
+    pass_: Pass
+    call: Call  # of a backend
+    arguments: tuple[
+        Any, ...
+    ]  # of the functions of `reductions_of`, after the pass; or the gradients besides those of passes
+    sums: ColumnSums | None = None  # whose gradients are wanted
+
+    @classmethod
+    def of(
+        cls,
+        pass_: Pass,
+        options: Options,
+        given: dict[str, Any],
+        own: dict[str, Any],
+        need: Collection[str],
+        *,
+        computes: bool,
+    ) -> PreparedReduction:
+        """From the arrays of a caller: the inputs, and what the method takes besides them, where None is absent."""
+        count = (checked_count(own.pop("count")),) if "count" in own else ()
+        names: tuple[str, ...] = ()
+        own_gradients: tuple[str, ...] = ()
+        if pass_ is COLUMN_SUMS_BACKWARD:
+            need = [name for name in need if name not in NOT_OF_COLUMN_SUMS or name not in DEFAULT_NEED]
+            names, own_gradients = gradients_wanted(options, given, need)
+        arrays = given | own | {"k": keys_of(given["k"]), "v": None}
+        call = prepare(replace(options, dropout=0.0), arrays, INPUTS, names)
+        found = {name: x for name, x in call.arrays.items() if name not in own}
+        of_call = {name: call.arrays.get(name) for name in own}
+        if of_call["lse"] is None:
+            of_call["lse"] = _lse_of(call, found, computes=computes)
+        if pass_ is COLUMN_SUMS_BACKWARD:
+            if of_call["dsums"] is None:
+                of_call["dsums"] = _ones_of_keys(call.options.layout, found["k"], of_call["lse"])
+            call = call._replace(arrays=found | of_call)
+            return cls(pass_, call, own_gradients, ColumnSums(call, backend_of(call.backend)))
+        reduction = prepare_reduction(pass_.name, call.options, found | of_call)
+        return cls(pass_, call, (reduction.options, reduction.arrays, *count))
+
+    def plan(self) -> Any:
+        """The plan of its backend."""
+        module = reductions_of(self.call.backend)
+        if self.sums is None:
+            return module.plan(self.pass_, *self.arguments)
+        passes = self.sums.passes(self.arguments)
+        return module.plan_gradients(self.call.options, self.sums.given, self.call.need, passes)
+
+    def compile(self) -> None:
+        """Compile its kernels, and let the memory pool grow to what a call needs."""
+        if self.sums is None:
+            reductions_of(self.call.backend).compile(self.pass_, *self.arguments)
+        elif self.call.backend == "numpy":
+            self.plan()
+        else:
+            self.sums.gradients(self.arguments)
+
+    def tune(self, **how: bool) -> Any:
+        """What tuning finds, or None where it is forgotten."""
+        module = reductions_of(self.call.backend)
+        if self.sums is None:
+            return module.tune(self.pass_, *self.arguments, **how)
+        passes = self.sums.passes(self.arguments)
+        return module.tune_gradients(self.call.options, self.sums.given, passes=passes, **how)
+
+
+def _lse_of(call: Call, arrays: dict[str, Any], *, computes: bool) -> Any:
+    """lse of a call without values; only its shape and dtype, unless the caller `computes`."""
+    if computes:
+        return backend_of(call.backend).forward(call.options, arrays)[OUTPUTS.index("lse")]
+    plain = {name: x.array if isinstance(x, Streamed) else x for name, x in arrays.items()}
+    dtype = softmax_dtype_of(plain["q"].dtype.name)
+    with on_device(plain["q"]):
+        return module_of(plain["q"]).empty(shape_of_lse(call.options.layout, plain), dtype)
+
+
+def _ones_of_keys(layout: str, k: Any, lse: Any) -> Any:
+    """A gradient with respect to column sums, in the memory of k."""
+    keys = k.array if isinstance(k, Streamed) else k
+    rows = keys.shape[-3 if layout == "bshd" and keys.ndim > 2 else -2]
+    with on_device(keys):
+        return module_of(keys).ones((*lse.shape[:-1], rows), lse.dtype)
+
+
+@functools.cache
+def reductions_of(backend: Backend) -> ModuleType:
+    """The module that reduces the attention weights of arrays of one backend."""
+    if backend == "numpy":
+        return reductions_on_numpy
+    return reductions_of_streamed if backend == "streamed" else importlib.import_module("cuflash.gpu.reductions")
 
 
 @functools.cache

@@ -5,29 +5,23 @@ Each recomputes ``P = exp(S - lse)`` tile by tile, and stores no matrix of all p
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Collection
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cuflash.cpu import reductions as on_numpy
-from cuflash.preparation import Preparation, backend_of
-from cuflash.spec.call import Backend, prepare
+from cuflash.preparation import Preparation, backend_of, reductions_of
+from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
-from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.reductions import (
     ColumnSums,
     checked_count,
     checked_of_reduction,
+    gradients_wanted,
     keys_of,
-    own_and_others,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.results import Array, TopKeys, named_tuple_of
 from cuflash.spec.type_variables import FunctionT
-from cuflash.streaming import reductions as of_streamed
 
 if TYPE_CHECKING:
     from cuflash.spec.reductions import ColumnGradients
@@ -88,7 +82,7 @@ class Reductions(Preparation[FunctionT]):
         """
         given = self._given("column_sums", optional_inputs)
         call = prepare_reduction("column_sums", self.options, {"q": q, "k": k, "lse": lse, "weights": weights} | given)
-        return call.exported(_reductions_of(call.backend).column_sums(call.options, call.arrays), of_keys=True)
+        return call.exported(reductions_of(call.backend).column_sums(call.options, call.arrays), of_keys=True)
 
     def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
         """The largest attention weight that each key receives: ``max_i P[i, j]``, where ``P = exp(S - lse)``.
@@ -119,7 +113,7 @@ class Reductions(Preparation[FunctionT]):
         """
         given = self._given("column_max", optional_inputs)
         call = prepare_reduction("column_max", self.options, {"q": q, "k": k, "lse": lse} | given)
-        return call.exported(_reductions_of(call.backend).column_max(call.options, call.arrays), of_keys=True)
+        return call.exported(reductions_of(call.backend).column_max(call.options, call.arrays), of_keys=True)
 
     def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
         """The strongest keys of each query: indices and attention weights of the `count` largest, the largest first.
@@ -162,7 +156,7 @@ class Reductions(Preparation[FunctionT]):
         given = self._given("top_keys", optional_inputs)
         wanted = checked_count(count)
         call = prepare_reduction("top_keys", self.options, {"q": q, "k": k, "lse": lse} | given)
-        found = _reductions_of(call.backend).top_keys(call.options, call.arrays, wanted)
+        found = reductions_of(call.backend).top_keys(call.options, call.arrays, wanted)
         return TopKeys(*map(call.exported, found))
 
     def column_sums_backward(
@@ -222,14 +216,7 @@ class Reductions(Preparation[FunctionT]):
         (100, 8)
         """
         given = self._given("column_sums_backward", optional_inputs)
-        own, gradients = own_and_others(need, self.options.score_gradients)
-        results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
-        names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
-        if given["block_table"] is not None:
-            raise NotImplementedError(
-                "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
-                "gather the pages of each batch entry into contiguous k"
-            )
+        names, own = gradients_wanted(self.options, given, need)
         arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
         found = ColumnSums(call, backend_of(call.backend)).gradients(own)
@@ -239,11 +226,3 @@ class Reductions(Preparation[FunctionT]):
 
     def _given(self, method: str, optional_inputs: dict[str, Array]) -> dict[str, Array | None]:
         return checked_of_reduction(method, self.options, optional_inputs)
-
-
-@functools.cache
-def _reductions_of(backend: Backend) -> ModuleType:
-    """The module that reduces weights of arrays of one backend."""
-    if backend == "numpy":
-        return on_numpy
-    return of_streamed if backend == "streamed" else importlib.import_module("cuflash.gpu.reductions")

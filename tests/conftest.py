@@ -1,5 +1,6 @@
 """Profiles of hypothesis, a cache of the tests' own, and the reason for which tests that need a device are skipped."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -29,9 +30,25 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None):
         # NumPy's products in many processes, on as many threads each as there are cores, take several times as long.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if config.option.dist == "load":
+            # Each gets tests that lie together, so that a module's imports and fixtures are those of one process.
+            config.option.dist = "worksteal"
     sampling.exhaustive = config.getoption("--exhaustive")
-    if config.getoption("--random"):
-        settings.load_profile("random")
+    settings.load_profile("random" if config.getoption("--random") else "ci")
+    settings.register_profile("sampled", max_examples=sampling.examples(100))
+    settings.load_profile("sampled")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests and what they import stay to the end; no collection looks at them again
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """The backend that `tests.backends.on_backends` names."""
+    from tests import backends  # with all that it imports, once the environment is set
+
+    return backends.make(request.param, monkeypatch)
 
 
 def why_no_device():
@@ -51,7 +68,8 @@ def pytest_collection_modifyitems(config, items):
     out = sampling.left_out(items)
     if out:
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
     gpu_items = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("fuzz")]
     reason = why_no_device() if gpu_items else None
     if reason is not None:

@@ -141,11 +141,13 @@ _OF_S = [
 ]  # fmt: skip
 
 
+_SMALL = st.recursive(_SMALL_LEAVES, _more_small, max_leaves=4)
+
+
 @st.composite
 def smooth_scores(draw: st.DrawFn) -> Callable[..., Any]:
     """A score of moderate numbers without a jump or a kink in s, so that rounding errors of s stay what they are."""
-    small = st.recursive(_SMALL_LEAVES, _more_small, max_leaves=4)
-    x, y = draw(small), draw(small)
+    x, y = draw(_SMALL), draw(_SMALL)
     of_s = draw(st.sampled_from(_OF_S))
 
     def score(s, i, j, *, head, batch, scalar, of_head, of_row, of_key, table, pairs, doc, flags):  # type: ignore[no-untyped-def]

@@ -31,6 +31,7 @@ MEANINGS = {
     "softcap": ("scores s become `softcap * tanh(s / softcap)`", ""),
     "layout": ("order of axes", "semantics.md#shapes-and-results"),
     "deterministic": ("gradients are bitwise equal run after run", ""),
+    "batch_invariant": ("a sequence has the same bits in any batch", "semantics.md#equal-bits"),
     "precision": ("of float32 products on the GPU", ""),
     "dropout": ("probability that an attention weight is dropped", "semantics.md#dropout"),
     "block_size": ("queries and keys of a block of `block_mask`", ""),

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -23,8 +24,8 @@ def sample(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
 
 
 def examples(count: int) -> int:
-    """How many examples of hypothesis run of so many: a twentieth."""
-    return count if exhaustive else -(-count // 20)
+    """How many examples of hypothesis run of so many: a twentieth, but two, the first of which is the simplest."""
+    return count if exhaustive else max(2, -(-count // 20))
 
 
 def is_chosen(name: str, one_in: int) -> bool:
@@ -32,30 +33,55 @@ def is_chosen(name: str, one_in: int) -> bool:
     return rest == 0 and index % KEPT_ONE_IN == 1
 
 
-# Of functions that compile kernels, one in three runs; but for these files, whose kernels are few or small.
+# Of functions that compile kernels, one in five of each file runs; but for these files, whose kernels are few or small.
 COMPILING = ("compile", "emulate")
 SMALL = ("test_mutants", "test_emulator", "test_emulator_sm90", "test_conformance", "test_conformance_sm90")
-
-
-def is_kept_back(item: pytest.Item) -> bool:
-    """Whether a test is of the functions that compile kernels which `--exhaustive` alone runs: two of three."""
-    compiles = item.path.parent.name in COMPILING and item.path.stem not in SMALL
-    return compiles and not exhaustive and zlib.crc32(item.nodeid.partition("[")[0].encode()) % 6 not in (1, 3)
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """What runs with `--exhaustive` alone.
 
-    Of tests marked ``one_in(n)``, all cases but a twentieth of one in n, and at least one, of each function. And two of
-    three functions that compile kernels.
+    Of functions that compile kernels four of five of each file. Of tests marked ``one_in(n)``, all cases but a
+    twentieth of one in n, and at least one, of each function. Of tests marked ``one_of(name)``, all values of this
+    argument but one, another one for each choice of the other arguments.
     """
+    if exhaustive:
+        return []
+    kept = functions_kept(items)
+    out = [item for item in items if function_of(item) not in kept]
     cases: dict[str, list[pytest.Item]] = {}
+    values: dict[tuple[str, tuple[int, ...]], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("one_in") and not exhaustive:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    out = [item for item in items if is_kept_back(item)]
+        if function_of(item) not in kept:
+            continue
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(function_of(item), []).append(item)
+        elif marker := item.get_closest_marker("one_of"):
+            params = item.callspec.params  # type: ignore[attr-defined]
+            others = tuple(id(value) for name, value in params.items() if name != marker.args[0])
+            values.setdefault((function_of(item), others), []).append(item)
     for of_function in cases.values():
         (one_in,) = of_function[0].get_closest_marker("one_in").args  # type: ignore[union-attr]
         chosen = [item for item in of_function if is_chosen(item.nodeid, one_in)] or of_function[:1]
-        out += [item for item in of_function if item not in chosen and not is_kept_back(item)]
+        out += [item for item in of_function if item not in chosen]
+    for number, of_choice in enumerate(values.values()):
+        del of_choice[number % len(of_choice)]
+        out += of_choice
     return out
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def functions_kept(items: Sequence[pytest.Item]) -> set[str]:
+    """The functions that run: of a file of some, one in five and at least one, by their names."""
+    files: dict[Path, set[str]] = {}
+    for item in items:
+        files.setdefault(item.path, set()).add(function_of(item))
+    kept: set[str] = set()
+    for path, functions in files.items():
+        compiles = path.parent.name in COMPILING and path.stem not in SMALL
+        count = -(-len(functions) // 5) if compiles else len(functions)
+        kept |= {*sorted(functions, key=lambda name: zlib.crc32(name.encode()))[:count]}
+    return kept

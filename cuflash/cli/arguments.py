@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
+from cuflash.arrays.array_info import DTYPES, Operand, as_it_is, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.cli.here import Failure
 from cuflash.cli.parser import Several
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import LAYOUTS, PRECISIONS, Causal, Options
 from cuflash.spec.outputs import MOVABLE
-from cuflash.spec.passes import DEFAULT_PASSES, PASS_NAMES, PASSES, Pass
+from cuflash.spec.passes import DEFAULT_PASSES, PREPARED, PREPARED_NAMES, REDUCTIONS, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem, make_problem
+from cuflash.spec.reductions import MOST_KEYS
 
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
 
@@ -78,9 +79,9 @@ def add_problem_arguments(
         "--pass",
         dest="passes",
         **several,
-        choices=PASS_NAMES,
+        choices=PREPARED_NAMES,
         metavar="PASS",
-        help=f"of {', '.join(PASS_NAMES)} (default: {' '.join(DEFAULT_PASSES)})",
+        help=f"of {', '.join(PREPARED_NAMES)} (default: {' '.join(DEFAULT_PASSES)})",
     )
     command.add_argument(
         "--tangents",
@@ -90,6 +91,8 @@ def add_problem_arguments(
         metavar="NAME",
         help=f"what has tangents in jvp and backward_jvp, of {', '.join(MOVABLE)} (default: {' '.join(INPUTS)})",
     )
+    of_count = "keys of each query that top_keys finds (default: 16)"
+    command.add_argument("--count", type=positive, default=16, metavar="N", help=of_count)
     group = command.add_argument_group(
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
@@ -125,6 +128,8 @@ def add_problem_arguments(
     of_mask = "of a block mask, given with --block-mask (default: 128)"
     group.add_argument("--block-size", type=positive, default=128, metavar="N", help=of_mask)
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
+    of_batch = "the same bits of a sequence in any batch; brings --deterministic along"
+    group.add_argument("--batch-invariant", action="store_true", help=of_batch)
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
     for row in NAMED:
         group.add_argument(f"--{row.name.replace('_', '-')}", action="store_true", help=f"{row.name} is given")
@@ -140,6 +145,10 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
     """The options of these problems, and the shapes of the arrays by name. Raises Failure for unused arguments."""
     if "tangents" in args.given and not any(pass_.has_tangents for pass_ in passes(args)):
         raise Failure("--tangents goes with --pass jvp or backward_jvp")
+    if "count" in args.given and TOP_KEYS not in passes(args):
+        raise Failure("--count goes with --pass top_keys")
+    if args.count > MOST_KEYS:
+        raise Failure(f"--count: got {args.count}, expected 1 to {MOST_KEYS}")
     if "block_size" in args.given and not args.block_mask:
         raise Failure("--block-size goes with --block-mask")
     if args.precision == "tf32" and "float32" not in args.dtype:
@@ -169,7 +178,17 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
 
 
 def passes(args: argparse.Namespace) -> tuple[Pass, ...]:
-    return tuple(pass_ for pass_ in PASSES if pass_.name in (args.passes or DEFAULT_PASSES))
+    return tuple(pass_ for pass_ in PREPARED if pass_.name in (args.passes or DEFAULT_PASSES))
+
+
+def operands(args: argparse.Namespace, problem: Problem, pass_: Pass) -> dict[str, Operand]:
+    """Arrays of a pass whose shapes do not follow from the problem."""
+    if pass_ is not TOP_KEYS:
+        return {}
+    shape = (problem.array_batch, problem.num_heads, problem.seqlen_q, args.count)
+    dtypes = ("int32", problem.softmax_dtype)
+    arrays = (Contiguous(shape, numpy_dtype(dtype)) for dtype in dtypes)
+    return {name: as_it_is(array) for name, array in zip(pass_.default, arrays, strict=True)}
 
 
 def moved(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
@@ -181,5 +200,7 @@ def moved(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
 
 
 def of_pass(args: argparse.Namespace, problem: Problem, pass_: Pass) -> Problem:
-    """The problem as a pass has it: with tangents, if it takes some."""
+    """The problem as a pass has it: with tangents, if it takes some; without values and dropout, if it has none."""
+    if pass_ in REDUCTIONS:
+        return replace(problem, dropout=0.0).with_values(0)
     return replace(problem, moved=moved(args, problem)) if pass_.has_tangents else problem

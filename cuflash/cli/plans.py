@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 from cuflash import cpu
 from cuflash.arrays.units import wrapped
 from cuflash.cli import here
-from cuflash.cli.arguments import add_problem_arguments, moved, of_pass, passes, problems
+from cuflash.cli.arguments import add_problem_arguments, moved, of_pass, operands, passes, problems
 from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.cli.rates import about_seconds
@@ -22,7 +23,7 @@ from cuflash.gpu.tuning import tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.launch_plan import option_names
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import FORWARD
+from cuflash.spec.passes import REDUCTIONS, Pass
 from cuflash.spec.problem import Problem
 
 
@@ -54,16 +55,33 @@ def print_plans(args: argparse.Namespace, found: Sequence[Problem], chosen: Sequ
     width, own = here.columns(), passes(args)
     for problem in found:
         if not chosen:
-            if any(pass_.has_tangents for pass_ in own):
-                problem = replace(problem, moved=moved(args, problem))
-            seconds = tuple(about_seconds(problem, pass_) for pass_ in own)
-            bar.print(CpuPlan(problem=problem, passes=own, seconds=seconds).describe(args.verbose, width) + "\n")
+            bar.print(cpu_plan(args, problem, own).describe(args.verbose, width) + "\n")
             for _ in own:
                 bar.advance()
         for device, pass_ in itertools.product(chosen, own):
-            launches = compiled(tuned_plan(of_pass(args, problem, pass_), device, pass_))
+            launches = compiled(gpu_plan(args, problem, device, pass_))
             bar.print(launches.describe(args.verbose, width) + "\n")
             bar.advance()
+
+
+def cpu_plan(args: argparse.Namespace, problem: Problem, own: Sequence[Pass]) -> CpuPlan:
+    """A plan of these passes on the CPU: those over values together."""
+    groups: dict[Problem, list[Pass]] = {}
+    if any(pass_.has_tangents for pass_ in own):
+        problem = replace(problem, moved=moved(args, problem))
+    for pass_ in own:
+        groups.setdefault(of_pass(args, problem, pass_) if pass_ in REDUCTIONS else problem, []).append(pass_)
+    plans = (
+        CpuPlan(problem=p, passes=tuple(passes), seconds=tuple(about_seconds(p, pass_, args.count) for pass_ in passes))
+        for p, passes in groups.items()
+    )
+    return functools.reduce(CpuPlan.joined, plans)
+
+
+def gpu_plan(args: argparse.Namespace, problem: Problem, device: DeviceSpec, pass_: Pass) -> LaunchPlan:
+    """The plan of a pass on a device, with tiles that tuning found."""
+    own = of_pass(args, problem, pass_)
+    return tuned_plan(own, device, pass_, operands=operands(args, own, pass_))
 
 
 def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
@@ -79,13 +97,13 @@ def plan_documents(
         own = of_pass(args, problem, pass_)
         common = {"pass": pass_.name, "problem": problem_document(own), "flops": pass_.flops(own)}
         if device is None:
-            why_not = None if pass_ is FORWARD else own.why_no_gradients
+            why_not = own.why_no_gradients if pass_.rows[0].gradient_of else None
             core = cpu.describe(own, DEFAULT_NEED, (pass_,))
-            about = None if why_not else about_seconds(own, pass_)
+            about = None if why_not else about_seconds(own, pass_, args.count)
             why_not = why_not and f"no {pass_} pass with {why_not}"
             yield {"backend": "cpu", **common, "about_seconds": about, "core": core, "why_not": why_not}
         else:
-            yield {"backend": "gpu", **common, **launch_document(tuned_plan(own, device, pass_))}
+            yield {"backend": "gpu", **common, **launch_document(gpu_plan(args, problem, device, pass_))}
         bar.advance()
 
 
@@ -156,7 +174,7 @@ def fill_cache(args: argparse.Namespace) -> int:
     compiler.nvrtc_version()  # where NVRTC is missing, that is said before the head of the table is printed
     specs: dict[KernelSpec, None] = {}  # a set in order
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
-        specs |= dict.fromkeys(tuned_plan(of_pass(args, problem, pass_), device, pass_).kernels)
+        specs |= dict.fromkeys(gpu_plan(args, problem, device, pass_).kernels)
     print(f"{'arch':<8}{'seconds':>8}{'registers':>11}{'spilled':>9}{'stack':>7}{'shared':>8}  kernel", flush=True)
     with Bar("compiling", total=len(specs)) as bar:
         for spec in specs:

@@ -11,11 +11,12 @@ from typing import Any
 from cuflash import FlashAttention
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.cli import here
-from cuflash.cli.arguments import add_problem_arguments, calls, moved, of_pass, passes, problems
+from cuflash.cli.arguments import add_problem_arguments, calls, moved, of_pass, operands, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.gpu import tuning
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import BY_NAME
+from cuflash.spec.passes import TOP_KEYS
 from cuflash.spec.problem import make_problem
 
 
@@ -45,7 +46,8 @@ def tune(args: argparse.Namespace) -> int:
                 arrays[f"t{name}"] = filled(cupy, name, shapes.get(name, number), args)
         sizes = f"batch {problem.batch}, {problem.num_heads} heads, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
         print(f"{problem.dtype}, {sizes}, head_dim {problem.head_dim}, {attn}", flush=True)
-        found = attn.tune(**arrays, passes=[pass_.name for pass_ in passes(args)], forget=args.forget)
+        count = {"count": args.count} if TOP_KEYS in passes(args) else {}
+        found = attn.tune(**arrays, **count, passes=[pass_.name for pass_ in passes(args)], forget=args.forget)
         print("forgotten" if found is None else found.describe(), end="\n\n", flush=True)
     return 0
 
@@ -55,7 +57,8 @@ def list_candidates(args: argparse.Namespace) -> int:
     if not chosen:
         raise Failure(f"{NO_GPU}: {here.find_gpu()[1]}; {NAME_ONE}")
     for problem, device, pass_ in itertools.product(problems(args), chosen, passes(args)):
-        plans = tuning.candidates(of_pass(args, problem, pass_), device, pass_)
+        own = of_pass(args, problem, pass_)
+        plans = tuning.candidates(own, device, pass_, operands=operands(args, own, pass_))
         print(f"{pass_} pass on {device.name}, {len(plans)} candidates, the table's row first:")
         print("\n".join(f"  {tuning.Trial(plan=plan).label}" for plan in plans), end="\n\n")
     return 0

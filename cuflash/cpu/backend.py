@@ -74,8 +74,7 @@ def _first_time(
         calls = Calls(axes, options, own, need, np, gives_partials=False)
         return calls.run(lambda options, found: method(options, _given(found), need=need, random=random))
     problem = bound(pass_, options, own, need).problem
-    compute: Callable[..., tuple[Any, ...]] = getattr(cpu, pass_.name)
-    return compute(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    return cpu.run(pass_, problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:
@@ -125,7 +124,11 @@ def tune(
 ) -> None:
     """Check the arguments, and raise NotImplementedError: there are no tiles to choose from."""
     compile(options, {name: x for name, x in arrays.items() if name != "dout"}, passes=passes)
-    raise NotImplementedError(
+    raise nothing_to_tune()
+
+
+def nothing_to_tune() -> NotImplementedError:
+    return NotImplementedError(
         "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
     )
 
@@ -146,10 +149,17 @@ class CpuPlan:
     axes: str = ""  # how the call goes through batch axes; empty if there are none
     note: str = ""  # further remarks on the call
     seconds: tuple[float, ...] = ()  # about how long each pass takes; empty where nobody has measured
+    others: tuple[CpuPlan, ...] = ()  # of further passes: reductions of the attention weights have no values
 
     def noted(self, note: str) -> CpuPlan:
         """The plan with a note."""
         return replace(self, note=note)
+
+    def joined(self, other: CpuPlan) -> CpuPlan:
+        """The plans of both."""
+        if not self.others and replace(other, passes=self.passes) == self:
+            return replace(self, passes=(*self.passes, *other.passes))
+        return replace(self, others=(*self.others, other))
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
         """The plan in words, wrapped at `width` columns (0: not at all): first the work, or how long it takes.
@@ -162,7 +172,7 @@ class CpuPlan:
         sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
         work = [
             f"{pass_.flops(p) / 1e9:.3g} GFLOP {pass_}"
-            if pass_ is FORWARD or p.why_no_gradients is None
+            if not pass_.rows[0].gradient_of or p.why_no_gradients is None
             else f"no {pass_} pass with {p.why_no_gradients}"
             for pass_ in self.passes
         ]
@@ -174,7 +184,7 @@ class CpuPlan:
         dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
         if p.multiplies_float8:
             dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
-        return wrapped(
+        own = wrapped(
             (
                 f"CPU: {', '.join(about or work)}, extra memory linear in seqlen",
                 f"  path      {cpu.describe(p, self.need, self.passes)}; the arrays are in host memory",
@@ -182,12 +192,14 @@ class CpuPlan:
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {dtypes}, {p.softmax_dtype} inside",
+                *(("  bits      those of a sequence in any other call",) if p.batch_invariant else ()),
                 f"  memory    the plain formula's scores would take {in_bytes(p.naive_bytes)}",
                 *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),
                 *(f"  {line}" for line in self.note.splitlines()),
             ),
             width,
         )
+        return "\n".join([own, *(other.describe(verbose, width) for other in self.others)])
 
 
 def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...]) -> Binding:

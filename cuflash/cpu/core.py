@@ -85,7 +85,7 @@ class _Call(ctypes.Structure):
             for name in (
                 "dropout_steps",
                 *("dropout_row", "dropout_column", "dropout_head", "dropout_heads"),
-                *("num_top_keys", "num_given"),
+                *("batch_invariant", "num_top_keys", "num_given"),
             )
         ),
         *((name, ctypes.c_double) for name in (*_NUMBERS, "kept_scale")),
@@ -401,6 +401,7 @@ def _fixed_fields(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) ->
         dropout_head=problem.origin.head,
         dropout_heads=problem.origin.num_heads,
         kept_scale=problem.kept_scale,
+        batch_invariant=problem.batch_invariant,
         num_top_keys=given["key_indices"].shape[-1] if "key_indices" in given else 0,
     )
     for name in problem.given(_NUMBERS):

@@ -176,9 +176,10 @@ class Call:
         num_heads, num_rows = PAIRS // max(group * problem.seqlen_q * problem.seqlen_k, 1), problem.seqlen_q
         if num_heads < 2:
             num_heads, num_rows = 1, max(1, ROWS // group)
-        num_heads = min(num_heads, problem.batch * problem.num_heads_kv)
         dim = max(problem.head_dim, problem.head_dim_v)
+        # As if there were any number of heads: the bits of one do not depend on others.
         num_keys = min(PAIRS // (num_heads * group * num_rows), ELEMENTS // (num_heads * dim))
+        num_heads = min(num_heads, problem.batch * problem.num_heads_kv)
         for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
             for heads in slices(problem.num_heads_kv, num_heads):
                 for rows in slices(problem.seqlen_q, num_rows):
@@ -522,6 +523,9 @@ class Job:
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
 
 
+LEAST_LOG_WEIGHT = -1024.0
+
+
 class RowReductionGradients:
     """What gradients of row reductions add to dS: ``-P (log P + H) dH``, and dmax at the first largest score."""
 
@@ -539,6 +543,8 @@ class RowReductionGradients:
         if self.dentropy is None:
             return None
         log_weights = np.where(scores == -np.inf, 0, (scores - self.row_max) - self.log_sum)
+        # Below, weights are 0, and finite masks are so low that the product may overflow.
+        log_weights = np.maximum(log_weights, LEAST_LOG_WEIGHT)
         return np.where(np.isfinite(log_weights), log_weights + self.entropy, 0) * self.dentropy
 
     def add_maxima(self, tile: Tile, ds: Array) -> None:

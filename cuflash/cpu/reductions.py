@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from cuflash.cpu import backend, core, fallback, jobs
 from cuflash.cpu.packed import sequences
 from cuflash.spec.options import Options
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, COLUMN_SUMS_BACKWARD, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.reductions import as_rows_of_values, of_values, widened
 from cuflash.spec.row_sums import in_units
@@ -60,6 +61,31 @@ def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[A
         pick = functools.partial(ReductionJob.pick, first_key=keys.start or 0, into=into)
         _run(problem, pick, call.jobs(ReductionJob))
     return found
+
+
+def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.CpuPlan:
+    """The plan of a reduction; `count` is that of `top_keys`."""
+    return backend.CpuPlan(problem=_bound(pass_, options, arrays)[0], passes=(pass_,))
+
+
+compile = plan  # the arguments are checked, and there is nothing to compile
+
+
+def tune(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int, **how: bool) -> None:
+    """Check the arguments, and raise NotImplementedError: there are no tiles to choose from."""
+    _bound(pass_, options, arrays)
+    raise backend.nothing_to_tune()
+
+
+def plan_gradients(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], passes: tuple[Pass, ...]
+) -> backend.CpuPlan:
+    """The plan of the gradients of column sums, by passes over values (`cuflash.spec.reductions`)."""
+    found = backend.plan(options, arrays, need, passes)
+    return replace(found, problem=found.problem.with_values(0), passes=(COLUMN_SUMS_BACKWARD,))
+
+
+tune_gradients = backend.tune
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------

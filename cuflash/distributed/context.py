@@ -29,12 +29,7 @@ from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
 from cuflash.spec.keywords import checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.results import (
-    Array,
-    ForwardResult,
-    Gradients,
-    wanted_results,
-)
+from cuflash.spec.results import Array, ForwardResult, Gradients, wanted_results
 from cuflash.spec.score_args import check_names
 from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
@@ -96,6 +91,8 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
     deterministic : bool, default False
         If True, results are bitwise the same for any number of ranks, for any splits into whole chunks, and in every
         run. Each chunk is computed by calls of its own, with all rows that it needs.
+    batch_invariant : bool, default False
+        As `cuflash.FlashAttention` takes it, of the batch entries and heads of all ranks; `deterministic` comes along.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0
@@ -199,6 +196,7 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
         window: tuple[int | None, int | None] | None = None,
         layout: Literal["bhsd", "bshd"] = "bhsd",
         deterministic: bool = False,
+        batch_invariant: bool = False,
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
@@ -211,6 +209,7 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
             window=window,
             layout=layout,
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             precision=precision,
             dropout=dropout,
             block_size=block_size,

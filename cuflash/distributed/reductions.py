@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
@@ -15,16 +15,16 @@ from cuflash.distributed.execution import Execution
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import GRADIENTS, REQUIRED_BY_BACKWARD
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, Pass
+from cuflash.spec.outputs import REQUIRED_BY_BACKWARD
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.reductions import (
     ColumnSums,
     check_weights,
     checked_count,
     checked_of_reduction,
-    own_and_others,
+    gradients_wanted,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of, needed
+from cuflash.spec.results import Array, TopKeys, named_tuple_of
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -68,12 +68,7 @@ class RankReductions(Generic[FunctionT]):
         column_sums_backward : Their gradients.
         cuflash.FlashAttention.column_sums : The same on one device.
         """
-        arrays = {"q": q, "k": k, "v": None, "lse": lse, "dlse": weights}
-
-        def compute(call: Call, run: Execution) -> Any:
-            return _columns(call, run, COLUMN_SUMS)
-
-        return self._reduced("column_sums", arrays, optional_inputs, compute)
+        return self._reduced(COLUMN_SUMS, q, k, {"lse": lse, "dlse": weights}, optional_inputs)
 
     def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
         """The largest attention weight that each key of this rank receives from a query of any rank.
@@ -99,12 +94,7 @@ class RankReductions(Generic[FunctionT]):
         --------
         cuflash.FlashAttention.column_max : The same on one device.
         """
-        arrays = {"q": q, "k": k, "v": None, "lse": lse}
-
-        def compute(call: Call, run: Execution) -> Any:
-            return _columns(call, run, COLUMN_MAX)
-
-        return self._reduced("column_max", arrays, optional_inputs, compute)
+        return self._reduced(COLUMN_MAX, q, k, {"lse": lse}, optional_inputs)
 
     def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
         """The strongest keys of each query of this rank, among those of all ranks.
@@ -133,16 +123,7 @@ class RankReductions(Generic[FunctionT]):
         --------
         cuflash.FlashAttention.top_keys : The same on one device.
         """
-        arrays, wanted = {"q": q, "k": k, "v": None, "lse": lse}, checked_count(count)
-
-        def compute(call: Call, run: Execution) -> TopKeys:
-            lse = run.arrays["lse"]
-            shape, dtype = (*lse.shape, wanted), numpy_dtype(run.problem.softmax_dtype)
-            found = {"key_indices": run.xp.empty(shape, "int32"), "key_weights": run.xp.empty(shape, dtype)}
-            run.top_keys(found)
-            return TopKeys(*(_exported(call, x) for x in found.values()))
-
-        return self._reduced("top_keys", arrays, optional_inputs, compute)  # type: ignore[no-any-return]
+        return TopKeys(*self._reduced(TOP_KEYS, q, k, {"lse": lse}, optional_inputs, checked_count(count)))
 
     def column_sums_backward(
         self,
@@ -187,9 +168,7 @@ class RankReductions(Generic[FunctionT]):
         """
         with telling(self._calls_of_weights.transport):
             given = checked_of_reduction("column_sums_backward", self.options, optional_inputs)
-            own, gradients = own_and_others(need, self.options.score_gradients)
-            results = dict.fromkeys((*GRADIENTS, *self.options.score_gradients))
-            names = needed(gradients, given | self.options.numbers, results, self.options.score_gradients)
+            names, own = gradients_wanted(self.options, given, need)
             arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
             options = replace(self.options, dropout=0.0)
             call = prepare(options, arrays, (*INPUTS, "lse", "dsums"), names, rewrites=False)
@@ -202,19 +181,29 @@ class RankReductions(Generic[FunctionT]):
         )
 
     def _reduced(
-        self,
-        method: str,
-        arrays: dict[str, Any],
-        optional_inputs: dict[str, Any],
-        compute: Callable[[Call, Execution], Any],
+        self, pass_: Pass, q: Array, k: Array, of_rows: dict[str, Any], optional_inputs: dict[str, Any], *count: int
     ) -> Any:
+        """The result of a reduction, or the results of `TOP_KEYS`, which has a `count`."""
+
+        def compute(call: Call, run: Execution) -> Any:
+            lse, dtype = run.arrays["lse"], numpy_dtype(run.problem.softmax_dtype)
+            shape = (*lse.shape, *count) if count else (*lse.shape[:2], run.arrays["k"].shape[2])
+            results = {row.name: run.xp.empty(shape, "int32" if row.dtype == "index" else dtype) for row in pass_.rows}
+            if count:
+                run.top_keys(results)
+            else:
+                run.columns(results, pass_)
+            exported = [_exported(call, x) for x in results.values()]
+            return exported if count else exported[0]
+
         def nothing_else(given: Mapping[str, Any]) -> tuple[str, ...]:
             if "dlse" in given:
                 check_weights(given["dlse"], given["lse"])
             return ()
 
+        arrays, required = {"q": q, "k": k, "v": None, **of_rows}, (*INPUTS, "lse")
         calls = self._calls_of_weights
-        return calls.carry_out(method, arrays, optional_inputs, (*INPUTS, "lse"), (None, None), compute, nothing_else)
+        return calls.carry_out(pass_.name, arrays, optional_inputs, required, (None, None), compute, nothing_else)
 
 
 class _Passes(NamedTuple):
@@ -235,13 +224,6 @@ def _divided(arrays: Mapping[str, Any], names: Collection[str]) -> tuple[dict[st
     """The arrays of these names, and the others that are given."""
     others = {name: x for name, x in arrays.items() if name not in names and x is not None}
     return {name: arrays[name] for name in names}, others
-
-
-def _columns(call: Call, run: Execution, pass_: Pass) -> Any:
-    lse, keys = run.arrays["lse"], run.arrays["k"].shape[2]
-    result = run.xp.empty((*lse.shape[:2], keys), numpy_dtype(run.problem.softmax_dtype))
-    run.columns({pass_.default[0]: result}, pass_)
-    return _exported(call, result)
 
 
 def _exported(call: Call, x: Array) -> Any:

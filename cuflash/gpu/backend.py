@@ -25,7 +25,7 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cupy
@@ -46,22 +46,15 @@ from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.batch_axes import Calls, axes_of, first_call
-from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of_pass, planned_length
+from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import (
-    BACKWARD,
-    BACKWARD_JVP,
-    FORWARD,
-    JVP,
-    PASS_NAMES,
-    PASSES_WITHOUT_TANGENTS,
-    Pass,
-)
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
+NO_RESULTS: Mapping[str, tuple[tuple[int, ...], Any]] = {}
 OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
 
@@ -72,6 +65,10 @@ class Plans(NamedTuple):
     backward: LaunchPlan | None = None
     jvp: LaunchPlan | None = None
     backward_jvp: LaunchPlan | None = None
+    column_sums: LaunchPlan | None = None
+    column_max: LaunchPlan | None = None
+    top_keys: LaunchPlan | None = None
+    column_sums_backward: Plans | None = None  # a backward pass, and a forward pass for dlse and dweights
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
         """The plans in words, as `LaunchPlan.describe` gives each."""
@@ -82,7 +79,11 @@ class Plans(NamedTuple):
 
     def noted(self, note: str) -> Plans:
         """The plans with a note before their reasons."""
-        return Plans(*(plan and replace(plan, reason=f"{note}\n{plan.reason}") for plan in self))
+        return Plans(*(plan and plan.noted(note) for plan in self))
+
+    def joined(self, other: Plans) -> Plans:
+        """The plans of both."""
+        return self._replace(**{name: plan for name, plan in other._asdict().items() if plan is not None})
 
 
 class _Kernel(NamedTuple):
@@ -190,17 +191,20 @@ def plan(
     passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
 ) -> Plans:
     """The plans of passes; this compiles the kernels, to tell how many registers they take."""
+    found: dict[str, Any] = {
+        pass_.name: planned(pass_, options, of_pass(pass_, arrays, options), pass_.results_for(need))
+        for pass_ in _served(passes, arrays)
+    }
+    return Plans(**found)
 
+
+def planned(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> LaunchPlan:
+    """The plan of one pass on its arrays, with the registers of its kernels."""
+    first = first_call(options, arrays, results, cupy, gives_partials=True)
+    binding = _bind(pass_, first.options, first.arrays, results)
     device = device_spec(arrays["q"].data.device_id)
-
-    def plan_of(pass_: Pass) -> LaunchPlan:
-        results = pass_.results_for(need)
-        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_partials=True)
-        binding = _bind(pass_, first.options, first.arrays, results)
-        plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
-        return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
-
-    return Plans(**{pass_.name: plan_of(pass_) for pass_ in _served(passes, arrays)})
+    plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
+    return plan.noted(first.axes) if first.axes else plan
 
 
 def _served(passes: tuple[Pass, ...], arrays: Mapping[str, Any]) -> tuple[Pass, ...]:
@@ -259,34 +263,65 @@ def tune(
 
     `arrays` are those of `forward`, tangents, and dout, which may be None or absent.
     """
-    found: dict[str, PassTuning | None] = dict.fromkeys(PASS_NAMES)
+    found: dict[str, Any] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            plans, call_by = trials(pass_, options, _taken(pass_, options, arrays, random), random)
-            if forget:
-                tuning.forget(plans[0])
-            else:
-                with progress.Bar(f"tuning {pass_}", total=2 * len(plans)) as bar:
-                    stopwatch = Stopwatch(call_by)
-                    found[pass_.name] = tuning.tune(plans, stopwatch, advance=bar.advance, remember=remember)
-    forget_launches()
+            own = _taken(pass_, options, arrays, random)
+            found[pass_.name] = tuned(pass_, options, own, random, remember=remember, forget=forget)
     return None if forget else Tuning(**found)
 
 
+def tuned(
+    pass_: Pass,
+    options: Options,
+    arrays: dict[str, Any],
+    random: tuple[int, int] = (0, 0),
+    *,
+    results: Mapping[str, tuple[tuple[int, ...], Any]] = NO_RESULTS,
+    remember: bool = True,
+    forget: bool = False,
+) -> PassTuning | None:
+    """What tuning finds for one pass on its arrays, on the current device; `results` are as `trials` takes them."""
+    if options.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: got True, expected False in tune: tiles follow from no size of a problem, so none are "
+            "tuned for one"
+        )
+    plans, call_by = trials(pass_, options, arrays, random, results)
+    found = None
+    if forget:
+        tuning.forget(plans[0])
+    else:
+        with progress.Bar(f"tuning {pass_}", total=2 * len(plans)) as bar:
+            found = tuning.tune(plans, Stopwatch(call_by), advance=bar.advance, remember=remember)
+    forget_launches()
+    return found
+
+
 def trials(
-    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int]
+    pass_: Pass,
+    options: Options,
+    arrays: dict[str, Any],
+    random: tuple[int, int],
+    results: Mapping[str, tuple[tuple[int, ...], Any]] = NO_RESULTS,
 ) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
     """The plans that tuning tries for a call, and a function that turns a plan into a call that runs it.
 
-    `arrays` are those of the pass, without results; CuPy's current device is that of the arrays.
+    `arrays` are those of the pass, without results, of which `results` has shapes and dtypes that do not follow from
+    the arrays; CuPy's current device is that of the arrays.
     """
     options, arrays, _ = first_call(options, arrays, pass_.default, cupy, gives_partials=True)
-    binding = _bind(pass_, options, arrays, pass_.default)
-    pointers = [array.data.ptr for array in arrays.values() if array is not None]
+
+    def with_results() -> dict[str, Any]:
+        return arrays | {name: cupy.empty(shape, dtype) for name, (shape, dtype) in results.items()}
+
+    binding = _bind(pass_, options, with_results(), pass_.default)
 
     def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
-        launch = _launch_of(binding, plan, arrays)
-        return lambda: _start(launch, arrays, list(pointers), random, plan.problem.seqlen_k)
+        own = with_results()  # of each plan, so that results of two can be compared
+        pointers = [array.data.ptr for array in own.values() if array is not None]
+        launch = _launch_of(binding, plan, own)
+        return lambda: _start(launch, own, list(pointers), random, plan.problem.seqlen_k)
 
     device = device_spec(arrays["q"].data.device_id)
     return candidates(binding.problem, device, pass_, **binding.layout), call_by
@@ -628,12 +663,16 @@ def remembered(signature: tuple, arrays: Sequence[Any], results: Any) -> Iterato
 
 
 def _bind(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: Collection[str]) -> Binding:
-    """The binding of arrays that are all on one device."""
+    """The binding of arrays that are all on one device, or of which only shape and dtype are known."""
     device_id = arrays["q"].data.device_id
     for name, array in arrays.items():
-        if array is not None and array.data.device_id != device_id:
+        if not (array is None or isinstance(array, Contiguous) or array.data.device_id == device_id):
             raise value_error(name, f"an array on device {array.data.device_id}", f"device {device_id}, where q is")
-    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr)
+    return bind(pass_, options, arrays, need=need, address_of=_address_of)
+
+
+def _address_of(array: Any) -> int:
+    return 0 if isinstance(array, Contiguous) else array.data.ptr  # type: ignore[no-any-return]
 
 
 def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], growing: Growing = FIXED) -> _Launch:

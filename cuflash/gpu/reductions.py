@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from cuflash.arrays.array_info import FLOAT8
-from cuflash.arrays.dlpack import module_of
+from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.gpu import backend
+from cuflash.gpu.tuning import Tuning
+from cuflash.spec.binding import Contiguous
 from cuflash.spec.options import Options
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.reductions import widened
@@ -25,14 +29,57 @@ def column_max(options: Options, arrays: Mapping[str, Any]) -> Any:
 
 def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Any, Any]:
     """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
-    lse, xp = arrays["lse"], module_of(arrays["lse"])
-    shape = (*lse.shape, count)
-    results = {"key_indices": xp.empty(shape, "int32"), "key_weights": xp.empty(shape, lse.dtype)}
+    xp = module_of(arrays["lse"])
+    results = {name: xp.empty(*of_result) for name, of_result in _results(TOP_KEYS, arrays, count).items()}
     indices, weights = _run(TOP_KEYS, options, {**arrays, **results})
     return indices, weights
 
 
-def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.Plans:
+    """The plan of a reduction; `count` is that of `top_keys`."""
+    given, _ = _given(pass_, options, arrays)
+    results = {name: Contiguous(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
+    found: dict[str, Any] = {pass_.name: backend.planned(pass_, options, given | results, pass_.default)}
+    return backend.Plans(**found)
+
+
+def compile(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> None:
+    """Compile and load the kernels of a reduction, by running it once."""
+    globals()[pass_.name](options, arrays, *count)
+
+
+def tune(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int, **how: Any) -> Tuning | None:
+    """Tune a reduction, or forget what tuning found."""
+    given, _ = _given(pass_, options, arrays)
+    with on_device(arrays["q"]):
+        found: Any = backend.tuned(pass_, options, given, results=_results(pass_, arrays, *count), **how)
+    return None if found is None else Tuning(**{pass_.name: found})
+
+
+def plan_gradients(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], passes: tuple[Pass, ...]
+) -> backend.Plans:
+    """The plans of the gradients of column sums, by passes over values (`cuflash.spec.reductions`)."""
+    return backend.Plans(column_sums_backward=backend.plan(options, arrays, need, passes))
+
+
+def tune_gradients(options: Options, arrays: dict[str, Any], **how: Any) -> Tuning | None:
+    """Tune these passes, or forget what tuning found."""
+    found = backend.tune(options, arrays, **how)
+    return None if found is None else Tuning(column_sums_backward=found)
+
+
+def _results(pass_: Pass, arrays: Mapping[str, Any], *count: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of those results for which a call makes arrays: of all others they follow from the inputs."""
+    shape = (*arrays["lse"].shape, *count)
+    dtypes = (np.dtype(np.int32), arrays["lse"].dtype)
+    return {name: (shape, dtype) for name, dtype in zip(pass_.default, dtypes, strict=True)} if count else {}
+
+
+def _given(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any]
+) -> tuple[dict[str, Any], backend.PartialRowSums | None]:
+    """What the kernels of a reduction get."""
     if "block_table" in arrays:
         raise NotImplementedError(
             f"block_table: got one for {pass_} on the GPU, expected None: gather the pages of each batch entry into "
@@ -44,4 +91,9 @@ def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any,
     if any(given[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
         given = widened(options, given)
         given["v"] = given["k"][..., :0]
+    return given, sums
+
+
+def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    given, sums = _given(pass_, options, arrays)
     return backend._call(pass_, options, given, pass_.default, (0, 0), sums)

@@ -32,7 +32,7 @@ from cuflash.plan.architectures import FAMILIES
 from cuflash.plan.backward import SOFTMAX_KERNELS
 from cuflash.plan.tiles import Tile, serves_dims, why_too_large
 from cuflash.spec.binding import Layout
-from cuflash.spec.passes import FORWARD, PASS_NAMES, Pass
+from cuflash.spec.passes import FORWARD, PREPARED_NAMES, Pass
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -188,11 +188,19 @@ class Tuning:
     backward: PassTuning | None = None
     jvp: PassTuning | None = None
     backward_jvp: PassTuning | None = None
+    column_sums: PassTuning | None = None
+    column_max: PassTuning | None = None
+    top_keys: PassTuning | None = None
+    column_sums_backward: Tuning | None = None  # a backward pass, and a forward pass for dlse and dweights
 
     def describe(self) -> str:
         """All passes in words."""
-        found: list[PassTuning | None] = [getattr(self, name) for name in PASS_NAMES]
+        found: list[PassTuning | Tuning | None] = [getattr(self, name) for name in PREPARED_NAMES]
         return "\n\n".join(tuned.describe() for tuned in found if tuned is not None)
+
+    def joined(self, other: Tuning) -> Tuning:
+        """What both found."""
+        return replace(self, **{name: x for name in PREPARED_NAMES if (x := getattr(other, name)) is not None})
 
 
 def tune(
@@ -288,6 +296,8 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
     Once a plan for a problem was made here, later findings of other processes about it are not looked at.
     """
     plan = choose_plan(problem, device, pass_, **arrays)
+    if problem.batch_invariant:  # other sizes may have been tuned for other tiles
+        return plan
     path = _file_of(plan)
     if path not in _recalled:
         _recalled[path] = _read(path)

@@ -243,7 +243,7 @@ def _add_dq(draft: Draft, dq: Any) -> None:
 
 def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
     """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
-    if not family.shares_tiles:
+    if not family.shares_tiles or draft.problem.batch_invariant:  # they add up partial sums where tiles are few
         return
     draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
     if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*_OF_KEYS):

@@ -16,12 +16,23 @@ from cuflash.plan.jvp import draft_jvp
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.reductions import draft_reduction
 from cuflash.plan.sm80.tiles import MOST_CHUNKED
-from cuflash.plan.tiles import Tile
+from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import ROW_REDUCTIONS, gradient_of
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, FORWARD, JVP, TOP_KEYS, Pass
+from cuflash.spec.passes import (
+    BACKWARD,
+    BACKWARD_JVP,
+    COLUMN_MAX,
+    COLUMN_SUMS,
+    COLUMN_SUMS_BACKWARD,
+    FORWARD,
+    JVP,
+    TOP_KEYS,
+    Pass,
+)
 from cuflash.spec.problem import Problem
+from cuflash.spec.reductions import WIDE_COLUMNS
 
 MAX_HEAD_DIM = 1024
 FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities with half as many FP64 units as FP32 units
@@ -49,6 +60,8 @@ def choose_plan(
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
+    if pass_ is COLUMN_SUMS_BACKWARD:  # by values of as many columns as rows of whole 16 bytes have
+        problem, pass_ = problem.with_values(round_up(problem.group_size, WIDE_COLUMNS)), BACKWARD
     check_served(problem, device, pass_)
     pass_.check(problem)
     if pass_.has_tangents and problem.moved is None:
@@ -86,6 +99,8 @@ def choose_plan(
         program=seen.hoisted,
     )
     planned.draft(draft, tiles)
+    if problem.batch_invariant:
+        draft.reasons.append("batch_invariant: tiles of long sequences of many heads, for calls of all sizes")
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
     if (why_not := why_by_lanes(problem.dtype, device)) is not None:

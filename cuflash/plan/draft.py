@@ -542,6 +542,7 @@ def common_defines(
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": bytes_without_functions(problem),
         "CUFLASH_PAIRS": 0,
+        "CUFLASH_DYNAMIC_TILES": 0,
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,

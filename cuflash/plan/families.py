@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
@@ -24,6 +24,10 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 }
 
 
+# Of these, the ones that any sequence may be found in: with `batch_invariant` it has the same bits there.
+_PLACES = ("packed sequences", "pages")
+ANY_CALL = ", which a call that is batch_invariant has to count on"
+
 BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
 
 
@@ -31,7 +35,9 @@ class Family(ABC, Generic[Row]):
     """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and its helper kernels."""
 
     kernel: ClassVar[str]
-    tile: ClassVar[type[Tile]]
+    tile: ClassVar[type[Tile]]  # as `Row` of its base class says
+    rows: ClassVar[tuple[Any, ...]] = ()  # all of its table, where that is the same for every problem
+    tf32_rows: ClassVar[tuple[Any, ...]] = ()  # with precision="tf32", where that differs
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
     serves_no_values: ClassVar[bool] = False  # it serves ``v=None``
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
@@ -43,18 +49,24 @@ class Family(ABC, Generic[Row]):
     row_reductions: ClassVar[tuple[str, ...]] = ()
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        rows = [x for base in vars(cls).get("__orig_bases__", ()) for x in get_args(base) if isinstance(x, type)]
+        if rows and "tile" not in vars(cls):
+            cls.tile = rows[0]
+
     @property
     def source(self) -> str:
         """The file of the main kernel."""
         return f"{self.kernel}.cu"
 
-    @abstractmethod
     def table(self, problem: Problem) -> tuple[Row, ...]:
         """The rows to choose from."""
+        return self.tf32_rows if self.tf32_rows and problem.precision == "tf32" else self.rows
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         """Rows of all tables that compute the problem as its own do: from the same products, in the same precision."""
-        return self.table(problem)
+        return (*self.rows, *self.tf32_rows) or self.table(problem)
 
     def accumulator_layout(self, main: Row) -> Tile:
         """The tile whose fragments tell the helper kernels how its results are laid out in memory."""
@@ -64,7 +76,14 @@ class Family(ABC, Generic[Row]):
         """Which options of a problem it does not know; None if it knows all."""
         features = [name for name in self.unknown if name in _FEATURES and _FEATURES[name](problem)]
         found = [*problem.given(name for name in self.unknown if name not in _FEATURES), *features]
-        return f"it knows no {' and no '.join(found)}" if found else None
+        if found:
+            return f"it knows no {' and no '.join(found)}"
+        if not problem.batch_invariant:
+            return None
+        # Few queries have kernels of their own wherever they are, but packed. Tangents have no pages on any device.
+        possible = [name for name in _PLACES if name in self.unknown]
+        possible = [x for x in possible if not (self.reads_keys_once if x == _PLACES[0] else problem.moved is not None)]
+        return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None
 
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
@@ -293,7 +312,8 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
         if why_not:
             reasons_against.append(f"not {family.kernel}: {why_not}")
     # The last family serves all that no other one does.
-    tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
+    seen = draft.problem if family.reads_keys_once else draft.problem.typical
+    tile, reason = choose_row(family.table(draft.problem), seen, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
         reasons_against.append("fp8 q, k and v become half precision, exactly, and are multiplied so")
     return family, tile, "\n".join([reason, *reasons_against])

@@ -23,6 +23,7 @@ COMBINE_COLUMNS = 32  # columns of one row that a warp of helpers/split_combine.
 COMBINE_PIECES = 16
 COMBINE_KEY_BYTES = 2**26
 COMBINE_WARPS = 4
+SPLIT_KEYS = 1024  # of a split that depends on its own sequence alone: on an H200, 0.5 MiB of a KV head of 128 columns
 MAX_SPLIT_STEPS = 2**31 - 1  # of all heads: blocks count keys in steps, for each head as many as there are blocks
 
 
@@ -32,9 +33,13 @@ def rows_of(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Whether this is decode: so few queries, and so many keys, that keys are split."""
+    """Whether this is decode: so few queries, and so many keys, that keys are split.
+
+    With `batch_invariant` any number of keys will do, because other entries of the batch may have more.
+    """
     heads, keys = problem.batch * problem.num_heads_kv, visible_keys(problem.mean_sequence)
-    return heads > 0 and 0 < rows_of(problem) <= DECODE_ROWS and keys >= DECODE_MIN_SEQLEN_K
+    has_keys = keys >= DECODE_MIN_SEQLEN_K or problem.batch_invariant
+    return heads > 0 and 0 < rows_of(problem) <= DECODE_ROWS and has_keys
 
 
 def visible_keys(problem: Problem) -> int:
@@ -57,7 +62,11 @@ def add_sharing_kernel(
     """
     problem = draft.problem
     heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
-    blocks = _number_of_blocks(problem, tiles_at_once(tile, draft.device, cluster), block_n)
+    split_tiles = max(1, SPLIT_KEYS // tile.block_n) if problem.batch_invariant else 0
+    if split_tiles:
+        blocks = _blocks_of_equal_splits(problem, split_tiles * tile.block_n)
+    else:
+        blocks = _number_of_blocks(problem, tiles_at_once(tile, draft.device, cluster), block_n)
     draft.set(resident_blocks=blocks)
     whole_heads = heads % blocks == 0
     draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
@@ -66,7 +75,11 @@ def add_sharing_kernel(
     pieces = rows * max(-(-dims[1] // COMBINE_COLUMNS), 1)
     key_bytes = heads * visible_keys(problem) * sum(dims) * ITEMSIZE[problem.k.dtype]
     combines = combines and not whole_heads and pieces <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES
-    defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
+    defines = {
+        "CUFLASH_SPLITS_KEYS": int(not whole_heads),
+        "CUFLASH_COMBINES": int(combines),
+        "CUFLASH_SPLIT_TILES": split_tiles,
+    }
     draft.add(source, tile, blocks * cluster, tile.shared_bytes(*dims), **defines)
     who = f"{blocks} clusters of {cluster} blocks" if cluster > 1 else f"{blocks} blocks"
     if whole_heads:
@@ -82,9 +95,31 @@ def add_sharing_kernel(
             "helpers/split_combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS
         )
         combined = "another kernel combines their results"
+    if split_tiles:
+        draft.reasons.append(
+            f"{who} take {split_tiles * tile.block_n} keys each, {draft.key_splits} those of one head: {combined}"
+        )
+        return
     draft.reasons.append(
         f"{who} take equal splits of the keys, up to {draft.key_splits} of them those of one head: {combined}"
     )
+
+
+def _blocks_of_equal_splits(problem: Problem, split_keys: int) -> int:
+    """The number of blocks that take so many keys each, whatever else there is.
+
+    A head has two splits at least, because results of one are rounded otherwise than those of one and none.
+    """
+    heads = problem.batch * problem.num_heads_kv
+    check_blocks(heads)
+    keys = visible_keys(problem) + (split_keys if problem.window_left is not None else 0)  # a window begins anywhere
+    blocks = heads * max(2, -(-keys // split_keys))
+    if heads * blocks > MAX_SPLIT_STEPS:
+        raise NotImplementedError(
+            f"batch_invariant: got {heads} key/value heads of all batch entries, with splits of {split_keys} keys, "
+            f"expected at most {MAX_SPLIT_STEPS // blocks}; compute fewer batch entries at a time"
+        )
+    return blocks
 
 
 def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.arrays.units import WIDTH, in_bytes, in_seconds, wrapped
@@ -153,6 +153,10 @@ class LaunchPlan:
     def about_seconds(self) -> float | None:
         """The time by the rate that tuning measured; None without one."""
         return self.pass_.flops(self.problem) / self.tuned_flops_per_s if self.tuned_flops_per_s else None
+
+    def noted(self, note: str) -> LaunchPlan:
+        """The plan with a note before its reasons."""
+        return replace(self, reason=f"{note}\n{self.reason}")
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
         """The plan in words: a line that says what runs, how long, and the extra memory, then a line a fact.

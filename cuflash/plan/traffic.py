@@ -20,7 +20,7 @@ from cuflash.arrays.units import in_bytes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import OPTIONAL_INPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 # The fraction of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
@@ -29,8 +29,17 @@ from cuflash.spec.problem import Problem
 L2_FRACTION = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 # What the blocks of a main kernel own: tiles of queries, equal splits of the keys of all heads (decode), tiles of keys,
-# those of them that some query attends to, or tiles of queries for dq alone.
-Model = Literal["queries", "splits of keys", "keys", "visible keys", "queries of dq"]
+# those of them that some query attends to, tiles of queries for dq alone, or tiles of keys of a query head
+# (all of them, or those that some query attends to).
+Model = Literal[
+    "queries",
+    "splits of keys",
+    "keys",
+    "visible keys",
+    "queries of dq",
+    "keys of query heads",
+    "visible keys of query heads",
+]
 
 
 class Plan(Protocol):
@@ -296,6 +305,42 @@ def _backward(plan: Plan) -> Traffic:
     )
 
 
+def _columns(plan: Plan) -> Traffic:
+    """A reduction over queries: a block owns a tile of keys of a query head."""
+    problem, tile, one, of = plan.problem, plan.tiles[0], plan.problem.mean_sequence, _Rows.of(plan.problem)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    numbers = 2 * ITEMSIZE[problem.softmax_dtype]  # of each row
+    query_blocks, every = query_tiles(one, tile.block_m, tile.block_n), "keys of query heads" in plan.models
+    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
+    of_queries = heads * (rows * of.q + sum(map(len, query_blocks)) * tile.block_m * numbers)
+    keys = sum(min(tile.block_n, one.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if every or r)
+    blocks = heads * len(query_blocks)
+    loop = OperandLoop(
+        heads=heads,
+        tiles_of_head=len(query_blocks),
+        section=min(plan.run_time.head_section, heads),
+        at_once=_blocks_at_once(plan, tile, blocks),
+        whole=blocks,
+    )
+    stats = _stats_bytes(plan)
+    head_bytes = one.seqlen_q * (of.q + numbers)
+    queries = loop.read(heads * one.seqlen_q * of.q + stats, of_queries, head_bytes, plan.device.l2_bytes)
+    least = plan.pass_.least_bytes(problem)
+    results = heads * one.seqlen_k * ITEMSIZE[problem.softmax_dtype]
+    if least + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
+        read, written = float(least - results), results
+    else:  # an earlier kernel reads lse, and leaves the statistics of rows
+        others = least - results - heads * one.seqlen_q * of.q - heads_kv * one.seqlen_k * of.keys
+        read, written = others + queries + heads_kv * one.seqlen_k * of.keys, results + stats
+    return Traffic(
+        tiles=of_queries + heads * keys * of.keys,
+        read=round(read + _of_pairs(plan)),
+        written=written,
+        least=least,
+        flops=plan.pass_.flops(problem),
+    )
+
+
 def _stats_bytes(plan: Plan) -> int:
     """Bytes of the statistics of rows that each loop reads: lse and delta, and the tangents of these."""
     return plan.scratch_sizes["row_stats"] + plan.scratch_sizes.get("row_tangents", 0)
@@ -396,4 +441,11 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persis
     return loop.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
 
 
-_TRAFFIC = {FORWARD: _forward, BACKWARD: _backward, JVP: _forward, BACKWARD_JVP: _backward}
+_TRAFFIC = {
+    FORWARD: _forward,
+    BACKWARD: _backward,
+    JVP: _forward,
+    BACKWARD_JVP: _backward,
+    COLUMN_SUMS: _columns,
+    COLUMN_MAX: _columns,
+}

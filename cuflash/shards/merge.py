@@ -27,10 +27,11 @@ from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
 from cuflash.gpu import merging
 from cuflash.gpu.merging import Tangents
-from cuflash.shards.reductions import entropy_of
+from cuflash.shards.reductions import RunningReductions, entropy_of
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
-from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult
+from cuflash.spec.outputs import OUTPUTS, NamedForwardResult
+from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult, named_tuple_of_results
 from cuflash.spec.type_variables import ArrayT, LseT
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
@@ -47,6 +48,11 @@ def merge(
     outs: Sequence[ArrayT], lses: Sequence[LseT], *, touts: Sequence[Array], tlses: Sequence[Array],
     layout: Literal["bhsd", "bshd"] = "bhsd",
 ) -> JvpResult[ArrayT, LseT]: ...
+@overload
+def merge(
+    outs: Sequence[ArrayT], lses: Sequence[LseT], *, maxes: Sequence[Array] | None = None,
+    entropies: Sequence[Array] | None = None, layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> NamedForwardResult[ArrayT, LseT]: ...
 # fmt: on
 
 
@@ -56,8 +62,10 @@ def merge(
     *,
     touts: Sequence[Array] | None = None,
     tlses: Sequence[Array] | None = None,
+    maxes: Sequence[Array] | None = None,
+    entropies: Sequence[Array] | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeResult | JvpResult:
+) -> MergeResult | JvpResult | NamedForwardResult:
     """Attention over all keys from attention over splits of them: ``out = sum_i exp(lse_i - lse) * out_i``.
 
     The result is exact for splits of any lengths: over devices, calls or pages, or into keys
@@ -73,14 +81,18 @@ def merge(
         because the row attends to no key of the split, the split has no weight in this row, whatever its out is.
     touts, tlses : sequence of array, optional
         The tangents that `FlashAttention.jvp` returned for the splits with outs and lses: like these, both or neither.
+    maxes, entropies : sequence of array, optional
+        The maxima and the entropies of rows that `FlashAttention.forward` returned for the splits, with
+        ``want=("max", "entropy")``: of the shape and dtype of lses. They do not go with tangents.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of the outs.
 
     Returns
     -------
-    MergeResult or JvpResult
-        ``out`` and ``lse``, arrays of the same shapes, dtypes and library, and with tangents ``tout`` and ``tlse``. A
-        row that attends to no key of any split has out = 0 and lse = -inf, and tangents of 0. Sums are in the dtype of
+    MergeResult, JvpResult or ForwardResult
+        ``out`` and ``lse``, arrays of the same shapes, dtypes and library, and with tangents ``tout`` and ``tlse``, or
+        with row reductions those of ``max`` and ``entropy`` that are given. A row that attends to no key of any split
+        has out = 0, lse = -inf and max = -inf, and tangents and an entropy of 0. Sums are in the dtype of
         lse, over the splits in order, so they are bitwise repeatable.
 
     Raises
@@ -97,6 +109,9 @@ def merge(
     Notes
     -----
     Give a learnable sink, and its tangent, to one of the splits only.
+
+    With w_i = exp(lse_i - lse), the entropy of all keys is ``sum_i w_i * (entropy_i - log(w_i))``. `backward` of each
+    split with the merged out, lse and entropy takes its gradient, too.
 
     The weights of splits follow from lse alone, which is rounded: in rows of large lse these weights have the
     error of half a unit in its last place: 2^-10 at an lse of 3e4 in float32. At -1e9, as where a finite mask hides all
@@ -121,7 +136,11 @@ def merge(
     """
     has_values = _has_values(outs, touts=touts)
     touts = touts if has_values or tlses is None else tuple(outs)
-    groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses)}
+    of_reductions = {name: x for name, x in (("maxes", maxes), ("entropies", entropies)) if x is not None}
+    groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses), **of_reductions}
+    if of_reductions and "tlses" in groups:
+        name = next(iter(of_reductions))
+        raise type_error(name, "arrays together with tlses", "None: row reductions have no tangents")
     names, given = _by_name(groups)
     imported = array_imports.import_arguments(**_required(given, has_values))
     arrays = imported.arrays if has_values else _with_no_columns(imported.arrays, given)
@@ -131,12 +150,36 @@ def merge(
         results = {
             of_splits[0]: xp.empty(arrays[of_splits[0]].shape, arrays[of_splits[0]].dtype) for of_splits in names
         }
-        out, lse, *of_tangents = rows.all_in_order(results).values()
+        out, lse, *others = rows.all_in_order(results).values()
         partials = [[ordered[name] for name in of_splits] for of_splits in names]
-        tangents = Tangents(*of_tangents, *partials[2:]) if of_tangents else None
+        tangents = Tangents(*others, *partials[2:]) if others and not of_reductions else None
         merge_into(partials[0], partials[1], out, lse, tangents=tangents)
-    exported = (imported.export(x, None) if has_values or "lse" in name else None for name, x in results.items())
+        if of_reductions:
+            by_name = dict(zip((_REDUCTIONS[name] for name in of_reductions), names[2:], strict=True))
+            splits = {name: [arrays[x] for x in of_splits] for name, of_splits in by_name.items()}
+            totals = {name: results[of_splits[0]] for name, of_splits in by_name.items()}
+            _merge_reductions([arrays[x] for x in names[1]], splits, totals)
+    exported = [imported.export(x, None) if has_values or _is_of_rows(name) else None for name, x in results.items()]
+    if of_reductions:
+        return named_tuple_of_results((*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
     return MergeResult(*exported) if tangents is None else JvpResult(*exported)
+
+
+_REDUCTIONS = {"maxes": "max", "entropies": "entropy"}  # what their partial results are called
+
+
+def _merge_reductions(
+    lses: Sequence[Array], splits: Mapping[str, Sequence[Array]], totals: Mapping[str, Array]
+) -> None:
+    """Fill the row reductions of all splits by name, which are new arrays, from those of splits."""
+
+    def as_rows(x: Array) -> Array:
+        return x.reshape(1, 1, -1)
+
+    running = RunningReductions({name: as_rows(x) for name, x in totals.items()})
+    for number, lse in enumerate(lses):
+        running.add({"lse": as_rows(lse)} | {name: as_rows(x[number]) for name, x in splits.items()})
+    running.finish()
 
 
 def _fractions(lses: Sequence[Array]) -> tuple[list[Array], Array]:
@@ -368,7 +411,7 @@ def merge_backward(
             if of_tangents:
                 _merge_backward_tangents(into, own, ordered)
     exported = (
-        tuple(imported.export(x, None) if has_values or "lse" in of_splits[0] else None for x in own)
+        tuple(imported.export(x, None) if has_values or _is_of_rows(of_splits[0]) else None for x in own)
         for of_splits, own in zip(names, zip(*found, strict=True), strict=True)
     )
     return MergeGradientTangents(*exported) if of_tangents else MergeGradients(*exported)
@@ -587,7 +630,12 @@ class _Rows(NamedTuple):
 
     def all_in_order(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays by name, those over rows as such views."""
-        return {name: self.in_order(x) if "lse" in name else x for name, x in arrays.items()}
+        return {name: self.in_order(x) if _is_of_rows(name) else x for name, x in arrays.items()}
+
+
+def _is_of_rows(name: str) -> bool:
+    """Whether partial results, or merged ones, of a name have a number for each row."""
+    return any(x in name for x in ("lse", *_REDUCTIONS))
 
 
 def _has_values(outs: Sequence[Array | None], **of_values: Any) -> bool:
@@ -634,7 +682,7 @@ def _by_name(groups: Mapping[str, Sequence[Array]]) -> tuple[list[list[str]], di
 
 def _required(given: dict[str, Any], has_values: bool) -> dict[str, Any]:
     """Those of these arrays that a call requires, as keyword arguments of `array_imports.import_arguments`."""
-    names = [name for name in given if has_values or "lse" in name]
+    names = [name for name in given if has_values or _is_of_rows(name)]
     return {"arrays": {name: given[name] for name in names}, "required": names}
 
 
@@ -657,7 +705,7 @@ def _check_partials(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if rows.swapped else shape[:-1]
     lse_dtype = "float64" if dtype == "float64" else "float32"
     for name, x in arrays.items():
-        check_array(name, x, *((lse_shape, lse_dtype) if "lse" in name else (shape, dtype)))
+        check_array(name, x, *((lse_shape, lse_dtype) if _is_of_rows(name) else (shape, dtype)))
     return rows
 
 

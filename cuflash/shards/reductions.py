@@ -20,7 +20,7 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.gpu.elementwise import apply, assign
-from cuflash.spec.outputs import ROW_REDUCTIONS
+from cuflash.spec.outputs import BY_NAME, ROW_REDUCTIONS
 
 Array = Any
 
@@ -39,7 +39,7 @@ class RunningReductions:
     def __init__(self, results: Mapping[str, Array], sinks: Iterable[Array] = ()) -> None:
         self.results = {name: x for name, x in results.items() if name in ROW_REDUCTIONS}
         for name, x in self.results.items():
-            assign(x, -np.inf if name == "max" else 0)
+            assign(x, BY_NAME[name].of_no_keys)
         if "entropy" not in self.results:
             return
         moment = self.results["entropy"]  # E, until `finish`
@@ -60,18 +60,9 @@ class RunningReductions:
         Its results are in the dtype of the softmax: lse, or "lse_pairs" of it and what its rounding leaves, and those
         reductions that are wanted.
         """
-        for name, total in self.results.items():
-            if name == "max":
-                self._add_max(split[name], total[:, :, rows])
-                continue
-            pairs = split.get("lse_pairs")
-            lse = split["lse"] if pairs is None else pairs[..., 0]
-            if pairs is None:
-                rest = dlpack.module_of(lse).empty(lse.shape, lse.dtype)
-                assign(rest, 0)
-            else:
-                rest = pairs[..., 1]
-            self._add_entropy(lse, rest, split[name], [x[:, :, rows] for x in self.sums])
+        add = {"max": self._add_max, "entropy": self._add_entropy_of}
+        for name in self.results:
+            add[name](split, rows)
 
     def finish(self) -> None:
         """Write the reductions of all splits to the results."""
@@ -84,11 +75,22 @@ class RunningReductions:
         else:
             apply(_kernel("finish", moment.dtype.name), (weight,), (moment,))
 
-    def _add_max(self, own: Array, total: Array) -> None:
+    def _add_max(self, split: Mapping[str, Array], rows: slice) -> None:
+        own, total = split["max"], self.results["max"][:, :, rows]
         if dlpack.module_of(total) is np:
             np.maximum(total, own, out=total)
         else:
             apply(_kernel("max", total.dtype.name), (own,), (total,))
+
+    def _add_entropy_of(self, split: Mapping[str, Array], rows: slice) -> None:
+        pairs = split.get("lse_pairs")
+        lse = split["lse"] if pairs is None else pairs[..., 0]
+        if pairs is None:
+            rest = dlpack.module_of(lse).empty(lse.shape, lse.dtype)
+            assign(rest, 0)
+        else:
+            rest = pairs[..., 1]
+        self._add_entropy(lse, rest, split["entropy"], [x[:, :, rows] for x in self.sums])
 
     def _add_entropy(self, lse: Array, rest: Array, own: Array, sums: Sequence[Array]) -> None:
         largest, largest_rest, weight, moment = sums

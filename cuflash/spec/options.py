@@ -27,6 +27,7 @@ class OptionsOfForward(OfNumbers, total=False):
 
     window: Window | None
     layout: Literal["bhsd", "bshd"]
+    batch_invariant: bool
     precision: Literal["highest", "tf32"]
     dropout: float
     block_size: int | tuple[int, int]
@@ -75,6 +76,7 @@ class Options(Numbers):
     window: tuple[int | None, int | None] | None = None
     layout: str = "bhsd"
     deterministic: bool = False
+    batch_invariant: bool = False
     precision: str = "highest"
     dropout: float = 0.0
     block_size: int | tuple[int, int] = BLOCK_SIZE
@@ -115,7 +117,8 @@ class Options(Numbers):
             left, right = self.window
             checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
         check_choice("layout", self.layout, LAYOUTS)
-        checked["deterministic"] = as_bool("deterministic", self.deterministic)
+        checked["batch_invariant"] = as_bool("batch_invariant", self.batch_invariant)
+        checked["deterministic"] = as_bool("deterministic", self.deterministic) or checked["batch_invariant"]
         check_choice("precision", self.precision, PRECISIONS)
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
@@ -128,6 +131,13 @@ class Options(Numbers):
                     raise beside_score_error(name)
         if min(self.origin) < 0 or any(index % ORIGIN_STEP for index in self.origin[:2]):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
+        if self.batch_invariant:
+            for name, function in (("score", self.score), ("mask", self.mask_function)):
+                if function is not None:
+                    raise NotImplementedError(
+                        f"{name}: got a function together with batch_invariant=True, expected one of them; which tiles "
+                        "a function is evaluated for depends on the whole call"
+                    )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -232,11 +242,14 @@ def _check_window_side(side: str, value: object) -> int | None:
 def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
     """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
 
-    For packed sequences, the lengths are those of all of them together, because one of them may be as long.
+    For packed sequences, the lengths are those of all of them together, because one of them may be as long. With
+    `batch_invariant` bounds that hide nothing stay: whether they do depends on other sequences of a call.
     """
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
+    if options.batch_invariant:
+        return left, right
     first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:
         left = None  # even the last row attends to the first key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict
 
 from cuflash.spec.inputs import (
     CAPS,
@@ -302,6 +302,23 @@ class BackwardJvpArrays(OfThreeTangents, InputGradientTangents, total=False):
 
 class AllPassArrays(PassArrays, JvpArrays, BackwardJvpArrays, total=False):
     """All arrays of passes with and without tangents besides q, k and v, as keyword arguments."""
+
+
+class OfWeightReductions(TypedDict, total=False):
+    """What methods that reduce the attention weights take besides q, k and optional inputs, as keyword arguments."""
+
+    lse: Any
+    weights: Any
+    count: int
+    dsums: Any
+
+
+class PlannedArrays(AllPassArrays, OfWeightReductions, total=False):
+    """The arrays of `FlashAttention.plan` besides q, k and v, as keyword arguments."""
+
+
+class PreparedArrays(WithTangents, OfWeightReductions, total=False):
+    """The arrays of `FlashAttention.compile` and `tune` besides q, k and v, as keyword arguments."""
 
 
 class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from cuflash.spec.inputs import INPUTS
@@ -174,7 +174,9 @@ BACKWARD_JVP = Pass(
 )
 
 
-def _reduction(name: str, rows: tuple[Output, ...], *takes: str) -> Pass:
+def _reduction(
+    name: str, rows: tuple[Output, ...], *takes: str, least_bytes: Callable[[Problem], int] = attrgetter("column_bytes")
+) -> Pass:
     """A pass that reduces the attention weights, which it recomputes from lse."""
     return Pass(
         name=name,
@@ -184,22 +186,32 @@ def _reduction(name: str, rows: tuple[Output, ...], *takes: str) -> Pass:
         results_of=lambda options: _names(rows),
         results_in=lambda problem: _names(rows),
         check=lambda problem: None,
-        flops=attrgetter("forward_flops"),
-        least_bytes=attrgetter("forward_bytes"),
+        flops=lambda problem: 2 * problem.visible_pairs * problem.head_dim,
+        least_bytes=least_bytes,
         any_length=False,
         reads_keys_once=False,
         adds_to_memory=False,
     )
 
 
-# Reductions of the weights, which users call by methods of their own, and which `plan` does not plan. The weights of
-# rows in a column sum are in the place of dlse.
+# Reductions of the weights, which users call by methods of their own. The weights of rows in a column sum are in the
+# place of dlse.
 COLUMN_SUMS = _reduction("column_sums", COLUMN_SUMS_ROWS, "dlse")
 COLUMN_MAX = _reduction("column_max", COLUMN_MAX_ROWS)
-TOP_KEYS = _reduction("top_keys", TOP_KEYS_ROWS)
+TOP_KEYS = _reduction("top_keys", TOP_KEYS_ROWS, least_bytes=attrgetter("forward_bytes"))  # without its results
+# The gradients of column sums are those of a call with a column of values for each query head of a group.
+COLUMN_SUMS_BACKWARD = replace(
+    BACKWARD,
+    name="column_sums_backward",
+    flops=lambda problem: problem.with_values(problem.group_size).backward_flops,
+    least_bytes=lambda problem: problem.with_values(problem.group_size).backward_bytes,
+)
+REDUCTIONS = (COLUMN_SUMS, COLUMN_MAX, TOP_KEYS, COLUMN_SUMS_BACKWARD)
 PASSES = (FORWARD, BACKWARD, JVP, BACKWARD_JVP)
 PASS_NAMES = tuple(pass_.name for pass_ in PASSES)
 PASSES_WITH_TANGENTS = tuple(pass_ for pass_ in PASSES if pass_.has_tangents)
 PASSES_WITHOUT_TANGENTS = tuple(pass_ for pass_ in PASSES if not pass_.has_tangents)
-# What `plan`, `compile` and `tune` prepare unless they are told otherwise: calls without tangents.
+# What `plan`, `compile`, `tune` and the command line take, and what they prepare unless they are told otherwise.
+PREPARED = (*PASSES, *REDUCTIONS)
+PREPARED_NAMES = tuple(pass_.name for pass_ in PREPARED)
 DEFAULT_PASSES = tuple(pass_.name for pass_ in PASSES_WITHOUT_TANGENTS)

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 SMALLEST_SCALE = 2.0**-149  # in float32: a scale that is closer to 0 counts as 0
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
+TYPICAL_HEADS, TYPICAL_SEQLEN = 128, 4096  # of the problem for which tiles are chosen with batch_invariant
 
 
 def not_packed_error(name: str) -> NotImplementedError:
@@ -103,6 +104,7 @@ class Problem(Given):
     # The row reductions (`outputs.ROW_REDUCTIONS`) that a forward pass gives, or whose gradients a backward pass takes.
     row_reductions: tuple[str, ...] = ()
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
+    batch_invariant: bool = False  # whether the bits of a sequence depend on nothing but the sequence
 
     @property
     def options(self) -> Options:
@@ -116,6 +118,7 @@ class Problem(Given):
             window=None if window == (None, None) else window,
             layout=self.layout,  # type: ignore[arg-type]
             deterministic=self.deterministic,
+            batch_invariant=self.batch_invariant,
             precision=self.precision,
             dropout=self.dropout,
             block_size=self.block_size if self.block_mask is not None else Options.block_size,
@@ -252,6 +255,14 @@ class Problem(Given):
         diagonal = self.diagonal if keeps_diagonal else self.diagonal + seqlen_k - self.seqlen_k
         return replace(self, seqlen_k=seqlen_k, diagonal=diagonal)
 
+    def with_values(self, columns: int) -> Problem:
+        """The problem with contiguous values of so many columns."""
+        batch, heads, rows, _ = self.k.shape
+        of_axes = (rows * heads, 1, heads) if self.layout == "bshd" else (heads * rows, rows, 1)
+        strides = (*(columns * stride for stride in of_axes), 1)
+        v = Operand(shape=(batch, heads, rows, columns), strides=strides, dtype=self.k.dtype)
+        return replace(self, head_dim_v=columns, v=v, v_scale=None)
+
     @property
     def is_packed(self) -> bool:
         """Whether the arrays hold packed sequences, one after the other."""
@@ -261,6 +272,30 @@ class Problem(Given):
     def has_pairs(self) -> bool:
         """Whether there is any pair of a query and a key; else arrays that functions read may have no elements."""
         return all((self.batch, self.num_heads, self.seqlen_q, self.seqlen_k))
+
+    @property
+    def counts_as_packed(self) -> bool:
+        """Whether the sequences are packed, or must have the bits that they would have if they were."""
+        return self.is_packed or self.batch_invariant
+
+    @property
+    def typical(self) -> Problem:
+        """The problem that tiles are chosen for: with `batch_invariant` one of sizes that tell nothing of the call.
+
+        It fills every device, and its sequences are long, because that is where time matters.
+        """
+        if not self.batch_invariant or not self.num_heads_kv:
+            return self
+        return replace(
+            self,
+            batch=1,
+            num_heads=TYPICAL_HEADS * self.group_size,
+            num_heads_kv=TYPICAL_HEADS,
+            seqlen_q=TYPICAL_SEQLEN,
+            seqlen_k=TYPICAL_SEQLEN,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
 
     @property
     def array_batch(self) -> int:
@@ -407,6 +442,15 @@ class Problem(Given):
         return self.backward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
 
     @property
+    def column_bytes(self) -> int:
+        """Fewest bytes a reduction over queries moves, without values: inputs and lse read once, columns written once.
+
+        The factors of queries are not counted.
+        """
+        columns = self.array_batch * self.num_heads * self.seqlen_k
+        return self.forward_bytes + columns * ITEMSIZE[self.softmax_dtype]
+
+    @property
     def tangent_bytes(self) -> int:
         """Bytes of the tangents of inputs, numbers and score_mod args."""
         score_args = dict(self.score_args)
@@ -518,6 +562,7 @@ def make_problem(
         window_left=left,
         window_right=right,
         deterministic=options.deterministic,
+        batch_invariant=options.batch_invariant,
         precision=options.precision,
         dropout=rounded_rate(options.dropout),
         origin=options.origin_of(num_heads),

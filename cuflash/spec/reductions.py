@@ -26,9 +26,9 @@ from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import INPUTS, OptionalArrays
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
+from cuflash.spec.passes import BACKWARD, COLUMN_MAX, COLUMN_SUMS, FORWARD, TOP_KEYS, Pass
 from cuflash.spec.quantization import dequantize
-from cuflash.spec.results import check_need
+from cuflash.spec.results import check_need, needed
 from cuflash.spec.rewrites import equivalent
 from cuflash.spec.score_args import check_names_of_method, checked_with_score_args
 from cuflash.spec.streamed import Streamed, StreamedPair
@@ -47,7 +47,7 @@ Array = Any  # of NumPy or CuPy
 HALVES = ("float16", "bfloat16")
 MOST_KEYS = 64  # of a row, that `top_keys` returns
 OF_COLUMN_SUMS = ("dlse", "dweights")  # gradients that column sums have besides those of `backward`
-_NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not: sinks act through lse alone
+NOT_OF_COLUMN_SUMS = ("dv", "dsinks")  # and those of `backward` that they have not: sinks act through lse alone
 # What a method takes or gives besides what others do: arrays of functions, and their gradients, have other names.
 OWN_ARGUMENTS = {
     "column_sums": ("weights", *COLUMN_SUMS.default),
@@ -212,11 +212,18 @@ def _as_caller(x: Array, has_heads: bool, layout: str, dtype: Any) -> Array:
     return module_of(x).ascontiguousarray(x).astype(dtype)
 
 
-def own_and_others(need: Collection[str], score_gradients: tuple[str, ...]) -> tuple[tuple[str, ...], Collection[str]]:
-    """The gradients that only column sums have, and the others."""
-    known = (*(name for name in GRADIENTS if name not in _NOT_OF_COLUMN_SUMS), *score_gradients, *OF_COLUMN_SUMS)
-    check_need(need, known)
-    return tuple(name for name in OF_COLUMN_SUMS if name in need), [x for x in need if x not in OF_COLUMN_SUMS]
+def gradients_wanted(
+    options: Options, given: Mapping[str, Any], need: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The gradients that `backward` has, too, and those that only column sums have, each in their order.
+
+    `given` are the optional inputs by name, and what functions read.
+    """
+    of_functions = options.score_gradients
+    check_need(need, (*(x for x in GRADIENTS if x not in NOT_OF_COLUMN_SUMS), *of_functions, *OF_COLUMN_SUMS))
+    others = [name for name in need if name not in OF_COLUMN_SUMS]
+    names = needed(others, {**given, **options.numbers}, {}, of_functions)
+    return names, tuple(name for name in OF_COLUMN_SUMS if name in need)
 
 
 class ColumnSums:
@@ -224,6 +231,11 @@ class ColumnSums:
 
     def __init__(self, call: Call, backend: Any) -> None:
         own = dict(call.arrays)
+        if own.get("block_table") is not None:
+            raise NotImplementedError(
+                "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
+                "gather the pages of each batch entry into contiguous k"
+            )
         lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
         k, xp = own["k"], module_of(own["q"])
         streamed = k if isinstance(k, Streamed) else None
@@ -248,14 +260,23 @@ class ColumnSums:
         self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
         self.call, self.backend = call, backend
 
+    def passes(self, own: tuple[str, ...]) -> tuple[Pass, ...]:
+        """The passes over values that make them."""
+        return (*((FORWARD,) if own else ()), *((BACKWARD,) if self.call.need else ()))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arrays of these passes, without results of the forward pass."""
+        dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, self.inputs["q"].dtype)
+        return {**self.inputs, "dout": dout}
+
     def gradients(self, own: tuple[str, ...]) -> list[Any]:
         """Those of the passes that the call wants, and those of `own`."""
         found: list[Any] = []
         if self.call.need:
-            q = self.inputs["q"]
-            dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, q.dtype)
-            of_rows = {"lse": self.lse, "dout": dout, "out": module_of(q).zeros_like(dout)}
-            arrays = {**self.inputs, **of_rows, **self._absent("dlse")}
+            given = self.given
+            of_rows = {"lse": self.lse, "out": module_of(given["q"]).zeros_like(given["dout"])}
+            arrays = {**given, **of_rows, **self._absent("dlse")}
             found += self.backend.backward(self.call.options, arrays, self.call.need)
         if own:
             means = self._means()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, ROW_REDUCTIONS, NamedForwardResult
-from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
+from cuflash.spec.passes import PREPARED, PREPARED_NAMES, Pass
 from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
-_LISTED_PASSES = ", ".join(map(repr, PASS_NAMES[:-1])) + f" or {PASS_NAMES[-1]!r}"
+_LISTED_PASSES = ", ".join(map(repr, PREPARED_NAMES[:-1])) + f" or {PREPARED_NAMES[-1]!r}"
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
 if TYPE_CHECKING:
@@ -270,11 +270,11 @@ def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     if isinstance(passes, str) or not isinstance(passes, Collection):
         raise type_error("passes", typed(passes), f"a collection of {_LISTED_PASSES}")
     for name in passes:
-        if name not in PASS_NAMES:
+        if name not in PREPARED_NAMES:
             raise value_error("passes", repr(name), _LISTED_PASSES)
     if not passes:
         raise value_error("passes", repr(passes), f"one or more of {_LISTED_PASSES}")
-    return tuple(pass_ for pass_ in PASSES if pass_.name in passes)
+    return tuple(pass_ for pass_ in PREPARED if pass_.name in passes)
 
 
 def check_need(need: Collection[str], known: Sequence[str]) -> None:

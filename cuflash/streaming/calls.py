@@ -221,18 +221,23 @@ def tune(
     call, how = checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
     if device_of(call.backend) is None:
         return cpu_backend.tune(options, {**call.given, **call.hosts}, random, passes=passes, **how)
-    if not call.chunks:
-        raise NotImplementedError("k: got keys that no query attends to, expected some that a kernel computes with")
     found = None
     with dlpack.on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
-        chunk = max(run.chunks, key=lambda chunk: [stop - start for start, stop in (chunk.keys, chunk.queries)])
-        keys = {name: _copied(x[:, :, slice(*chunk.keys)], run.slices.xp) for name, x in run.keys.items()}
+        chunk, keys = longest_chunk(run)
         for pass_ in passes:
             own_options, own = memory.call_on(run, chunk, pass_.default, keys)
             tuned = run.slices.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
             found = tuned if found is None or forget else replace(found, **{pass_.name: getattr(tuned, pass_.name)})
     return found
+
+
+def longest_chunk(run: StreamedPass) -> tuple[Chunk, dict[str, Array]]:
+    """The chunk that tuning is about, and a copy of it on the device."""
+    if not run.chunks:
+        raise NotImplementedError("k: got keys that no query attends to, expected some that a kernel computes with")
+    chunk = max(run.chunks, key=lambda chunk: [stop - start for start, stop in (chunk.keys, chunk.queries)])
+    return chunk, {name: _copied(x[:, :, slice(*chunk.keys)], run.slices.xp) for name, x in run.keys.items()}
 
 
 def _check_passes(passes: tuple[Pass, ...]) -> None:

@@ -47,6 +47,8 @@ class StreamPlan:
         By pass and purpose, bytes of device memory that a call takes besides its arguments; the peak is their sum.
     pinned_bytes : mapping of str to int
         By pass, bytes of pinned host memory that a call takes.
+    others : tuple of StreamPlan
+        Those of passes over other values, if there are some: reductions of the attention weights have none.
     note : str
         How the call goes through batch axes, its functions, and the options that they spell out.
     """
@@ -57,11 +59,24 @@ class StreamPlan:
     ways: Mapping[str, Way]
     memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pinned_bytes: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[StreamPlan, ...] = ()
     note: str = ""  # a description of the functions
 
     def noted(self, note: str) -> StreamPlan:
         """The plan with a further note, before what it notes already."""
         return replace(self, note=f"{note}\n{self.note}".strip())
+
+    def joined(self, other: StreamPlan) -> StreamPlan:
+        """The plans of both."""
+        own = replace(other, ways=self.ways, memory=self.memory, pinned_bytes=self.pinned_bytes)
+        if self.others or own != self:
+            return replace(self, others=(*self.others, other))
+        return replace(
+            self,
+            ways={**self.ways, **other.ways},
+            memory={**self.memory, **other.memory},
+            pinned_bytes={**self.pinned_bytes, **other.pinned_bytes},
+        )
 
     def device_bytes(self, pass_: str) -> int:
         """The peak device memory that a pass takes besides its arguments; 0 if it runs in host memory."""
@@ -94,7 +109,7 @@ class StreamPlan:
         if not self.memory:
             lines.append("  memory    results, sums of results in the dtype of lse, and what a call on a chunk takes")
         lines += (f"  {line}" for line in self.note.splitlines())
-        return wrapped(lines, width)
+        return "\n".join([wrapped(lines, width), *(other.describe(verbose, width) for other in self.others)])
 
     @property
     def _bytes_of_chunk(self) -> int:
@@ -113,6 +128,11 @@ def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
         if wanted % step and wanted < problem.seqlen_k:
             raise value_error("chunk", wanted, f"a multiple of {step}, because of dropout or a block_mask")
         return min(wanted, max(problem.seqlen_k, 1))
+    if problem.batch_invariant:
+        raise NotImplementedError(
+            "chunk: got None together with batch_invariant=True, expected a number of keys, as in cuflash.streamed(k, "
+            "v, chunk=4096): by default it follows from the size of the batch"
+        )
     step = math.lcm(CHUNK_STEP, step)
     fitting = CHUNK_BYTES // max(bytes_of_key(problem), 1) // step * step
     return min(max(fitting, step), max(problem.seqlen_k, 1))

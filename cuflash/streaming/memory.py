@@ -15,7 +15,7 @@ from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, bind
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, REDUCTIONS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
@@ -59,13 +59,14 @@ def _reads_keys_once(options: Options, signature: tuple[Any, ...], device_id: in
 
 
 def plan_of(
-    length: int, runs: Mapping[Pass, StreamedPass], need: Collection[str], given: Mapping[str, Array]
+    length: int, runs: Mapping[Pass, StreamedPass], need: Collection[str], given: Mapping[str, Array], *count: int
 ) -> StreamPlan:
-    """The plan of the passes that run."""
+    """The plan of the passes that run; `count` is that of `top_keys`."""
     ways: dict[str, Way] = {}
     memory: dict[str, dict[str, int]] = {}
     pinned: dict[str, int] = {}
-    memory_of = {FORWARD: _forward_memory, BACKWARD: _backward_memory}
+    of_reduction = functools.partial(_reduction_memory, count=count)
+    memory_of = {FORWARD: _forward_memory, BACKWARD: _backward_memory} | dict.fromkeys(REDUCTIONS, of_reduction)
     for pass_, run in runs.items():
         name = pass_.name
         ways[name] = _way(run)
@@ -145,6 +146,20 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
         widened = [x for name, x in run.slices.wide_score_args.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch(BACKWARD, run, need)}
+
+
+def _reduction_memory(
+    run: StreamedPass, need: Collection[str], given: Mapping[str, Array], count: tuple[int, ...]
+) -> dict[str, int]:
+    problem, size = run.slices.problem, run.slices.softmax_dtype.itemsize
+    memory = {"k": sum(2 * _chunk_bytes(run, x) for x in run.keys.values())}
+    if count:
+        found = _rounded(math.prod((*problem.lse_shape, *count)) * (size + 4))
+        memory |= {"results": found, "results of a chunk": found}
+    else:
+        keys = max((stop - start for _, (start, stop) in run.chunks), default=0)
+        memory["columns"] = 3 * _rounded(problem.array_batch * problem.num_heads * keys * size)
+    return memory | {"scratch": _scratch(run.pass_, run, need)}
 
 
 def _sum_bytes(run: StreamedPass, name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -281,7 +282,7 @@ class Case(Numbers):
             return {}
         return {"seed": (self.seed + 1) * 0x9E3779B97F4A7C15 % 2**64, "offset": self.seed * 0x9E3779B9 % 2**32}
 
-    @property
+    @functools.cached_property
     def problem(self) -> Problem:
         """The validated `Problem`, with the strides of the arrays; with `axes` that of `spread`."""
         arrays, options, spread = self.arrays(), self.options, self.spread

@@ -62,7 +62,8 @@ class Yardstick:
         made of out as it was rounded, that of the inputs; what is subnormal there counts as the smallest normal number,
         since its unit is that of this number, in results as in the weights and gradients of scores that are rounded on
         the way. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take
-        smaller weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
+        smaller weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. (In float64 it
+        counts as at least ``SMALLEST_SQUARED``, since what adds up are squares.) The slope
         ``1 - tanh(x)**2`` of a soft cap counts as at least ``2 * softmax_ulp`` over such a unit: it is a difference
         from 1, with no digits beyond that. So does the derivative by the cap, in units of x.
     noise
@@ -333,7 +334,8 @@ def _yardsticks(
         of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
         scale = np.maximum(of_terms, _largest(name, own))
         if name not in RESULTS:  # equal rows are rounded alike: then what adds up is no random walk
-            noise = np.where(of_terms > 0, noise * scale / np.where(of_terms > 0, of_terms, 1), 0)
+            # There is noise without terms: the logarithm of the one weight of a row, in the gradient of its entropy.
+            noise = noise * np.where(of_terms > 0, scale / np.where(of_terms > 0, of_terms, 1), 1)
         least = 1.0 if name in OVER_ROWS else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
         errors = np.where(np.isfinite(errors), errors, 0)

@@ -27,6 +27,7 @@ from cuflash.testing.case import optional, qkv
 Array = NDArray[Any]
 
 SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype of the softmax
+SMALLEST_SQUARED = 2.0**-500  # whose square is a normal number of float64
 # Where lse of a row is at least so large, the backward pass finds the sum of its weights again and does not take it
 # from lse, whose unit in the last place changes all of them. By the dtype of the inputs.
 LARGE_LSE = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 128.0, "float64": 128.0}
@@ -103,7 +104,7 @@ class Collector:
     def __init__(self, problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
         self.problem, self.arrays, self.expected, self.dtype = problem, arrays, expected, arrays["q"].dtype
         self.unit = ulp(problem.softmax_dtype)
-        self.smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit
+        self.smallest = max(SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit, SMALLEST_SQUARED)
         self.tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
         self.out = finite(view_4d(expected["out"].astype(np.float64), problem.layout))
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)

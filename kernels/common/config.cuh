@@ -61,7 +61,8 @@ constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
 constexpr bool kStoresByRows = CUFLASH_STORES_BY_ROWS;  // the layout of the results does not allow TMA stores
 constexpr int kNumThreads = 32 * kNumWarps;
 
-constexpr bool kPairs = CUFLASH_PAIRS;  // persistent blocks take tiles of queries in pairs
+constexpr bool kPairs = CUFLASH_PAIRS;                 // persistent blocks take tiles of queries in pairs
+constexpr bool kDynamicTiles = CUFLASH_DYNAMIC_TILES;  // they claim one tile of queries after another
 // Whether the batch entries of a head are neighbours in the launch order. Otherwise the heads of a batch entry are.
 constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 

@@ -93,7 +93,7 @@ struct KeyTileIterator {
   CUFLASH_DEVICE KeyTileIterator(const Params& params, const HeadWork& work, int group)
       : params(params),
         work(work),
-        stride(kLooks ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
+        stride(kLooks && kSplitTiles == 0 ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
         steps(ceil_div(work.num_tiles, stride)),
         start(work.tiles_before(steps * stride, work.from)),
         stop(work.tiles_before(steps * stride, work.to)),

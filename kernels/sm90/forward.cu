@@ -17,7 +17,7 @@
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
-//   varlen (packed sequences), where a scheduler warp finds the tiles of queries (sm90/varlen_scheduler.cuh):
+//   where a scheduler warp finds or claims the tiles of queries (sm90/tile_scheduler.cuh):
 //   full[i]      a tile of queries is in stage i   consumers and producer, before they start it
 //   empty[i]     all of them have read it          scheduler, before the next in stage i
 //   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
@@ -44,7 +44,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/varlen_scheduler.cuh"
+#include "sm90/tile_scheduler.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
@@ -75,9 +75,9 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
               "shared memory differs from the plan");
 
 // Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
-// block started with. The producer warpgroup needs more of them for the varlen scheduler and for per-key values. It
-// gets them where the consumers can spare some.
-constexpr bool kProducerWantsMore = (kIsPacked || kNumPerKey > 0) && (kConsumers == 4 || kDimV <= 192);
+// block started with. The producer warpgroup needs more of them for a scheduler and for per-key values. It gets them
+// where the consumers can spare some.
+constexpr bool kProducerWantsMore = (kHasTileRing || kNumPerKey > 0) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
@@ -655,7 +655,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if (!is_chosen(params.common)) return;
   Shared shared;
-  if constexpr (kIsPacked) {
+  if constexpr (kHasTileRing) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
   }
   shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + (kNumPerKey > 0));
@@ -669,7 +669,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
         produce_per_key_values(params.common, make_scheduler<false>(params.common, shared.tiles), shared.k_ring,
                                shared.numbers);
     }
-    if constexpr (kIsPacked) {
+    if constexpr (kHasTileRing) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);
     }
   } else {

@@ -31,7 +31,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/varlen_scheduler.cuh"
+#include "sm90/tile_scheduler.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;

@@ -30,7 +30,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/varlen_scheduler.cuh"
+#include "sm90/tile_scheduler.cuh"
 
 constexpr int kConsumers = 2;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");

@@ -1,23 +1,10 @@
 // How the blocks of a persistent kernel iterate over the tiles of queries of packed sequences (varlen). One warp of a
-// block, the scheduler, looks for the tiles and hands them to the other warps through a ring in shared memory, so that
-// no other warp waits for the starts of sequences.
+// block, the scheduler, looks for the tiles, so that no other warp waits for the starts of sequences.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
-#include "sm90/pipeline.cuh"
-
-// The ring: barriers, and a tile in each stage.
-constexpr int kTileStages = 2;
-constexpr u32 kBytesOfTile = 32;
-
-struct TileRing : Ring<kTileStages> {
-  static constexpr u32 kBytes = Ring::kBytes + kTileStages * kBytesOfTile;
-
-  CUFLASH_DEVICE u32 tile(const Position<kTileStages>& at) const {
-    return address + Ring::kBytes + at.stage * kBytesOfTile;
-  }
-};
+#include "sm90/tile_ring.cuh"
 
 // The units of work of a head, numbered through all sequences. As in TileScheduler, a unit is a tile of queries, or a
 // pair of them. Each lane keeps one of 32 sequences.
@@ -79,7 +66,7 @@ struct SequenceUnits {
 };
 
 // Warp. The scheduler. It hands over the tiles of this block, and then a tile with head -1 as the end mark.
-CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
+CUFLASH_DEVICE void find_tiles(const Params& params, const TileRing& ring) {
   Position<kTileStages> at;
   // Only one lane waits and writes. If others waited, too, one might still wait for a phase when the next one is over.
   const auto put = [&](const Work& work) {
@@ -133,12 +120,3 @@ struct VarlenTileScheduler {
     current = {value(low.word[0]), value(low.word[1]), batch};
   }
 };
-
-// The iterate over tiles of queries, of packed sequences or not, by one thread or by a whole warp.
-template <bool is_warp>
-CUFLASH_DEVICE auto make_scheduler(const Params& params, const TileRing& tiles) {
-  if constexpr (kIsPacked)
-    return VarlenTileScheduler<is_warp>(tiles);
-  else
-    return TileScheduler(params);
-}

@@ -376,7 +376,7 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_SM90_TILES
-        if tile.serves in ("no pairs", "long full", "long window", "few full", "few bounded", "bias")
+        if tile.serves in ("no pairs", "long", "long window", "few full", "few bounded", "bias")
         for variant in (
             ("softcap", "slopes", "keys")
             if tile.serves != "bias"

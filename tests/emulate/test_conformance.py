@@ -49,6 +49,7 @@ def run(request):
     return run_emulated
 
 
+@pytest.mark.one_of("run")
 @pytest.mark.parametrize(
     "check", CHECKS + conformance_arithmetic.CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
 )

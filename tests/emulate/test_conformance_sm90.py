@@ -57,6 +57,7 @@ def run(request):
     return run_emulated
 
 
+@pytest.mark.one_of("run")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_conformance(check, run):
     check(run)

@@ -3,15 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import Statistics, find_compiler
+from cuflash.emulator import Statistics, find_compiler, passes
 from cuflash.plan import LaunchPlan, backward
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
-from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.passes import BACKWARD, COLUMN_SUMS, FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS
@@ -92,6 +93,21 @@ def test_tiles_are_those_that_kernels_load(what, data):
     loaded, stored, added = counted(plan, of_backward)
     if problem.visible_pairs:
         assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
+
+
+@pytest.mark.parametrize("what", KERNELS[:2] + KERNELS[3:5], ids=str)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_tiles_that_reductions_over_queries_load(what, data):
+    case = replace(data.draw(cases(what.options)), has_values=False)
+    arrays = {name: x for name, x in case.arrays().items() if name in ("q", "k", "v")}
+    problem = problem_of(case, arrays)
+    arrays["lse"] = np.zeros(problem.lse_shape, np.float32)
+    launches: list[Statistics] = []
+    passes._call(COLUMN_SUMS, problem, arrays, COLUMN_SUMS.default, arch=what.arch, statistics=launches)
+    plan = attention.plan_for(problem, COLUMN_SUMS, arrays, what.arch)
+    if problem.visible_pairs:
+        assert plan.traffic is not None and plan.traffic.tiles == counted(plan, launches)[0]
 
 
 @pytest.mark.parametrize(("num_sms", "whole", "splits"), [(5, 5, 5), (4, 4, 2), (24, 0, 4)])

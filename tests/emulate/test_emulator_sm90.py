@@ -131,6 +131,7 @@ BUGS = [
 THREADS = {"too_many_registers": 3 * WARPGROUP, "increase_to_less": 3 * WARPGROUP}
 
 
+@pytest.mark.one_of("schedule")
 @every_schedule
 @pytest.mark.parametrize(("kernel", "words"), BUGS, ids=[row[0] for row in BUGS])
 def test_planted_bug_is_reported(kernel, words, schedule):
@@ -168,6 +169,7 @@ BUGS_IN_CLUSTERS = [
 ]
 
 
+@pytest.mark.one_of("schedule")
 @every_schedule
 @pytest.mark.parametrize(("kernel", "words"), BUGS_IN_CLUSTERS, ids=[row[0] for row in BUGS_IN_CLUSTERS])
 def test_a_bug_planted_in_a_cluster_is_reported(kernel, words, schedule):

@@ -1,4 +1,4 @@
-"""One in a hundred of the problems of `pytest -m fuzz`, by the real kernels in the emulator, each for one device."""
+"""One in 250 of the problems of `pytest -m fuzz`, by the real kernels in the emulator, each for one device."""
 
 import itertools
 
@@ -11,7 +11,9 @@ from cuflash.spec.passes import JVP
 from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz
 from tests.emulate import attention
-from tests.pairs import judge
+from tests.emulate.checks import judge_row_reductions
+from tests.emulate.reduced import reduced
+from tests.pairs import Setting, judge, judge_weights, with_row_reductions
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -62,8 +64,10 @@ FLUSHED = fuzz.Trial(
     need=("dq",),
     given=(),
 )
-DRAWN = [trial for trial in fuzz.sample(of=250) if not (trial.ranks or trial.chunk)]
-TRIALS = [(SUBNORMAL, "9.0"), (FLUSHED, "9.0"), *zip(DRAWN, itertools.cycle(("8.0", "9.0")))]
+OF_ONE_DEVICE = [
+    number for number in range(fuzz.GROUPS) if fuzz.category_of(number) not in (*fuzz.OF_RANKS, fuzz.OF_STREAMED_KEYS)
+]
+SHARES = [OF_ONE_DEVICE[first : first + 25] for first in range(0, len(OF_ONE_DEVICE), 25)]
 
 
 def with_tangents(trial, arrays, arch):
@@ -80,8 +84,21 @@ def with_tangents(trial, arrays, arch):
     return results
 
 
-@pytest.mark.parametrize(("trial", "arch"), TRIALS, ids=lambda x: getattr(x, "name", x))
-def test_drawn_problems_agree_with_the_oracle(trial, arch):
+@pytest.mark.parametrize(
+    ("groups", "arch"),
+    zip(SHARES, itertools.cycle(("8.0", "9.0"))),
+    ids=lambda x: x if isinstance(x, str) else f"groups from {x[0]}",
+)
+def test_drawn_problems_agree_with_the_oracle(groups, arch):
+    assert_agrees(fuzz.smallest(groups), arch)
+
+
+@pytest.mark.parametrize("trial", [SUBNORMAL, FLUSHED], ids=lambda trial: trial.name)
+def test_problems_that_were_wrong_agree_with_the_oracle(trial):
+    assert_agrees(trial, "9.0")
+
+
+def assert_agrees(trial, arch):
     case, arrays = trial.case, trial.arrays()
     if case.axes is not None:
         static = {"deterministic": trial.deterministic, "precision": trial.precision}
@@ -89,6 +106,13 @@ def test_drawn_problems_agree_with_the_oracle(trial, arch):
         if trial.need:
             results |= attention.by_calls(case, arrays, "backward", arch=arch, need=trial.need, **static)
         judge(trial, results)
+        return
+    if case.row_reductions:
+        options = {"deterministic": trial.deterministic, "precision": trial.precision}
+        setting = Setting(case=case, chosen={}, **options)
+        if trial.precision == "highest":
+            judge_row_reductions(with_row_reductions(setting), arch, trial.deterministic)
+        judge_weights(setting, *reduced(case, arch, 16, **options))
         return
     problem = trial.problem
     if trial.moved is not None:

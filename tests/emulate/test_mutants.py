@@ -4,6 +4,7 @@ import pytest
 
 from cuflash.emulator import find_compiler
 from cuflash.gpu.compiler import kernel_directory
+from tests.each import each
 from tests.emulate import mutants
 from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS
 from tests.sampling import sample
@@ -22,7 +23,7 @@ def test_without_a_mistake_the_trial_passes(trial):
     TRIALS[trial].run()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@each(MUTANTS)
 def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
     assert mutant.text != (KERNELS / mutant.file).read_text()
 

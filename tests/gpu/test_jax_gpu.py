@@ -7,8 +7,8 @@ import pytest
 
 import cuflash
 
-jax = pytest.importorskip("jax", reason="JAX is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 from cuflash.jax import attention, logsumexp  # noqa: E402
 

@@ -7,8 +7,8 @@ import pytest
 
 import cuflash
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from cuflash.gpu import backend  # noqa: E402
 from cuflash.torch import attention, logsumexp  # noqa: E402

@@ -13,6 +13,7 @@ import pytest
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from tests.each import each
 from tests.pure.test_docstrings import documented_parameters, parameters
 
 PROPERTY = (property, functools.cached_property)
@@ -103,19 +104,19 @@ def raw(name):
     return inspect.getdoc(public(name)) or ""
 
 
-@pytest.mark.parametrize("name", (*LISTED, *MEMBERS))
+@each((*LISTED, *MEMBERS))
 def test_the_summary_is_one_sentence_on_one_line(name):
     first, *others = raw(name).split("\n")
     assert first.endswith((".", ".'")) and not any(others[:1]), first
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_sections_are_known_and_in_order(name):
     titles = [title for title in sections(raw(name)) if title != "Summary"]
     assert titles == sorted(titles, key=SECTIONS.index)
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_parameters_have_types_and_descriptions(name):
     what = public(name)
     if hasattr(what, "_fields") or name.endswith(RESULTS) or inspect.isabstract(what):
@@ -134,7 +135,7 @@ def _variadic(function):
     return {name for name, x in inspect.signature(function).parameters.items() if x.kind in kinds}
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_fields_of_named_tuples_have_shapes_and_dtypes(name):
     what = public(name)
     if hasattr(what, "_fields"):
@@ -143,7 +144,7 @@ def test_fields_of_named_tuples_have_shapes_and_dtypes(name):
         assert all(described.values())
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_what_is_returned_is_documented(name):
     what = public(name)
     if inspect.isclass(what):
@@ -153,7 +154,7 @@ def test_what_is_returned_is_documented(name):
     assert has_section == (returns not in (None, "None"))
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_errors_are_documented(name):
     is_result = hasattr(public(name), "_fields") or name.endswith(RESULTS)
     if name.endswith(NEVER_RAISE) or is_result or inspect.isabstract(public(name)):
@@ -162,7 +163,7 @@ def test_errors_are_documented(name):
     assert all(body for _, body in entries(sections(raw(name))["Raises"]))
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@each(CALLABLES)
 def test_related_names_are_in_the_reference(name):
     """Under the names that Sphinx makes links of: whole, or within the module or class of the page."""
     module = next(module for module in MODULES if name.startswith(f"{module}."))
@@ -174,7 +175,7 @@ def test_related_names_are_in_the_reference(name):
         assert f"{module}.{other}" != name, other
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each(PUBLISHED)
 def test_what_is_published_names_its_source(name):
     assert re.search(r"\(\d{4}\)", sections(raw(name))["References"])
 
@@ -249,4 +250,4 @@ def test_the_checks_can_fail(doc, check, monkeypatch):
     merge.__doc__ = doc
     monkeypatch.setattr("cuflash.merge", merge)
     with pytest.raises((AssertionError, KeyError)):
-        check("cuflash.merge")
+        check.of_one("cuflash.merge")

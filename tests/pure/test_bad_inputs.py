@@ -152,6 +152,7 @@ BAD_OPTIONS = [
     ("layout", None, TypeError, "None", "'bhsd' or 'bshd'"),
     ("deterministic", 1, TypeError, "int 1", "a bool"),
     ("deterministic", None, TypeError, "None", "a bool"),
+    ("batch_invariant", 1, TypeError, "int 1", "a bool"),
     ("precision", "high", ValueError, "'high'", "'highest' or 'tf32'"),
     ("precision", None, TypeError, "None", "'highest' or 'tf32'"),
     ("block_size rows", "128", TypeError, "str '128'", "an integer"),

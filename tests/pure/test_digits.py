@@ -9,7 +9,6 @@ import pytest
 
 import cuflash
 
-datasets = pytest.importorskip("sklearn.datasets")
 GAMMA = 2.0
 TRAINING = 1000
 
@@ -17,6 +16,7 @@ TRAINING = 1000
 @pytest.fixture(scope="module")
 def digits():
     """Training and test images with pixels between 0 and 1, and their classes as ones and zeros."""
+    datasets = pytest.importorskip("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, classes = images[order] / 16, np.eye(10)[labels[order]]

@@ -4,12 +4,13 @@ Words of the GPU stay in `kernels/ptx`, and those of other instruction sets in `
 """
 
 import ast
+import functools
 import re
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cuflash"
@@ -94,8 +95,13 @@ CPU_WORDS = re.compile(
 )
 
 
+@functools.cache
 def imports(path):
     """(module, names imported from it, whether at import time) of every import in a file."""
+    return tuple(_imports(path))
+
+
+def _imports(path):
     tree = ast.parse(path.read_text())
     inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
     checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
@@ -126,7 +132,7 @@ def test_every_folder_is_in_the_order():
     assert {folder_of(name) for name in MODULES} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"__main__"}))
+@each(sorted(set(MODULES) - {"__main__"}))
 def test_imports_run_one_way(name):
     folder = folder_of(name)
     wrong = [other for other in own_imports(MODULES[name]) if folder_of(other) not in MAY_IMPORT[folder] | {folder}]
@@ -138,7 +144,7 @@ def test_no_module_imports_itself_by_way_of_others():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
+@each(sorted(MODULES))
 def test_heavy_modules_stay_where_they_belong(name):
     foreign = {
         (module.split(".")[0], always)
@@ -165,20 +171,20 @@ def includes(name):
     return re.findall(r'^\s*#\s*include\s+["<]([^">]+)[">]', code_of(KERNELS[name]), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in KERNELS if not n.startswith("ptx/")))
+@each(sorted(n for n in KERNELS if not n.startswith("ptx/")))
 def test_words_of_the_gpu_stay_in_the_ptx_folder(name):
     lines = code_of(KERNELS[name]).splitlines()
     said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in GPU_WORDS.finditer(line)]
     assert not said
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@each(sorted(KERNELS))
 def test_kernels_include_headers_by_their_folder(name):
     wrong = [other for other in includes(name) if other not in KERNELS or not other.endswith(".cuh")]
     assert not wrong
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@each(sorted(KERNELS))
 def test_folders_of_kernels_know_only_those_before_them(name):
     folder = name.split("/")[0]
     assert {other.split("/")[0] for other in includes(name)} <= FOLDERS[folder] | {folder}
@@ -198,7 +204,7 @@ def test_headers_do_not_include_in_circles_and_are_all_used():
     assert used == {name for name in KERNELS if name.endswith(".cuh")}
 
 
-@pytest.mark.parametrize("name", sorted(n for n in KERNELS if n.endswith(".cuh")))
+@each(sorted(n for n in KERNELS if n.endswith(".cuh")))
 def test_headers_are_read_once(name):
     assert "#pragma once" in KERNELS[name].read_text()
 
@@ -219,20 +225,20 @@ def test_the_word_list_finds_what_it_is_for():
 # ---- the compiled core -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(n for n in CORE if not n.startswith("simd/")))
+@each(sorted(n for n in CORE if not n.startswith("simd/")))
 def test_words_of_instruction_sets_stay_in_the_simd_folder(name):
     lines = code_of(CORE[name]).splitlines()
     said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in CPU_WORDS.finditer(line)]
     assert not said
 
 
-@pytest.mark.parametrize("name", sorted(n for n in CORE if n.startswith("simd/")))
+@each(sorted(n for n in CORE if n.startswith("simd/")))
 def test_the_simd_folder_knows_no_attention(name):
     own = re.findall(r'^\s*#\s*include\s+"([^"]+)"', code_of(CORE[name]), re.MULTILINE)
     assert {f"simd/{other}" for other in own} <= set(CORE)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in CORE if n.endswith(".h")))
+@each(sorted(n for n in CORE if n.endswith(".h")))
 def test_headers_of_the_core_are_read_once(name):
     assert "#pragma once" in CORE[name].read_text()
 

@@ -1,6 +1,7 @@
 """Attention over keys that were split anywhere and merged is that over all of them, and so are its gradients."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.shards import merge as merging
+from cuflash.testing.rule import yardsticks_of
 from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
@@ -61,6 +63,77 @@ def test_splits_are_the_whole(case_and_splits):
     case, splits_of_keys = case_and_splits
     (out, lse), _, _ = run(case, splits_of_keys)
     ct.assert_forward(case, out, lse)
+
+
+@settings(max_examples=examples(80))
+@given(splits(**PLAIN), st.sampled_from([("max", "entropy"), ("max",), ("entropy",)]), st.booleans())
+def test_row_reductions_of_splits_are_those_of_the_whole(case_and_splits, want, has_values):
+    """By the oracle rule, out and lse as without them; splits without keys among them count for nothing."""
+    case, splits_of_keys = case_and_splits
+    case = replace(case, row_reductions=want, has_values=has_values)
+    attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
+    inputs = [x if has_values else {**x, "v": None} for x in ct.split_keys(case, splits_of_keys)]
+    results = [attn.forward(**x, want=want)._asdict() for x in inputs]
+    names = dict(zip(("maxes", "entropies"), ("max", "entropy"), strict=True))
+    given: Any = {plural: [x[name] for x in results] for plural, name in names.items() if name in want}
+    outs, lses = ([x[name] for x in results] for name in ("out", "lse"))
+    merged = cuflash.merge(outs, lses, **given)
+    assert merged._fields == ("out", "lse", *want)
+    expected = yardsticks_of(case)
+    for name, x in merged._asdict().items():
+        assert x is None or not (failure := ct.measure(name, x, expected[name]).failure), failure
+    plain = cuflash.merge(outs, lses)
+    assert merged.out is plain.out is None or np.array_equal(merged.out, plain.out, equal_nan=True)
+    np.testing.assert_array_equal(merged.lse, plain.lse)
+
+
+def test_the_sink_of_a_split_counts_for_the_entropy():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 50, 8))
+    sinks, attn = rng.standard_normal(2), cuflash.FlashAttention()
+    halves = [
+        attn.forward(q, k[:, keys], v[:, keys], want=("entropy",), **given)
+        for keys, given in ((slice(0, 20), {"sinks": sinks}), (slice(20, 50), {}))
+    ]
+    merged = cuflash.merge([x.out for x in halves], [x.lse for x in halves], entropies=[x.entropy for x in halves])
+    whole = attn.forward(q, k, v, sinks=sinks, want=("entropy",))
+    for name in merged._fields:
+        np.testing.assert_allclose(getattr(merged, name), getattr(whole, name), atol=1e-13)
+
+
+def test_gradients_of_merged_entropies_are_those_of_the_whole():
+    """`backward` of each split with the merged out, lse and entropy."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 50, 8))
+    dentropy, attn = np.random.default_rng(1).standard_normal((2, 50)), cuflash.FlashAttention()
+    halves = (slice(0, 20), slice(20, 50))
+    results = [attn.forward(q, k[:, x], v[:, x], want=("entropy",)) for x in halves]
+    out, lse, entropy = cuflash.merge(
+        [x.out for x in results], [x.lse for x in results], entropies=[x.entropy for x in results]
+    )
+    given: Any = {"entropy": entropy, "dentropy": dentropy}
+    dqs, dks, _ = zip(*(attn.backward(dout, q, k[:, x], v[:, x], out, lse, **given) for x in halves), strict=True)
+    whole = attn.forward(q, k, v, want=("entropy",))
+    expected = attn.backward(dout, q, k, v, *whole[:2], entropy=whole.entropy, dentropy=dentropy)
+    np.testing.assert_allclose(sum(dqs), expected.dq, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate(dks, axis=1), expected.dk, atol=1e-12)
+
+
+def test_wrong_row_reductions_of_splits():
+    out, rows = np.zeros((2, 5, 4), np.float32), np.zeros((2, 5), np.float32)
+    for name in ("maxes", "entropies"):
+        wrong: list[tuple[Any, type[Exception], str]] = [
+            ([rows], ValueError, rf"{name}: got 1 arrays, expected 2"),
+            ([rows, rows[:1]], ValueError, rf"{name}\[1\]: got shape \(1, 5\), expected"),
+            ([rows, rows.astype(np.float64)], TypeError, rf"{name}\[1\]: got dtype float64"),
+            ([rows, None], TypeError, rf"{name}\[1\]: got None"),
+            (rows, TypeError, rf"{name}: got ndarray, expected a list or tuple"),
+        ]
+        for partials, error, message in wrong:
+            with pytest.raises(error, match=message):
+                cuflash.merge([out, out], [rows, rows], **{name: partials})
+        own: Any = {name: [rows]}
+        with pytest.raises(TypeError, match=f"{name}: got arrays together with tlses, expected None"):
+            cuflash.merge([out], [rows], touts=[out], tlses=[rows], **own)
 
 
 @pytest.mark.parametrize("through_splits", [True, False])

@@ -15,6 +15,7 @@ import cuflash.testing as ct
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 ROWS, KEYS, DIM = 30, 34, 16
 GRADIENTS = ("dq", "dk", "dv", "dbias")
@@ -64,7 +65,7 @@ def test_a_masked_row_lets_no_other_row_be_wrong(dtype):
             assert failures(problem, arrays, {name: wrong}), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     dtype=st.sampled_from(sorted(LARGE)),
     value=st.sampled_from([-1e4, -1e7, -1e9, -2.5e38, 1e9, 3e38]),
@@ -204,6 +205,18 @@ def test_a_mean_stays_between_the_values(dtype):
         assert failures(problem, arrays, {"out": wrong})
 
 
+@pytest.mark.parametrize(("bias", "may_be_zero"), [(-712.0, True), (-200.0, False)])
+def test_weights_of_float64_may_be_zero_where_they_are_below_the_smallest_that_counts(bias, may_be_zero):
+    """exp(-712) is less than 2^-960: a sink, which has the rest of the row, makes weights as small as that."""
+    problem, arrays = masked("float64", rows=range(ROWS), value=bias)
+    arrays["sinks"] = np.zeros(1)
+    problem = make_problem(Options(), *ct.qkv(arrays), **ct.optional(arrays))
+    out, _ = reference.forward(problem, *ct.qkv(arrays), **ct.optional(arrays), dtype=np.dtype(np.float64))
+    assert out.any()
+    assert not failures(problem, arrays, {"out": out})
+    assert bool(failures(problem, arrays, {"out": np.zeros_like(out)})) is not may_be_zero
+
+
 def test_numbers_beyond_the_range_may_be_infinite():
     problem, arrays = masked("float16", rows=())
     arrays["bias"][..., 0] = 20.0  # then dv of the first key is the sum of all rows of dout
@@ -325,7 +338,7 @@ def test_an_entry_of_large_noise_raises_others_in_proportion_to_theirs(entries, 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, *ct.REGIMES, "hidden_keys", "dropout")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ct.cases(min_seqlen=0, features=FEATURES, max_scores=2**12))
 def test_the_plain_formula_is_within_the_rule(case):
     arrays, problem = case.arrays(), case.problem

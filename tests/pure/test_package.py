@@ -43,6 +43,10 @@ def files_of(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if path.suffix != ".pyc")
 
 
+def modules_of(folder):
+    return [name for name in files_of(folder) if name.endswith(".py")]
+
+
 WHICH_CORE = """
 import cuflash.cpu.core as core, numpy, cuflash
 q = numpy.ones((2, 50, 8), numpy.float32)
@@ -73,6 +77,7 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
     assert Path(directory) == unpacked / "cuflash" / "kernels"
     assert names == KERNELS
     assert (unpacked / "cuflash" / "py.typed").exists()
+    assert modules_of(unpacked / "cuflash") == modules_of(CHECKOUT / "cuflash")
     assert files_of(unpacked / "cuflash" / "emulator") == files_of(CHECKOUT / "cuflash" / "emulator")
     assert run_python("import cuflash.emulator, cuflash.cli.main", tmp_path, str(unpacked)) == ""
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"cuflash"}
@@ -111,6 +116,7 @@ def script(directory, text):
     return str(path)
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("compiler", NOT_BUILT, ids=["none", "false", "fails", "quote", "only a quote"])
 def test_a_wheel_without_a_core(build, tmp_path, compiler):
     """An install goes on without the core; it says why, and so does `info`."""

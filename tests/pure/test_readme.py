@@ -1,5 +1,6 @@
 """What the README and docs/ say is so: code runs, commands, paths and names exist, tables agree with the library."""
 
+import functools
 import inspect
 import re
 import shlex
@@ -22,6 +23,7 @@ from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.passes import PASSES_WITHOUT_TANGENTS
 from cuflash.testing import numpy_dtype
+from tests.each import each
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
@@ -127,7 +129,7 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) < LONGEST_README
 
 
-@pytest.mark.parametrize("name", PAGES)
+@each(PAGES)
 def test_lines_are_as_long_as_those_of_code(name):
     """But for tables, commands and what is generated. No code is broken at an end of line, where tests miss it."""
     free = r"^(```sh\n.*?^```|<!-- bench:begin.*?bench:end -->)"
@@ -141,7 +143,7 @@ def commands(package):
     return sorted({shlex.join(shlex.split(x)) for x in re.findall(rf"python -m ({package} [^`\n#|]*)", EVERYTHING)})
 
 
-@pytest.mark.parametrize("command", [*commands("cuflash"), *commands("bench")])
+@each([*commands("cuflash"), *commands("bench")])
 def test_the_commands_exist(command):
     package, *arguments = shlex.split(command)
     parser = make_parser() if package == "cuflash" else bench_parser()
@@ -202,7 +204,7 @@ def test_the_readme_shows_one_picture():
     assert shown in {f"{name.removesuffix('.md')}.svg" for name in EXAMPLES}
 
 
-@pytest.mark.parametrize("name", PAGES)
+@each(PAGES)
 def test_links_lead_somewhere(name):
     for _, target in links(PAGES[name]):
         if not target.startswith("https://"):
@@ -214,7 +216,7 @@ def test_links_lead_somewhere(name):
             assert not title or title in anchors, target
 
 
-@pytest.mark.parametrize("name", PAGES)
+@each(PAGES)
 def test_every_reference_has_an_address(name):
     """Links whose addresses are below: `[text][label]` or `[label]`, and `[label]: address`."""
     text = re.sub(r"^```.*?^```", "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
@@ -252,7 +254,7 @@ def test_every_example_is_listed_and_has_its_picture():
         assert [target for picture, target in links(PAGES[name]) if picture] == [f"{Path(name).stem}.svg"]
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@each(sorted(EXAMPLES))
 def test_an_example_is_short(name):
     assert len(PAGES[name].splitlines()) <= 100
 
@@ -280,8 +282,8 @@ def test_the_extras_exist():
         assert re.search(rf"^{name} = \[", metadata, re.MULTILINE), name
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name in PAGES for path in named_paths(PAGES[name])])
-def test_every_named_path_exists(name, path):
+@each({path for text in PAGES.values() for path in named_paths(text)})
+def test_every_named_path_exists(path):
     assert list(CHECKOUT.glob(path)) if "*" in path else (CHECKOUT / path).exists()
 
 
@@ -401,11 +403,16 @@ def kernel_names():
     return sorted(set(re.findall(r"`((?:ptx::)?[A-Za-z_]\w+)(?:\[i\])?`", text)))
 
 
-@pytest.mark.parametrize("name", kernel_names())
+@each(kernel_names())
 def test_the_names_of_kernels_are_in_the_code(name):
+    assert name.removeprefix("ptx::") in words_of_the_code()
+
+
+@functools.cache
+def words_of_the_code():
+    """Every name in kernels and modules."""
     files = [*(CHECKOUT / "kernels").rglob("*.cu*"), *(CHECKOUT / "cuflash").rglob("*.py")]
-    word = re.compile(rf"\b{name.removeprefix('ptx::')}\b")
-    assert any(word.search(path.read_text()) for path in files)
+    return {word for path in files for word in re.findall(r"\w+", path.read_text())}
 
 
 def numbers(cell):

@@ -7,7 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 LONGEST_FILE, LONGEST_FUNCTION = 800, 100  # lines; those of docstrings count in files alone
@@ -25,7 +25,7 @@ TESTS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*FILES, *TESTS}))
+@each(sorted({*FILES, *TESTS}))
 def test_no_file_is_long(name):
     assert len((ROOT / name).read_text().splitlines()) <= LONGEST_FILE
 
@@ -42,7 +42,7 @@ def lines_of(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FILES if name.endswith(".py")))
+@each(sorted(name for name in FILES if name.endswith(".py")))
 def test_no_function_is_long(name):
     long = {f: n for f, n in lengths_of_functions(FILES[name].read_text()) if n > LONGEST_FUNCTION}
     assert not long

@@ -12,8 +12,19 @@ from cuflash.arrays.units import in_seconds
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.traffic import L2_FRACTION, OperandLoop, key_rows, query_tiles
 from cuflash.spec.options import Options
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, PASSES_WITHOUT_TANGENTS
+from cuflash.spec.passes import (
+    BACKWARD,
+    BACKWARD_JVP,
+    COLUMN_MAX,
+    COLUMN_SUMS,
+    FORWARD,
+    JVP,
+    PASSES,
+    PASSES_WITHOUT_TANGENTS,
+    REDUCTIONS,
+)
 from cuflash.spec.problem import make_problem
+from tests.sampling import examples
 
 H200 = DeviceSpec.for_arch("9.0")
 HUGE, NONE = replace(H200, l2_bytes=2**60), replace(H200, l2_bytes=0)
@@ -145,16 +156,18 @@ def traffic_of(problem, device, pass_=FORWARD):
     return found
 
 
-EACH = pytest.mark.parametrize("pass_", PASSES)
+EACH = pytest.mark.parametrize("pass_", (*PASSES, COLUMN_SUMS, COLUMN_MAX))
 
 
 def moving(problem, pass_, names=("q", "k", "v")):
-    """The problem with tangents, if the pass takes some."""
+    """The problem with tangents, if the pass takes some; without values, if it has none."""
+    if pass_ in REDUCTIONS:
+        return problem.with_values(0)
     return replace(problem, moved=names) if pass_.has_tangents else problem
 
 
 @EACH
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
     heads=st.sampled_from([(1, 1), (4, 2), (8, 1), (16, 16)]),
@@ -171,8 +184,8 @@ def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options, names):
         assert choose_plan(problem, device, pass_).traffic is None
         return
     none, own, huge = (traffic_of(problem, replace(device, l2_bytes=n), pass_) for n in sizes_of_l2)
-    assert none.moved >= own.moved >= huge.moved == huge.least == getattr(problem, f"{pass_}_bytes")
-    assert none.tiles == own.tiles == huge.tiles and own.flops == getattr(problem, f"{pass_}_flops")
+    assert none.moved >= own.moved >= huge.moved == huge.least == pass_.least_bytes(problem)
+    assert none.tiles == own.tiles == huge.tiles and own.flops == pass_.flops(problem)
 
 
 @EACH

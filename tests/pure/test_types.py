@@ -159,7 +159,7 @@ POSITIONAL = {
 }
 OPTIONS = {
     "causal": True, "scale": 1.0, "window": (1, None), "softcap": 1.0, "layout": "bshd", "deterministic": True,
-    "precision": "tf32", "dropout": 0.5, "block_size": 64,
+    "batch_invariant": True, "precision": "tf32", "dropout": 0.5, "block_size": 64,
 }  # fmt: skip
 VALUES = {"seed": 1, "offset": 2, "need": ["dq"], "passes": ["jvp"], "remember": False, "forget": True}
 

@@ -279,7 +279,7 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
     T *total = buffers.dq;  // a job of keys has the partial dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
     const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (int64_t first = keys.first / 16 * 16; first < keys.stop; first += work.keys_per_tile) {
+    for (int64_t first = tile_begin(work, keys.first); first < keys.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
@@ -388,11 +388,11 @@ inline bool make_tiles(Work &work) {
 }
 
 // Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
-// threads of different speeds end at about the same time.
+// threads of different speeds end at about the same time, or if their length must not depend on other entries.
 template <class T, class Buffers> void choose_backward_tiles(Work &work) {
     for (int64_t keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, Buffers::MOST_ROWS, keys);
-        if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;
+        if (work.call.batch_invariant || TileCount(work).all >= 2 * ENOUGH_JOBS) break;
     }
 }
 
@@ -415,7 +415,8 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(results, DQ);
     const int64_t batch = is_packed ? 1 : call.batch;
     const int64_t dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * int64_t(sizeof(T));
-    const bool has_accum = wants_dq && has_dq_accum(call), accum_fits = !has_accum || dq_bytes <= DQ_BYTES;
+    const bool has_accum = wants_dq && has_dq_accum(call);
+    const bool accum_fits = !has_accum || dq_bytes <= DQ_BYTES || call.batch_invariant;
     const bool has_sums =
         is_wanted(results, DALIBI_SLOPES) || is_wanted(results, DSCALE) || is_wanted(results, DSOFTCAP);
     const BiasGradient bias = bias_gradient<T>(work);

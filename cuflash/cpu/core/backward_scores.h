@@ -22,8 +22,6 @@ enum class BiasGradient {
 
 constexpr int64_t BIAS_BYTES = 16 << 20;  // at most, for the sums of jobs of keys
 
-inline int64_t group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
-
 inline int64_t bytes_of_bias_sums(const Call &call, int64_t size) {
     return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
 }
@@ -503,7 +501,7 @@ inline void for_scores(const Work &work, const Scaling<T> &scaling, const Block 
     const Call &call = work.call;
     const Entry &entry = work.entries[block.entry];
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (int64_t first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
+    for (int64_t first = tile_begin(work, visible.first); first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;

@@ -8,7 +8,7 @@ namespace {
 // Computes the gradients of slopes, of the scale and of the soft cap: it adds up the sums of the tiles, in order.
 template <class T> void sums_job(Work &work, char *, int64_t) {
     const Call &call = work.results();
-    const int64_t group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
+    const int64_t group = group_of(call), width = group + 2;
     // First, the sums of all tiles of a head are added to those of its first tile.
     for (int64_t t = work.num_tiles - 1; t >= 0; --t)
         if (work.tiles[t].before >= 0)

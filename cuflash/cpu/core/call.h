@@ -34,6 +34,7 @@ struct Call {
     int64_t dropout_steps;                         // the dropout probability, in steps of 1 / 65536
     int64_t dropout_row, dropout_column;           // of the first query and the first key
     int64_t dropout_head, dropout_heads;           // of the first head; the step from one batch entry to the next
+    int64_t batch_invariant;                       // the bits of an entry's results depend on nothing but the entry
     int64_t num_top_keys;                          // of a row, whose indices and weights are wanted
     int64_t num_given;                             // how many arrays are given
     double scale, softcap, kept_scale;             // softcap is 0 without one
@@ -46,6 +47,8 @@ struct Call {
     char *arrays[NUM_ARRAYS];  // null where there is none
 };
 
+// How many heads of q share a head of k.
+inline int64_t group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
 // Whether k and v are fp8.
 inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }

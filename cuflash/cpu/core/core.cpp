@@ -45,7 +45,9 @@ Target target_of_processor(int limit) {
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
-    const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
+    // Whether float16 can be split follows from all numbers of a call.
+    const bool is_split =
+        kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward && !call.batch_invariant;
     const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents && !reduces_weights(call);
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
     return *kernels;

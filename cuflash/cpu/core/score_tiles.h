@@ -226,6 +226,14 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
     return begin < end ? Keys{begin / LANES<T> * LANES<T>, end} : Keys{0, 0};
 }
 
+// Where the tile of a key begins, in a pass over all keys of some rows. Tiles may begin with the first keys that these
+// rows attend to, which depend on how rows are cut into blocks, or they lie where those of all other rows do.
+inline int64_t tile_begin(const Work &work, int64_t key) {
+    const Call &call = work.call;
+    const int64_t whole = call.arrays[BLOCK_MASK] || work.packed_keys || call.batch_invariant ? work.keys_per_tile : 16;
+    return key / whole * whole;
+}
+
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
 // The weight of a score s is 2^(factor * (s - row_max)). Scores are products of q and k, which `factor` scales. Where

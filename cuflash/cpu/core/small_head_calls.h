@@ -14,8 +14,9 @@ inline bool is_small(const Call &call) {
     constexpr Array NOT_SERVED[] = {BIAS, MASK, BLOCK_MASK, BLOCK_TABLE, ALIBI_SLOPES, CU_SEQLENS_Q, DSCALE, ROW_SUMS};
     for (Array array : NOT_SERVED)
         if (call.sizes[array]) return false;
-    return !has_cap(call) && !has_float8(call) && call.scale > 0 && !call.dropout_steps && call.num_heads > 0 &&
-           call.seqlen_q > 0 && call.seqlen_q <= SMALL_LENGTH && call.seqlen_k <= SMALL_LENGTH &&
+    // Other entries of a call may be longer, and then none of them is computed so.
+    return !call.batch_invariant && !has_cap(call) && !has_float8(call) && call.scale > 0 && !call.dropout_steps &&
+           call.num_heads > 0 && call.seqlen_q > 0 && call.seqlen_q <= SMALL_LENGTH && call.seqlen_k <= SMALL_LENGTH &&
            call.head_dim <= SMALL_DIM && call.head_dim_v <= SMALL_DIM &&
            (call.seqlen_q >= MANY_ROWS || call.seqlen_k <= SINGLE_KEYS);
 }

@@ -227,7 +227,7 @@ struct Partial {
     enum { ROW_MAX, L, LARGEST, MOMENT, COUNT };
 };
 template <class T> inline T *partial_of(const Work &work, int64_t job) {
-    return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + Partial::COUNT);
+    return (T *)work.shared + job * work.rows_per_partial * (Sizes<T>(work.call).dim_v + Partial::COUNT);
 }
 
 // Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With bf16x2,

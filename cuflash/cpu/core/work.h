@@ -80,6 +80,8 @@ struct Work {
     int64_t num_entries = 0, num_blocks = 0, num_tiles = 0;
     Entry *entries = nullptr;
     Block *blocks = nullptr;
+    int64_t num_split_blocks = 0;
+    int64_t *split_blocks = nullptr;  // of blocks whose keys are split, the one with the first keys
     KeyTile *tiles = nullptr;
     std::atomic<int64_t> *progress = nullptr;  // of tiles: how many of their steps have been added
     char *shared = nullptr;                    // partial results
@@ -88,6 +90,7 @@ struct Work {
     char *row_sums = nullptr;                  // sums of rows, if lse of any of them is large
     int64_t *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
     LargeMemory *packed_keys = nullptr;        // tiles of k and v, where blocks share them
+    int64_t rows_per_partial = 0;              // rows of a block whose keys are split, at most
     int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
     void *allocated[12] = {};
     int num_allocated = 0;

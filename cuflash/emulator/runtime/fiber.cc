@@ -5,6 +5,8 @@
 #include <new>
 #include <sys/mman.h>
 
+#include "shared_memory.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -15,7 +17,6 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kStackBytes = 32 * kPage;
 constexpr size_t kMappingBytes = kPage + kStackBytes;  // the lowest page stays inaccessible
-constexpr int kPoison = 0xFF;                          // NaN in every floating-point type
 // Functions that a kernel calls reach below the lowest stack pointer seen at a switch.
 constexpr size_t kBelowSwitch = 2048;
 

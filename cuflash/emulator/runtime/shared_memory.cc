@@ -198,7 +198,7 @@ u32 bytes_of_block() { return (block.options.shared_bytes + 1023) / 1024 * 1024;
 void reset_shared_memory() {
   const u32 bytes = block.kernel->cluster == 1 ? block.options.shared_bytes : block.kernel->cluster * bytes_of_block();
   const u32 cells = (bytes + kCellBytes - 1) / kCellBytes;
-  shared.bytes.assign(bytes, 0xFF);
+  shared.bytes.assign(bytes, kPoison);
   shared.cells.assign(cells, Cell{{{}, {}, kNone}, false});
   shared.parts.resize(cells * kParts);
   shared.more_reads.clear();

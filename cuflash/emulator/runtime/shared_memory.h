@@ -8,6 +8,8 @@ namespace emulator {
 constexpr u32 kSharedBase = 1024;
 // The windows of the blocks of a cluster are so far apart, as on the hardware.
 constexpr u32 kRankShift = 24;
+constexpr u32 kChunkBytes = 16;  // what TMA and wgmma read at once
+constexpr int kPoison = 0xFF;    // of bytes that nobody has written: NaN in every floating-point type
 
 // Fresh storage for the next block: NaN bits, never written.
 void reset_shared_memory();

@@ -44,9 +44,7 @@ namespace {
 
 constexpr u64 kTensorMapMagic = 0x50414d524f534e54;  // "TNSORMAP"
 constexpr u32 kTensorMapAlignment = 64;
-constexpr u32 kChunkBytes = 16;
 constexpr u32 kTensorAlignment = 128;
-constexpr u8 kPoison = 0xFF;
 
 struct Load {
   Site site;

@@ -17,11 +17,10 @@ namespace emulator {
 namespace {
 
 constexpr u32 kThreads = 128;  // of a warpgroup
-constexpr u32 kRows = 64;
+constexpr u32 kGroupRows = 64;
 constexpr u32 kMaxColumns = 256;
 constexpr u32 kOperandBytes = 32;  // of one row along k
 constexpr u32 kLineBytes = 128;
-constexpr u32 kChunkBytes = 16;
 
 // The registers of one accumulator, in all threads, that products in flight add to.
 struct Accumulator {
@@ -29,7 +28,7 @@ struct Accumulator {
   u32 products;  // products that some thread has issued and that have not reached the registers
   Site site;     // where the newest of them was issued
   float* registers[kThreads];  // null until the thread has issued its first
-  float sums[kRows * kMaxColumns];
+  float sums[kGroupRows * kMaxColumns];
 };
 
 struct Issued {
@@ -214,7 +213,7 @@ void read_a_registers(const Issued& issued, u32 depth, float* a) {
 // sums (+)= a b, cut off rather than rounded.
 EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b, u32 depth, u32 columns,
                            bool accumulate, bool is_fp8, float* __restrict sums) {
-  for (u32 row = 0; row < kRows; ++row) {
+  for (u32 row = 0; row < kGroupRows; ++row) {
     double product[kMaxColumns] = {};
     for (u32 k = 0; k < depth; ++k)
       for (u32 column = 0; column < columns; ++column)
@@ -231,11 +230,11 @@ EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b,
 void form(Warpgroup& group, const Issued& issued, u32 step) {
   const Product& product = issued.product;
   const u32 bytes = element_bytes(product.type), depth = kOperandBytes / bytes, columns = 8 * product.n_tiles;
-  static float a[kRows * kOperandBytes], b[kOperandBytes * kMaxColumns];
+  static float a[kGroupRows * kOperandBytes], b[kOperandBytes * kMaxColumns];
   if (product.a_registers)
     read_a_registers(issued, depth, a);
   else
-    read_operand(group, product.type, product.a, product.a_transposed, kRows, step, issued.site,
+    read_operand(group, product.type, product.a, product.a_transposed, kGroupRows, step, issued.site,
                  [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
   read_operand(group, product.b_type, product.b, product.b_transposed, columns, step, issued.site,
                [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });

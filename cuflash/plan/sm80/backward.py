@@ -22,7 +22,6 @@ from cuflash.plan.sm80.tiles import (
     ScoresTile,
 )
 from cuflash.spec.outputs import ROW_REDUCTIONS
-from cuflash.spec.problem import Problem
 
 
 class Backward(BackwardFamily[BackwardTile]):
@@ -32,11 +31,8 @@ class Backward(BackwardFamily[BackwardTile]):
     has_functions = True
     serves_no_values = True
     row_reductions = ROW_REDUCTIONS
-    tile = BackwardTile
+    rows = BACKWARD_TILES
     model = "keys"
-
-    def table(self, problem: Problem) -> tuple[BackwardTile, ...]:
-        return BACKWARD_TILES
 
 
 class Dq(DqFamily[DqTile]):
@@ -44,11 +40,8 @@ class Dq(DqFamily[DqTile]):
     has_functions = True
     serves_no_values = True
     row_reductions = ROW_REDUCTIONS
-    tile = DqTile
+    rows = DQ_TILES
     model = "queries of dq"
-
-    def table(self, problem: Problem) -> tuple[DqTile, ...]:
-        return DQ_TILES
 
     def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
@@ -61,10 +54,7 @@ class BackwardChunked(BackwardFamily[BackwardChunkedTile]):
     has_functions = True
     serves_no_values = True
     makes_dq = shares_tiles = False
-    tile = BackwardChunkedTile
-
-    def table(self, problem: Problem) -> tuple[BackwardChunkedTile, ...]:
-        return BACKWARD_CHUNKED_TILES
+    rows = BACKWARD_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, BACKWARD_TILES)
@@ -84,10 +74,7 @@ class DqChunked(DqFamily[DqChunkedTile]):
     kernel = "sm80/backward_dq_chunked"
     has_functions = True
     serves_no_values = True
-    tile = DqChunkedTile
-
-    def table(self, problem: Problem) -> tuple[DqChunkedTile, ...]:
-        return DQ_CHUNKED_TILES
+    rows = DQ_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, DQ_TILES)
@@ -104,10 +91,7 @@ class Scores(ScoresFamily[ScoresTile]):
     has_functions = True
     serves_no_values = True
     row_reductions = ROW_REDUCTIONS
-    tile = ScoresTile
-
-    def table(self, problem: Problem) -> tuple[ScoresTile, ...]:
-        return SCORES_TILES
+    rows = SCORES_TILES
 
 
 class ScoresChunked(ScoresFamily[ScoresChunkedTile]):
@@ -116,10 +100,7 @@ class ScoresChunked(ScoresFamily[ScoresChunkedTile]):
     kernel = "sm80/backward_scores"
     has_functions = True
     serves_no_values = True
-    tile = ScoresChunkedTile
-
-    def table(self, problem: Problem) -> tuple[ScoresChunkedTile, ...]:
-        return SCORES_CHUNKED_TILES
+    rows = SCORES_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, SCORES_TILES)

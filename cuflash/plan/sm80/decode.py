@@ -123,7 +123,6 @@ class Decode(ForwardFamily[DecodeTile]):
     has_functions = True
     serves_no_values = True
     has_float8 = True
-    tile = DecodeTile
     model = "splits of keys"
     reads_keys_once = True
     unknown = ("packed sequences",)
@@ -148,7 +147,7 @@ class Decode(ForwardFamily[DecodeTile]):
                 f"{rows_of(problem)} rows of such head dimensions do not fit into shared memory, nor does their output"
             )
         # Where each head has its own block on the device, and no two heads share keys, others read keys once as well.
-        shares = problem.group_size > 1
+        shares = problem.group_size > 1 or problem.batch_invariant
         if device.arch == 90 and ITEMSIZE[problem.dtype] == 2 and not shares and 2 * draft.heads >= device.num_sms:
             return f"{draft.heads} heads fill the device, and no two share keys"
         if rows_of(problem) > DECODE_ROWS // 4 and not shares and draft.heads >= device.num_sms:

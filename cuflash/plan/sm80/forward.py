@@ -25,7 +25,6 @@ class Forward(ForwardFamily[ForwardTile]):
     has_functions = True
     serves_no_values = True
     has_float8 = True
-    tile = ForwardTile
     row_reductions = ROW_REDUCTIONS
     model = "queries"
 
@@ -44,10 +43,7 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
     kernel = "sm80/forward_chunked"
     has_functions = True
     serves_no_values = True
-    tile = ChunkedTile
-
-    def table(self, problem: Problem) -> tuple[ChunkedTile, ...]:
-        return FORWARD_CHUNKED_TILES
+    rows = FORWARD_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_chunked(draft, FORWARD_TILES)
@@ -59,10 +55,7 @@ class ForwardNarrow(ForwardFamily[NarrowTile]):
     kernel = "sm80/forward_narrow"
     has_functions = True
     serves_no_values = True
-    tile = NarrowTile
-
-    def table(self, problem: Problem) -> tuple[NarrowTile, ...]:
-        return FORWARD_NARROW_TILES
+    rows = FORWARD_NARROW_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         return None if is_narrow(draft.problem) else ""

@@ -15,7 +15,6 @@ from cuflash.plan.sm80.tiles import (
     ScoresJvpTile,
 )
 from cuflash.spec.passes import BACKWARD_JVP, JVP
-from cuflash.spec.problem import Problem
 
 
 class Jvp(ForwardFamily[JvpTile]):
@@ -26,11 +25,8 @@ class Jvp(ForwardFamily[JvpTile]):
     serves_no_values = True
     model = "queries"
     serves_all_tangents = True
-    tile = JvpTile
+    rows = JVP_TILES
     outputs = JVP.default
-
-    def table(self, problem: Problem) -> tuple[JvpTile, ...]:
-        return JVP_TILES
 
 
 class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
@@ -41,11 +37,8 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     serves_no_values = True
     model = "keys"
     serves_all_tangents = True
-    tile = BackwardJvpTile
+    rows = BACKWARD_JVP_TILES
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
-
-    def table(self, problem: Problem) -> tuple[BackwardJvpTile, ...]:
-        return BACKWARD_JVP_TILES
 
     def adds_to_tdq(self, draft: Draft, main: BackwardJvpTile) -> bool:
         return main.shares and super().adds_to_tdq(draft, main)
@@ -65,18 +58,12 @@ class DqJvp(ForwardFamily[DqJvpTile]):
     serves_no_values = True
     model = "queries of dq"
     serves_all_tangents = True
-    tile = DqJvpTile
+    rows = DQ_JVP_TILES
     outputs = BackwardJvp.outputs
-
-    def table(self, problem: Problem) -> tuple[DqJvpTile, ...]:
-        return DQ_JVP_TILES
 
 
 class ScoresJvp(ScoresFamily[ScoresJvpTile]):
     kernel = "sm80/backward_jvp_scores"
     has_functions = True
     serves_no_values = True
-    tile = ScoresJvpTile
-
-    def table(self, problem: Problem) -> tuple[ScoresJvpTile, ...]:
-        return SCORES_JVP_TILES
+    rows = SCORES_JVP_TILES

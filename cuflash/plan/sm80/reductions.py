@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
+from cuflash.plan.traffic import Model
 from cuflash.spec.passes import COLUMN_MAX
-from cuflash.spec.problem import Problem
 
 # Of more keys than these, tiles have at most 32 keys, so that a buffer may keep half as many again: bisection seldom
 # finds a threshold that exactly as many candidates reach as are wanted.
@@ -24,12 +26,10 @@ class Columns(ReductionFamily[ColumnTile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm80/column_sums"
+    model: ClassVar[Model | None] = "keys of query heads"
     has_functions = True
     serves_no_values = True
-    tile = ColumnTile
-
-    def table(self, problem: Problem) -> tuple[ColumnTile, ...]:
-        return COLUMN_TILES
+    rows = COLUMN_TILES
 
     def draft(self, draft: Draft, tile: ColumnTile) -> None:
         """Add the kernel, after the one that finds row statistics."""
@@ -45,10 +45,7 @@ class Top(ReductionFamily[TopTile]):
     kernel = "sm80/top_keys"
     has_functions = True
     serves_no_values = True
-    tile = TopTile
-
-    def table(self, problem: Problem) -> tuple[TopTile, ...]:
-        return TOP_TILES
+    rows = TOP_TILES
 
     def configured(self, tile: TopTile, draft: Draft) -> TopTile:
         many = "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > MOST_OF_WIDE_TILES

@@ -61,15 +61,12 @@ _OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 class Backward(BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
     has_functions = True
-    tile = BackwardSm90Tile
+    rows = BACKWARD_SM90_TILES
     makes_both = splits_tail = True
     serves_no_values = True
     row_reductions = ("entropy",)
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
-        return BACKWARD_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*BACKWARD_SM90_TILES, *BACKWARD_TILES)
@@ -181,16 +178,11 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
-    tile = BackwardFloat32Sm90Tile
+    rows = BACKWARD_FLOAT32_SM90_TILES
+    tf32_rows = BACKWARD_TF32_SM90_TILES
     serves_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
-        return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         why_not = why_not_split(draft, self.table(draft.problem))
@@ -289,8 +281,8 @@ def heads_cleared_ahead(draft: Draft, main: Tile, some_go_back: bool) -> int:
 
 def reversed_one_in_order(problem: Problem, splits_roles: bool) -> int:
     """One head of this many runs backwards from the last query, where blocks add to dq, or to tdq, in order."""
-    if problem.window_right is None or problem.window_left is not None:
-        return 0
+    if problem.window_right is None or problem.window_left is not None or problem.batch_invariant:
+        return 0  # which heads go back depends on how many there are
     if problem.group_size > 1:
         return GROUPED_REVERSED_ONE_IN
     return SPLIT_ROLES_REVERSED_ONE_IN if splits_roles else 0

@@ -10,12 +10,7 @@ from cuflash.plan.scores import add_stored
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.copies import add_copies
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.sm90.tiles import (
-    BIAS_FLOAT32_SM90_TILES,
-    BIAS_SM90_TILES,
-    BIAS_TF32_SM90_TILES,
-    BiasSm90Tile,
-)
+from cuflash.plan.sm90.tiles import BIAS_FLOAT32_SM90_TILES, BIAS_SM90_TILES, BIAS_TF32_SM90_TILES, BiasSm90Tile
 from cuflash.plan.tiles import Tile, choose_row
 from cuflash.spec.problem import Problem
 
@@ -25,7 +20,6 @@ _BOX = 64  # rows of a box of TMA, where no other kernel of the pass sets their 
 
 class BiasGradient(BiasFamily[BiasSm90Tile]):
     kernel = "sm90/backward_bias"
-    tile = BiasSm90Tile
 
     def table(self, problem: Problem) -> tuple[BiasSm90Tile, ...]:
         if problem.dtype != "float32":

@@ -118,7 +118,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         if _has_separate_tdq(draft) and not {"tdk", "tdv"} & set(draft.need):
             return "the order of tdq counts the tiles that the block-sparse index leaves out"
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
-        if why_not is None and problem.is_packed:
+        if why_not is None and problem.counts_as_packed:
             tile, _ = choose_row(BACKWARD_JVP_SM90_TILES, problem, draft.device)
             narrow, middle, _ = (row.max_dim for row in BACKWARD_JVP_SM90_TILES)
             if tile.sums_first:

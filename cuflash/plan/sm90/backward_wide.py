@@ -18,7 +18,6 @@ from cuflash.plan.sm90.wide_tiles import (
     DqWideSm90Tile,
 )
 from cuflash.plan.tiles import Row, tiles_at_once
-from cuflash.spec.problem import Problem
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -43,13 +42,10 @@ class Wide(Family[Row]):
 
 
 class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Tile]):
-    tile = BackwardWideSm90Tile
+    rows = BACKWARD_WIDE_SM90_TILES
     makes_dq = False
     splits_tail = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardWideSm90Tile, ...]:
-        return BACKWARD_WIDE_SM90_TILES
 
     def head_section(self, draft: Draft, main: BackwardWideSm90Tile) -> int:
         """Under a causal mask, as many heads as the device has blocks for half of their tiles.
@@ -83,10 +79,7 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
 
 
 class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
-    tile = DqWideSm90Tile
-
-    def table(self, problem: Problem) -> tuple[DqWideSm90Tile, ...]:
-        return DQ_WIDE_SM90_TILES
+    rows = DQ_WIDE_SM90_TILES
 
     def add(
         self, draft: Draft, tile: DqWideSm90Tile, blocks: int, makes: Collection[str], options: Mapping[str, int]

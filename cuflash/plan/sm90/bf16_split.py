@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cuflash.plan.draft import Draft
+from cuflash.plan.families import ANY_CALL
 from cuflash.plan.sm90.copies import add_copying_kernel
 from cuflash.plan.sm90.scored import bias_by
 from cuflash.plan.sm90.tiles import (
@@ -33,8 +34,8 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return ""
     if problem.block_table is not None:
         return "it would split all pages of the pool, whoever they belong to"
-    if problem.is_packed:
-        return "it knows no packed sequences"
+    if problem.counts_as_packed:
+        return f"it knows no packed sequences{'' if problem.is_packed else ANY_CALL}"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"

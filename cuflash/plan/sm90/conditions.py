@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from cuflash.plan.sm90.scored import BIAS_BY_TMA, bias_by, rounds
+from cuflash.plan.sm90.scored import BIAS_BY_TMA, bias_by, claimed_waves, rounds
 from cuflash.plan.tiles import ANY, Condition, Fit, by_name
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, 
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+# Under a causal mask, with so many tiles for each block, they end early enough; by arithmetic.
+CLAIMED_WAVES_OF_THREE = 4
 WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
 _PER_PAIR = "per-pair bias or mask"
 _WOULD_IDLE = "larger tiles would leave SMs idle"
@@ -68,6 +70,10 @@ class ForwardFit(Fit):
         return self.problem.dropout > 0
 
     @property
+    def claimed_waves(self) -> float:
+        return claimed_waves(self.problem, self.device, self.seeing)
+
+    @property
     def is_few(self) -> bool:
         """Whether tiles of twice the queries would take longer, because they are few."""
         rows = self.tile.block_m
@@ -99,15 +105,14 @@ FORWARD = by_name(
         f"{BIAS_BY_TMA}, without masks that are looked up pair by pair",
     ),
     Condition(
-        "long full",
+        "long",
         lambda fit: (
             fit.has_no_pairs
-            and fit.is_full
             and not fit.problem.has_functions
             and _is_long(fit)
-            and fit.pays(THREE_CONSUMERS)
+            and (fit.pays(THREE_CONSUMERS) if fit.is_full else fit.claimed_waves >= CLAIMED_WAVES_OF_THREE)
         ),
-        f"{LONG_SEQLEN} keys or more, not causal; no {_PER_PAIR}, score_mod or mask_mod; {_UNLESS_EARLIER}",
+        f"{LONG_SEQLEN} keys or more; no {_PER_PAIR}, score_mod or mask_mod, no window; {_UNLESS_EARLIER}",
     ),
     Condition(
         "few full",

@@ -7,14 +7,7 @@ from typing import ClassVar
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.key_splits import (
-    DECODE_MIN_SEQLEN_K,
-    DECODE_ROWS,
-    add_sharing_kernel,
-    are_few,
-    rows_of,
-    visible_keys,
-)
+from cuflash.plan.key_splits import DECODE_MIN_SEQLEN_K, DECODE_ROWS, add_sharing_kernel, are_few, rows_of, visible_keys
 from cuflash.plan.sm80 import decode as sm80_decode
 from cuflash.plan.sm90.decode_tiles import (
     DECODE_FLOAT8_SM90_TILES,
@@ -24,11 +17,7 @@ from cuflash.plan.sm90.decode_tiles import (
 )
 from cuflash.plan.sm90.forward import MAPPED, box_rows, why_not_16_bit
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
-from cuflash.plan.sm90.wide_tiles import (
-    DECODE_WIDE_SM90_TILES,
-    FORWARD_WIDE_SM90_TILES,
-    DecodeWideSm90Tile,
-)
+from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES, FORWARD_WIDE_SM90_TILES, DecodeWideSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.plan.traffic import Model
 from cuflash.spec.inputs import MASKS
@@ -37,13 +26,10 @@ from cuflash.spec.problem import Problem
 
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
-    tile = DecodeSm90Tile
+    rows = DECODE_SM90_TILES
     model: ClassVar[Model | None] = "splits of keys"
     reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences")
-
-    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*DECODE_SM90_TILES, *FORWARD_SM90_TILES)
@@ -65,7 +51,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         # made 2.67 and 2.58.
         if problem.bias is not None and not problem.has_float8 and sm80_decode.Decode().why_not(draft) is None:
             return "sm80/decode reads a bias faster"
-        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms and not problem.has_float8:
+        fills = 2 * draft.heads >= device.num_sms and not problem.batch_invariant
+        if problem.group_size == 1 and fills and not problem.has_float8:
             return f"{draft.heads} heads fill the device, and no two share keys"
         return None
 
@@ -81,11 +68,9 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
 class DecodeFloat8(Decode):
     kernel = "sm90/decode_float8"
     tile = DecodeFloat8Sm90Tile
+    rows = DECODE_FLOAT8_SM90_TILES
     has_float8 = True
     model = None
-
-    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
-        return DECODE_FLOAT8_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return DECODE_FLOAT8_SM90_TILES
@@ -95,12 +80,9 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
     """Wide heads."""
 
     kernel = "sm90/decode_wide"
-    tile = DecodeWideSm90Tile
+    rows = DECODE_WIDE_SM90_TILES
     reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences", "pages")
-
-    def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
-        return DECODE_WIDE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES)

@@ -43,6 +43,8 @@ class DecodeSm90Tile(Tile):
 
 def _is_short(fit: Fit) -> bool:
     problem = fit.problem
+    if problem.batch_invariant:
+        return False
     row_bytes = problem.head_dim + problem.head_dim_v
     key_bytes = problem.batch * problem.num_heads_kv * problem.seqlen_k * row_bytes
     return bool(key_bytes <= SHORT_BYTES * fit.device.num_sms)

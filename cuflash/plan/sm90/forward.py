@@ -12,7 +12,7 @@ from cuflash.plan.sm80.tiles import FORWARD_TILES
 from cuflash.plan.sm90.bf16_split import add_bf16_split, describe_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies, why_not_copied
 from cuflash.plan.sm90.mask_bits import add_mask_bits
-from cuflash.plan.sm90.scored import ScoredTile, takes_pairs
+from cuflash.plan.sm90.scored import CLAIMED_WAVES, ScoredTile, claimed_waves, takes_pairs
 from cuflash.plan.sm90.tiles import (
     FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
@@ -22,10 +22,7 @@ from cuflash.plan.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.plan.sm90.wide_tiles import (
-    FORWARD_WIDE_SM90_TILES,
-    ForwardWideSm90Tile,
-)
+from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES, ForwardWideSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import PAIR_OPTIONS
 from cuflash.spec.outputs import ROW_REDUCTIONS
@@ -50,7 +47,6 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
     row_reductions = ROW_REDUCTIONS
     has_functions = True
-    tile = ForwardSm90Tile
     model = "queries"
     serves_no_values = True
 
@@ -77,7 +73,22 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         boxes = {name: boxes[name] for name in mapped if name != "out" or not stored}
         bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
         draft.map_tensors(boxes | bias)
-        add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+        batch_first = _shares_bias(draft.problem, tile)
+        claimed_heads = 0 if batch_first else _claimed_heads(draft, tile)
+        add_persistent(draft, tile, self.source, batch_first=batch_first, claimed_heads=claimed_heads)
+
+
+def _claimed_heads(draft: Draft, tile: ForwardSm90Tile) -> int:
+    """Of how many heads blocks claim the longest tiles first; 0: each block knows its tiles from the start.
+
+    So few that the tiles of these heads, and of those that are left at the end, are CLAIMED_WAVES for each block.
+    """
+    waves = claimed_waves(draft.problem, draft.device, tile)
+    if waves == 0:
+        return 0
+    fewest = math.ceil(draft.heads * CLAIMED_WAVES / waves)
+    enough = (heads for heads in range(fewest, draft.heads) if not 0 < draft.heads % heads < fewest)
+    return next(enough, draft.heads)
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:
@@ -87,15 +98,10 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
+    rows = FORWARD_FLOAT32_SM90_TILES
+    tf32_rows = FORWARD_TF32_SM90_TILES
     row_reductions = ROW_REDUCTIONS
-    tile = ForwardFloat32Sm90Tile
     serves_no_values = True
-
-    def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
-        return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         if draft.device.arch == 90 and is_narrow(draft.problem) and not draft.problem.row_reductions:
@@ -127,11 +133,8 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
 
     kernel = "sm90/forward_float8"
     multiplies_float8 = True
-    tile = ForwardFloat8Sm90Tile
+    rows = FORWARD_FLOAT8_SM90_TILES
     unknown = (*(name for name in PAIR_OPTIONS if name != "block_mask"), "dropout", "packed sequences")
-
-    def table(self, problem: Problem) -> tuple[ForwardFloat8Sm90Tile, ...]:
-        return FORWARD_FLOAT8_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -168,11 +171,8 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     kernel = "sm90/forward_wide"
     row_reductions = ROW_REDUCTIONS
-    tile = ForwardWideSm90Tile
+    rows = FORWARD_WIDE_SM90_TILES
     unknown = ("packed sequences", "pages")
-
-    def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
-        return FORWARD_WIDE_SM90_TILES
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES)
@@ -232,6 +232,7 @@ def add_persistent(
     *,
     batch_first: bool = False,
     heads_together: int = 0,
+    claimed_heads: int = 0,
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
@@ -241,17 +242,18 @@ def add_persistent(
     With a window, tiles that attend to the whole of it come first, head by head, and the shorter ones of many heads
     follow. With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     With `heads_together` each block takes one tile and ends: the device hands tiles out, the longest ones of so many
-    heads first.
+    heads first. With `claimed_heads` blocks claim tiles in that order, and stay.
     """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
     check_blocks(m_blocks)
+    heads_together = heads_together or claimed_heads
     pairs = takes_pairs(problem) and not heads_together
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
     divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
-    stays = not (problem.shares_device and divides) and not heads_together
+    stays = claimed_heads > 0 or not ((problem.shares_device and divides) or heads_together)
     blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
     divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
@@ -269,14 +271,23 @@ def add_persistent(
     if heads_together:
         draft.set(head_section=heads_together)
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
-    if heads_together:
+    if claimed_heads:
+        draft.scratch["arrivals"] = 8 // ITEMSIZE[problem.softmax_dtype]  # a word of 64 bits
+        draft.reasons.append(
+            f"{who}, persistent, claim one of {what} after another, the longest ones of {claimed_heads} heads first"
+        )
+    elif heads_together:
         draft.reasons.append(f"{who}, one for each of {what}, the longest ones of {heads_together} heads first")
     elif stays:
         draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if divides_pairs else ''}")
     else:
         each = "a pair" if pairs and not divides_pairs else "one"
         draft.reasons.append(f"{who}, not persistent, {each} each of {what}: other kernels run at the same time")
-    order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
+    order = {
+        "CUFLASH_PAIRS": int(pairs),
+        "CUFLASH_BATCH_FIRST": int(batch_first),
+        "CUFLASH_DYNAMIC_TILES": int(claimed_heads > 0),
+    }
     draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
 

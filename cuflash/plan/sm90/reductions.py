@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.reductions import reduced_columns
@@ -9,7 +11,7 @@ from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
 from cuflash.plan.tiles import Tile
-from cuflash.spec.problem import Problem
+from cuflash.plan.traffic import Model
 
 _OPERANDS = ("q", "k")
 
@@ -18,18 +20,16 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm90/column_sums"
+    model: ClassVar[Model | None] = "visible keys of query heads"
     serves_no_values = True
-    tile = ColumnSm90Tile
+    rows = COLUMN_SM90_TILES
     unknown = ("softcap", "alibi_slopes", "bias", "mask")  # which take registers that two blocks an SM do not have
-
-    def table(self, problem: Problem) -> tuple[ColumnSm90Tile, ...]:
-        return COLUMN_SM90_TILES
 
     def accumulator_layout(self, main: ColumnSm90Tile) -> Tile:
         return fragments_of_a_warpgroup(main)
 
     def why_not(self, draft: Draft) -> str | None:
-        if draft.problem.is_packed:
+        if draft.problem.counts_as_packed:
             return "it clears no rows of other sequences"
         return self.why_unknown(draft.problem) or why_not_16_bit(draft, _OPERANDS, COLUMN_SM90_TILES)
 

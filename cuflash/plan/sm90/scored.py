@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 BIAS_BY_TMA = "a per-pair bias that TMA can read"
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
 
+# Under a causal mask tiles of queries differ in length. From so many keys on blocks claim them, the longest ones first,
+# if there are CLAIMED_WAVES for each block; otherwise they take pairs of a long and a short one. TFLOP/s on an H200,
+# pairs / claims (batch x seqlen 16384, heads x head_dim 2048):
+#   head_dim 64,  seqlen 1024: 397 / 410,  4096: 508 / 519, 16384: 561 / 575
+#   head_dim 128, seqlen 1024: 464 / 433,  2048: 524 / 542, 4096: 582 / 615, 16384: 652 / 710, with tiles of 192 x 80
+#   from 2048 keys on; with 128 x 128 as in pairs 517, 580 and 664
+#   head_dim 256, seqlen 2048: 568 / 573,  4096: 625 / 635, 16384: 699 / 717
+CLAIMED_KEYS, CLAIMED_KEYS_64, CLAIMED_WAVES = 2048, 1024, 2
+MOST_CLAIMS = (1 << 16) - 1  # what a counter of kernels/common/schedule/arrivals.cuh has room for
+
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "rows", "pairs", "elements"]:
     """How kernels of compute capability 9.0 may load the bias: see kernels/sm90/bias_terms.cuh."""
@@ -48,6 +58,15 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
     heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
     units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
     return -(-units // device.num_sms)
+
+
+def claimed_waves(problem: Problem, device: DeviceSpec, tile: ScoredTile) -> float:
+    """How many tiles of queries a block claims on average, one after another; 0 where it knows its tiles beforehand."""
+    tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // tile.block_m)
+    differ = takes_pairs(problem) and not problem.is_packed and tile.num_per_key == 0
+    fewest_keys = CLAIMED_KEYS_64 if tile.max_dim <= 64 else CLAIMED_KEYS
+    pays = problem.seqlen_k >= fewest_keys and CLAIMED_WAVES * device.num_sms <= tiles <= MOST_CLAIMS
+    return tiles / device.num_sms if differ and pays else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -488,8 +488,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
                   "on an H100 555 TFLOP/s, 128 x 128: 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
                   "1024 keys)"),
-    _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
-                  "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full)"),
+    _forward_sm90(128,    192, 80,  2,    True,  2, "long",
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full), causal 615 "
+                  "and 710, 580 and 664"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
                   "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2: "
                   "297, 332 / 247"),

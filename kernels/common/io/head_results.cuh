@@ -29,7 +29,7 @@ CUFLASH_DEVICE void combine_heads(const Params& params) {
     const Partials partials(params, scheduler.splits, scheduler.head);
     if (partials.count == 1) continue;
     const bool arrives = ptx::thread_index() == 0;
-    if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).arrive())) continue;
+    if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).is_last_arrival())) continue;
 #pragma unroll 1
     for (int i = warp_index(); i < partials.rows * kChunks; i += warps)
       partials.combine<kCombinedColumns>(params, i / kChunks, i % kChunks);

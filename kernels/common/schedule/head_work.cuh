@@ -13,6 +13,9 @@
 #include "common/score/scores.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
+// Tiles of keys of each block, where a head has as many blocks as its longest keys need, so that splits depend on
+// nothing but the keys of the head; 0: keys are split evenly.
+constexpr int kSplitTiles = CUFLASH_SPLIT_TILES;
 
 // Iterates over the heads of which a block has keys. The blocks of a cluster have the same heads, and count as one
 // block.
@@ -39,6 +42,7 @@ struct HeadWork {
   int key_stop;
   int first_tile, num_tiles;  // tiles of keys of the head, over all of its blocks
   u32 blocks, from, to;       // this block has steps [from, to) of `blocks` steps
+  u32 heads;                  // steps of a block: as many as there are key/value heads in the batch
   TileRange keys;             // this block's tiles; but `full_start` and `full_stop` are those of the whole head
 
   CUFLASH_DEVICE HeadWork(const Params& params, const HeadScheduler& scheduler) {
@@ -50,6 +54,7 @@ struct HeadWork {
     keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
     first_tile = keys.start, num_tiles = keys.stop - keys.start;
     blocks = scheduler.splits.blocks;
+    heads = scheduler.splits.heads;
     from = scheduler.at - scheduler.splits.start_of_head(scheduler.head);
     to = from + min_of(scheduler.stop - scheduler.at, blocks - from);
     keys.start = first_tile + tiles_before(num_tiles, from);
@@ -58,6 +63,7 @@ struct HeadWork {
 
   // How many of `count` tiles come before a step: count * step / blocks, without a product that may overflow.
   CUFLASH_DEVICE int tiles_before(u32 count, u32 step) const {
+    if constexpr (kSplitTiles > 0) return min_of((int)(step / heads) * kSplitTiles, (int)count);
     return (int)(count / blocks * step + count % blocks * step / blocks);
   }
   CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }

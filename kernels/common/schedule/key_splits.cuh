@@ -9,6 +9,7 @@
 #include "common/softmax/exponential.cuh"
 #include "common/io/fragments.cuh"
 #include "common/io/params.cuh"
+#include "common/schedule/arrivals.cuh"
 #include "common/softmax/store_lse.cuh"
 
 // The keys of all key/value heads of the batch, one head after the other, are cut into as many equal splits as there
@@ -68,32 +69,6 @@ CUFLASH_DEVICE void store_pair(Out* g_row, int column, Real left, Real right) {
   }
 }
 
-// Finds out which block of a head finishes last: a counter in scratch memory counts the blocks that have finished.
-//
-// Scratch memory may hold anything when a call starts, and clearing it would take another launch. So counts start at a
-// number that no other call has (Params::call). Every block looks at the counter before it counts, and the first block
-// that finds no count below `blocks` there writes that number. A captured graph has the same number at every replay; it
-// finds the count of all blocks, which is replaced too. Other memory is mistaken for a count only if it happens to hold
-// one of `blocks` numbers of 64 bits; calls are numbered from a random start.
-//
-// Counters that are cleared once and kept for later calls would need no such number, but they would need memory for
-// each of the streams and captured graphs that may run at the same time. Clusters can pass on results without memory,
-// but a head may have more blocks than a cluster. Unlike compare-and-swap, an atomic addition succeeds at once however
-// many blocks count at the same time.
-struct Arrivals {
-  u64* g_count;
-  u64 first;   // the count when no block has finished
-  u32 blocks;  // of the head
-
-  // The same thread of each block calls both: `prepare` before all else, and `arrive` after the results of the block
-  // are stored. `arrive` returns whether the block is the last one.
-  CUFLASH_DEVICE void prepare() const {
-    const u64 count = ptx::load_arrivals(g_count);
-    if (count - first >= blocks) ptx::replace_arrivals(g_count, count, first);  // unless another block has done so
-  }
-  CUFLASH_DEVICE bool arrive() const { return ptx::count_arrival(g_count) - first == blocks - 1; }
-};
-
 // A warp combines a chunk of some columns of a row. A lane has four of them. Where a chunk has fewer than 128 columns,
 // several groups of lanes have all of them, each for other blocks. The order of additions is fixed, and is the same for
 // all widths of chunks: each of kWays sums has every kWays-th block, and then the sums are added in pairs.
@@ -144,7 +119,7 @@ struct Partials {
   }
 
   CUFLASH_DEVICE Arrivals arrivals(const Params& params) const {
-    return {(u64*)params.arrivals + head, params.call << 16, (u32)count};  // less than 2^16 blocks
+    return {params, head, (u32)count};  // of blocks that have finished
   }
 
   // Of block `i`, or of no keys if there is no such block.

@@ -4,6 +4,7 @@ from tests.emulate.mutants.mutant import mutant
 
 DECODE = "sm90/decode.cu"
 DECODE_WORK = "sm90/decode_work.cuh"
+DYNAMIC_SCHEDULER = "sm90/dynamic_scheduler.cuh"
 FORWARD = "sm90/forward.cu"
 FORWARD_ROLES = "sm90/forward_roles.cuh"
 KEY_TILE = "sm90/key_tile.cuh"
@@ -308,6 +309,20 @@ MUTANTS = (
            "i + kVectors < count * kVectors; i += 128", "packed sm90 full"),
     mutant("rows are stored without their swizzle", TILES, "(byte % kLineBytes ^ row % 8 * 16)",
            "byte % kLineBytes", "packed sm90 full", "sm90 narrow", "sm90 narrow backward"),
+    # ---- sm90/dynamic_scheduler.cuh
+    mutant("the counter starts at what memory held", DYNAMIC_SCHEDULER, "  claims.prepare();\n", "", "claims sm90"),
+    mutant("the last tile is left out", DYNAMIC_SCHEDULER, "while (index < num_tiles)", "while (index + 1 < num_tiles)",
+           "claims sm90"),
+    mutant("a claimed tile is replaced before it is read", DYNAMIC_SCHEDULER,
+           "    ring.empty(at).wait(at.parity ^ 1);", "   ", "claims sm90"),
+    mutant("a claimed tile is told of before it is there", DYNAMIC_SCHEDULER,
+           "    ptx::store_shared_b128(ring.tile(at), ", "    ring.full(at).arrive();\n"
+           "    ptx::store_shared_b128(ring.tile(at), ", "claims sm90"),
+    mutant("a claimed tile is read before it is there", DYNAMIC_SCHEDULER, "    ring.full(at).wait(at.parity);\n", "",
+           "claims sm90"),
+    mutant("the producer keeps its tile", DYNAMIC_SCHEDULER, "if constexpr (!is_warp) ring.empty(at).arrive();", "",
+           "claims sm90"),
+    mutant("claims have no end", DYNAMIC_SCHEDULER, "  put({0, -1, 0});\n", "", "claims sm90"),
     # ---- sm90/varlen_scheduler.cuh
     mutant("units that there are not", VARLEN_SCHEDULER, "    count = count < slots ? count : slots;\n",
            "    count = slots;\n", "packed sm90"),

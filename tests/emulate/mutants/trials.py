@@ -17,6 +17,7 @@ from cuflash.plan.sm80.tiles import (
     ScoresTile,
 )
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
+from cuflash.plan.sm90.scored import CLAIMED_KEYS_64
 from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
@@ -165,6 +166,9 @@ _PACKED = ct.Case(
 _PACKED_MANY = ct.Case(
     seqlen_q=110, seqlen_k=110, num_heads=1, head_dim=64, dtype="float16",
     cu_seqlens_q=(0, *(3 * i + i % 2 for i in range(34))), cu_seqlens_k=(0, *(3 * i + i % 2 for i in range(34))),
+)  # fmt: skip
+_CLAIMS = ct.Case(
+    seqlen_q=300, seqlen_k=CLAIMED_KEYS_64, num_heads=5, num_heads_kv=1, head_dim=16, dtype="float16", causal=True,
 )  # fmt: skip
 _NARROW = replace(_SMALL, seqlen_q=40, head_dim=13, head_dim_v=11, strides="padded")
 _LENGTHS = replace(_SMALL, batch=3, kv_lengths=(33, 0, 77), kv_lengths_dtype="int64")
@@ -542,6 +546,7 @@ TRIALS: dict[str, AnyTrial] = {
     "packed top left": Trial(case=replace(_PACKED, causal="top_left"), tiles=_forward(block_m=64)),
     "packed sm90": Trial(case=_PACKED, tiles=_sm90(), num_sms=1),
     "packed sm90 full": Trial(case=replace(_PACKED, causal=False), tiles=_sm90(), num_sms=3),
+    "claims sm90": Trial(case=_CLAIMS, tiles=(replace(_sm90()[0], max_dim=64),), num_sms=2),
     "packed backward": Trial(case=_PACKED, tiles=_backward(), num_sms=1),
     "packed backward split": Trial(case=_PACKED, tiles=_backward()),
     "packed deterministic": Trial(case=_PACKED, tiles=(*_backward(), _DQ)),

@@ -1,0 +1,60 @@
+// A dynamic tile scheduler: blocks claim one tile of queries after another, the longest ones of some heads first. So all
+// blocks end at about the same time, however much their tiles differ in length.
+#pragma once
+#include "common/config.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/arrivals.cuh"
+#include "common/schedule/schedule.cuh"
+#include "sm90/tile_ring.cuh"
+
+// Thread. The scheduler. The first tile of a block is the one of its index. For others it counts arrivals, of which the
+// last one of each block finds no tile. Then it hands over a tile with head -1 as the end mark.
+CUFLASH_DEVICE void claim_tiles(const Params& params, const TileRing& ring) {
+  const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM);
+  const u32 num_tiles = num_m_blocks * params.num_heads * params.batch;
+  const Arrivals claims(params, 0, num_tiles);
+  claims.prepare();
+  Position<kTileStages> at;
+  const auto put = [&](const TileSlot& slot) {
+    ptx::store_shared_b128(ring.tile(at), {(u32)slot.block, (u32)slot.head, (u32)slot.batch, 0});
+    ring.full(at).arrive();
+    at.advance();
+  };
+  u32 index = ptx::block_index();
+#pragma unroll 1
+  while (index < num_tiles) {
+    put(schedule(params, index, num_m_blocks, params.num_heads, params.head_section, kHasRightBound));
+    ring.empty(at).wait(at.parity ^ 1);  // until all roles have given the tile back
+    index = ptx::num_blocks() + claims.arrive();
+  }
+  put({0, -1, 0});
+}
+
+// The scheduler of the other roles: the tiles that the scheduler hands over. Consumers, which read them as warps, give a
+// tile back at once; the producer, a thread, does when it has started all loads for it. So a block claims its next tile
+// late: one that it claimed when it started a long tile would have to wait, while others have nothing left to do.
+template <bool is_warp>
+struct DynamicTileScheduler {
+  TileRing ring;
+  Position<kTileStages> at;
+  Work current;
+
+  CUFLASH_DEVICE explicit DynamicTileScheduler(const TileRing& ring_) : ring(ring_) { read(); }
+
+  CUFLASH_DEVICE bool more() const { return current.head >= 0; }
+  CUFLASH_DEVICE Work work(const Params&) const { return current; }
+  CUFLASH_DEVICE void advance() {
+    if constexpr (!is_warp) ring.empty(at).arrive();
+    at.advance();
+    read();
+  }
+
+ private:
+  CUFLASH_DEVICE void read() {
+    ring.full(at).wait(at.parity);
+    const Bytes16 tile = ptx::load_shared_b128(ring.tile(at));
+    if constexpr (is_warp) arrive_as_warp(ring.empty(at));
+    const auto value = [](u32 word) { return (int)(is_warp ? ptx::uniform(word) : word); };
+    current = {value(tile.word[0]), value(tile.word[1]), value(tile.word[2])};
+  }
+};
