@@ -34,12 +34,21 @@ def pytest_configure(config):
             # Each gets tests that lie together, so that a module's imports and fixtures are those of one process.
             config.option.dist = "worksteal"
     sampling.exhaustive = config.getoption("--exhaustive")
-    if config.getoption("--random"):
-        settings.load_profile("random")
+    settings.load_profile("random" if config.getoption("--random") else "ci")
+    settings.register_profile("sampled", max_examples=sampling.examples(100))
+    settings.load_profile("sampled")
 
 
 def pytest_collection_finish():
     gc.freeze()  # thousands of tests and what they import stay to the end; no collection looks at them again
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """The backend that `tests.backends.on_backends` names."""
+    from tests import backends  # with all that it imports, once the environment is set
+
+    return backends.make(request.param, monkeypatch)
 
 
 def why_no_device():

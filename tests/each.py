@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 
-def each(cases: Iterable[Any]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+def each(cases: Iterable[Any]) -> Callable[[Callable[[Any], None]], Any]:
     """Make of a function one test that calls it with each of the cases, and names all that fail.
 
     The function itself is the attribute `of_one` of the test. A case that skips is left out.
     """
     every = list(cases)
 
-    def test_of(function: Callable[[Any], None]) -> Callable[[], None]:
+    def test_of(function: Callable[[Any], None]) -> Any:
         def test() -> None:
             assert every, "there are no cases"
             failed = []

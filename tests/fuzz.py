@@ -6,8 +6,9 @@ runs the problems of one group, from the FIRST on, and prints a line of JSON bef
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
 for every set of gradients; some with pages or with fp8 arrays, which have none; some with random functions as score or
 mask; some that ranks compute, which are threads on one device; and some of jvp and backward_jvp, with tangents of the
-same inputs, also over ranks and with streamed keys. In a group sizes, values, broadcast axes and the results that the
-caller gives arrays for differ from problem to problem. Some problems have an axis of length 0, and some the values of
+same inputs, also over ranks and with streamed keys; and some with reductions of rows and of the attention weights. In a
+group sizes, values, broadcast axes and the results that the caller gives arrays for differ from problem to problem.
+Some problems have an axis of length 0, and some the values of
 `cuflash.testing.REGIMES`.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
@@ -24,7 +25,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS, factors_of
 from cuflash.testing.tangents import COTANGENTS, Moved
 from cuflash.testing.tangents import yardsticks_of as yardsticks_of_tangents
 from tests import scored
-from tests.pairs import judge
+from tests.pairs import Setting, assert_reductions, judge
 from tests.ranks import Shards, Whole, compute, on_threads
 from tests.ranks_with_tangents import WithTangents
 from tests.ranks_with_tangents import compute as compute_tangents
@@ -64,8 +65,10 @@ CATEGORIES = {
     "tangents": 60,
     "tangents of ranks": 20,
     "tangents of streamed keys": 20,
+    "reductions": 40,
 }  # groups of each category
 OF_RANKS, OF_STREAMED_KEYS = ("ranks", "tangents of ranks"), "tangents of streamed keys"
+OF_REDUCTIONS = "reductions"  # of rows, and of the attention weights, of streamed keys in one group of four
 WITH_TANGENTS = ("tangents", "tangents of ranks", OF_STREAMED_KEYS)
 IN_HOST_MEMORY = ("k", "v", "tk", "tv", "tdk", "tdv")  # where keys are streamed
 GROUPS = sum(CATEGORIES.values())
@@ -179,7 +182,9 @@ def trials_of_group(number: int) -> list[Trial]:
         names = () if ranks else (*(JVP.default if moved else ("out", "lse")), *own)
         given = tuple(name for name in names if rng.random() < 0.3)
         keywords |= {"need": own, "given": given, "ranks": ranks, "functions": functions, "moved": moved}
-        if category == OF_STREAMED_KEYS:
+        if category == OF_REDUCTIONS:
+            case = replace(case, row_reductions=("max", "entropy"), has_values=rng.random() < 0.7 or bool(case.axes))
+        if category == OF_STREAMED_KEYS or (category == OF_REDUCTIONS and _may_stream(number, case)):
             keywords["chunk"] = _chunk(rng, case)
         trials.append(Trial(name=f"{number}-{index}", case=case, **keywords))
     return trials
@@ -228,6 +233,11 @@ def _moved(rng: random.Random, case: ct.Case, moves: tuple[str, ...]) -> Moved:
         common=rng.choice((0.0, 0.0, 10.0, 100.0)),
         seed=rng.randrange(2**16),
     )
+
+
+def _may_stream(number: int, case: ct.Case) -> bool:
+    """Whether the keys of a group with reductions are streamed."""
+    return number % 4 == 0 and case.cu_seqlens_q is None and case.causal != "lengths"
 
 
 def _chunk(rng: random.Random, case: ct.Case) -> int:
@@ -453,6 +463,8 @@ def smallest(groups: Iterable[int]) -> Trial:
 
 def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
+    if trial.case.row_reductions:
+        return _failure_of_reductions(trial, convert)
     arrays = trial.arrays(convert)
     on_host = IN_HOST_MEMORY if trial.chunk else ()
     given = {
@@ -476,6 +488,16 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
             assert_float8(trial.case, results["out"], results["lse"])
         else:
             judge(trial, results)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _failure_of_reductions(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
+    options: dict[str, Any] = {"deterministic": trial.deterministic, "precision": trial.precision}
+    setting = Setting(case=trial.case, chosen={}, **options)
+    try:
+        assert_reductions(setting, "cpu" if convert is np.asarray else "9.0", convert, trial.chunk)
     except AssertionError as error:
         return str(error)
     return None

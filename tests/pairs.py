@@ -19,7 +19,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,9 @@ from cuflash.spec.without_values import OF_VALUES
 from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.tangents import Moved, movable
 from cuflash.testing.tangents import yardsticks_of as tangents_of
+from tests.reductions import judge as judge_reductions
+from tests.reductions import weights_reduced
+from tests.row_reductions import gap_is_clear, results_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support.json"
@@ -330,6 +333,56 @@ def by_emulator(arch: str) -> Run:
         return dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
 
     return run
+
+
+# ---- Reductions ----
+
+
+def served(setting: Setting, backend: str) -> Setting:
+    """The setting without one option of each recorded pair that the backend refuses."""
+    always = {option.name for option in OPTIONS if option.always}
+    for pass_ in PASSES:
+        for pair in recorded()["unserved"][backend][pass_]:
+            if set(pair) <= set(setting.names):
+                setting = without(setting, next(name for name in pair if name not in always))
+    return setting
+
+
+def with_row_reductions(setting: Setting) -> ct.Case:
+    """The case of a setting, with reductions of rows: the gradient of a maximum only where it is clear whose it is."""
+    case = replace(setting.case, row_reductions=("max", "entropy"))
+    return case if gap_is_clear(case) else replace(case, row_reductions=("entropy",))
+
+
+def reduces_weights(setting: Setting, backend: str) -> bool:
+    """Whether the oracle of reductions of weights knows the options of a setting, and a backend serves them."""
+    return setting.case.axes is None and (backend == "cpu" or not setting.case.page_size)
+
+
+def judge_weights(setting: Setting, weights: Any, sums: Any, largest: Any, top: Any) -> None:
+    """Hold column sums, the column maximum and the strongest keys against the oracle."""
+    is_tf32 = setting.precision == "tf32" and setting.case.dtype == "float32"
+    found = (ct.to_numpy(sums), ct.to_numpy(largest), tuple(map(ct.to_numpy, top)))
+    judge_reductions(setting.case, weights, found[0], found[1], found[2], looser=2.0**11 if is_tf32 else 1.0)
+
+
+def assert_reductions(setting: Setting, backend: str, convert: Callable[[Any], Any], chunk: int = 0) -> None:
+    """All reductions of a setting by the public interface, on arrays that `convert` makes of NumPy's.
+
+    With a `chunk`, the keys are streamed.
+    """
+
+    def streamed(k: Any, v: Any) -> Any:
+        return cuflash.streamed(*(None if x is None else ct.to_numpy(x) for x in (k, v)), chunk=chunk)
+
+    options: dict[str, Any] = {"deterministic": setting.deterministic, "precision": setting.precision}
+    case = with_row_reductions(setting)
+    found = results_of(case, convert, streamed if chunk else lambda k, v: (k, v), **options)
+    results = {**found.forward, **found.gradients}
+    judge(replace(setting, case=case), {name: x for name, x in results.items() if name != "out" or case.has_values})
+    if reduces_weights(setting, backend):
+        own_keys = (lambda k: streamed(k, None).k) if chunk else (lambda k: k)
+        judge_weights(setting, *weights_reduced(setting.case, convert, own_keys, **options))
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.outputs import TAKEN_BY_BACKWARD
 from cuflash.spec.problem import make_problem
 
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -24,8 +25,8 @@ def axis_of(case, axis):
 
 def inputs_of(case):
     """q, k and the optional inputs of a case, by name."""
-    arrays = case.arrays()
-    return {name: x for name, x in arrays.items() if name not in ("v", "v_scale", "dout", "dlse")}
+    arrays, others = case.arrays(), ("v", "v_scale", *TAKEN_BY_BACKWARD)
+    return {name: x for name, x in arrays.items() if name not in others}
 
 
 def attention_of(case):
@@ -42,7 +43,8 @@ def lse_of(attn, arrays):
 class Expected:
     """The yardsticks of a case, with the key/value heads repeated, and no fp8, pages or numbers of 16 bits."""
 
-    def __init__(self, case, weights):
+    def __init__(self, case, weights, looser=1.0):
+        self.looser = looser
         arrays = inputs_of(case)
         if case.page_size:
             arrays = ct.gather_pages(arrays | {"v": arrays["k"]}, case.layout)
@@ -80,7 +82,8 @@ class Expected:
         dout = dout if self.case.ndim > 2 else dout.reshape(dout.shape[-2:])
         v = np.zeros((*self.arrays["k"].shape[:-1], dout.shape[-1]), self.dtype)
         own = self._yardsticks(v=v, dout=np.ascontiguousarray(self._by_heads(dout)))["dv"]
-        return [self._by_heads(np.broadcast_to(x, own.expected.shape)) for x in (own.expected, own.tolerance, own.zero)]
+        found = (own.expected, own.tolerance * self.looser, own.zero)
+        return [self._by_heads(np.broadcast_to(x, own.expected.shape)) for x in found]
 
     @property
     def _swaps(self):
@@ -98,9 +101,12 @@ def _widened(case, name, x, arrays):
     return x.astype(np.float32) if is_half else x
 
 
-def judge(case, weights, sums=None, largest=None, top=None):
-    """Hold column sums, the column maximum, and indices and weights of the strongest keys against the oracle."""
-    expected = Expected(case, weights)
+def judge(case, weights, sums=None, largest=None, top=None, looser=1.0):
+    """Hold column sums, the column maximum, and indices and weights of the strongest keys against the oracle.
+
+    Tolerances are so many times as large: 1, unless scores are products of TF32.
+    """
+    expected = Expected(case, weights, looser)
     if sums is not None:
         own, tolerance, zero = expected.sums()
         assert sums.shape == own.shape
@@ -151,6 +157,21 @@ def _judge_ties(indices, distinct):
             assert (own[own >= 0] == which + distinct * np.arange((own >= 0).sum())).all(), (
                 "of equal scores a later key"
             )
+
+
+def weights_reduced(case, convert=np.asarray, keys_of=lambda k: k, count=16, **options):
+    """The weights of rows, and by the interface the column sums, the column maximum and the strongest keys of a case.
+
+    `keys_of` makes what a call takes of k.
+    """
+    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
+    arrays = {name: convert(x) for name, x in inputs_of(case).items()}
+    others = {name: x for name, x in arrays.items() if name not in ("q", "k")}
+    lse = lse_of(attn, arrays)
+    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(ct.to_numpy(lse).dtype)
+    inputs = (arrays["q"], keys_of(arrays["k"]), lse)
+    sums, largest = attn.column_sums(*inputs, convert(weights), **others), attn.column_max(*inputs, **others)
+    return weights, sums, largest, attn.top_keys(*inputs, count, **others)
 
 
 def gradient_problem(dtype):

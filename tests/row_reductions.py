@@ -21,12 +21,13 @@ def results_of(
     case: ct.Case,
     convert: Callable[[Any], Any] = np.asarray,
     keys_of: Callable[[Any, Any], tuple[Any, Any]] = lambda k, v: (k, v),
+    **options: Any,
 ) -> Found:
     """What `cuflash.FlashAttention` gives for a case with reductions; out and dv are None of a case without values.
 
     `keys_of` makes what a call takes of k and v.
     """
-    attn: Any = cuflash.FlashAttention(**case.keywords)
+    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
     arrays = case.arrays(convert)
     q, k, v = ct.qkv(arrays) if case.has_values else (arrays["q"], arrays["k"], None)
     k, v = keys_of(k, v)

@@ -14,14 +14,7 @@ from typing import Any
 from cuflash import FlashAttention, testing
 from cuflash.arrays.units import in_seconds
 from cuflash.cli import here
-from cuflash.cli.arguments import (
-    add_backend_argument,
-    add_problem_arguments,
-    natural,
-    of_pass,
-    passes,
-    problems,
-)
+from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, natural, of_pass, passes, problems
 from cuflash.cli.documents import Document, add_json_argument, print_document
 from cuflash.cli.here import Failure
 from cuflash.cli.parser import Several

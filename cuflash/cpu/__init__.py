@@ -19,8 +19,7 @@ from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.binding import expected
-from cuflash.spec.inputs import FP8_SCALES
-from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, OUTPUT_TANGENTS, OUTPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS
 from cuflash.spec.passes import (
     BACKWARD,
     BACKWARD_JVP,
@@ -34,7 +33,7 @@ from cuflash.spec.passes import (
 )
 from cuflash.spec.problem import Problem, scales_of_rows
 
-__all__ = ["backward", "backward_jvp", "cpu_threads", "describe", "forward", "jvp", "row_sums"]
+__all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums", "run"]
 
 Array = NDArray[Any]
 
@@ -74,158 +73,56 @@ def _by_numpy(reason: str) -> str:
     return f"NumPy, and not the compiled core: {reason}"
 
 
-def forward(
+def run(
+    pass_: Pass,
     problem: Problem,
     /,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    need: Collection[str] = OUTPUTS,
+    *given: Array,
+    need: Collection[str] | None = None,
     seed: int | None = None,
     offset: int | None = None,
     **others: Any,
 ) -> tuple[Array, ...]:
-    """Attention; bitwise repeatable, on any number of threads.
+    """The results of a pass; bitwise repeatable, on any number of threads.
 
     Parameters
     ----------
+    pass_ : Pass
+        Of `cuflash.spec.passes.PASSES`.
     problem : Problem
         From `cuflash.spec.problem.make_problem` on the same arrays.
-    q, k, v : numpy.ndarray
-        As `cuflash.attention` takes them, validated, of any strides.
+    given : numpy.ndarray
+        The first arrays that the pass takes: dout in a backward pass; q, k, v; then out and lse.
     need : collection of str, optional
-        The results that are wanted, names of `outputs.FORWARD_ROWS`; without it out and lse.
+        The results that are wanted; without it those that the pass gives by default.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     **others : numpy.ndarray, optional
-        The optional inputs of `cuflash.spec.inputs`, as `cuflash.attention` takes them, where `kv_lengths` is clamped
-        to 0..seqlen_k; and arrays for results by name, which are written to and returned: shape `problem.out_shape` and
-        dtype of q, shape `problem.lse_shape` and `problem.softmax_dtype`; any strides.
+        All other arrays by name, validated, of any strides: the optional inputs, where `kv_lengths` is clamped to
+        0..seqlen_k; what else the pass takes; row_sums, if q, k and v are a slice of a problem
+        (`cuflash.spec.row_sums`); and arrays for results, which are written to and returned if wanted.
 
     Returns
     -------
     tuple of numpy.ndarray
-        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials, row reductions
-        are those of `cuflash.FlashAttention.forward`. In a row that attends to no key, they have the value
-        `Output.of_no_keys` of their rows, and lse is the sink if there is one.
+        The results that are wanted, in the order of the pass. In a row that attends to no key, those of the forward
+        pass have the value `Output.of_no_keys` of their rows, and lse is the sink if there is one; tout is 0, and tlse
+        is 0 or the tangent of the sink. In dk and dv, keys that no query attends to, those past `kv_lengths` and those
+        of no sequence among them, get zero.
     """
-    arrays = {"q": q, "k": k, "v": v, **others}
-    results = _results_for(FORWARD, problem, need, arrays)
-    if problem.is_packed:
+    is_backward = bool(pass_.required)
+    arrays = dict(zip((*("dout",) * is_backward, *INPUTS, "out", "lse"), given, strict=False)) | others
+    wanted = pass_.default if need is None else need
+    results = _results_for(pass_, problem, pass_.default if pass_ is JVP else wanted, arrays)
+    if problem.is_packed and not is_backward:
         clear_rows_of_no_sequence(problem, results, others["cu_seqlens_q"])
-    _run(problem, arrays | results, FORWARD, seed, offset)
-    return tuple(results.values())
+    own = pass_.results_in(problem)
+    _run(problem, {name: x for name, x in arrays.items() if name not in own} | results, pass_, seed, offset)
+    return tuple(x for name, x in results.items() if name in wanted)
 
 
-def backward(
-    problem: Problem,
-    /,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    *,
-    need: Collection[str] = DEFAULT_NEED,
-    seed: int | None = None,
-    offset: int | None = None,
-    **others: Any,
-) -> tuple[Array, ...]:
-    """Gradients of ``sum(dout * out) + sum(dlse * lse)``; bitwise repeatable, on any number of threads.
-
-    Parameters
-    ----------
-    problem, q, k, v, seed, offset :
-        As `forward` takes them.
-    dout, out, lse : numpy.ndarray
-        The gradient with respect to out, and what `forward` returned.
-    need : collection of str, optional
-        The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
-    **others : numpy.ndarray, optional
-        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; those with respect to row
-        reductions, and reductions that `forward` returned (`outputs.OF_ROW_REDUCTIONS`); row_sums, if q, k and v are a
-        slice of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
-        returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse where it is that of
-        a number; any strides.
-
-    Returns
-    -------
-    tuple of numpy.ndarray
-        The gradients that are wanted, in the order of `outputs.GRADIENTS`. In dk and dv, keys that no query attends to,
-        those past `kv_lengths` and those of no sequence among them, get zero.
-    """
-    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    results = _results_for(BACKWARD, problem, need, arrays | others)
-    arrays |= {name: x for name, x in others.items() if name not in problem.gradients}
-    _run(problem, arrays | results, BACKWARD, seed, offset)
-    return tuple(results.values())
-
-
-def jvp(
-    problem: Problem,
-    /,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    need: Collection[str] = (*OUTPUTS, *OUTPUT_TANGENTS),
-    seed: int | None = None,
-    offset: int | None = None,
-    **others: Any,
-) -> tuple[Array, ...]:
-    """Attention and its tangent; bitwise repeatable, on any number of threads.
-
-    Parameters are those of `forward`; `others` also has the tangents, named t and what moves, which are like this. A
-    missing tangent is zero, and costs nothing.
-
-    Returns
-    -------
-    tuple of numpy.ndarray
-        Those of out, lse, tout and tlse that are wanted. In a row that attends to no key, tout is 0, and tlse is 0 or
-        the tangent of the sink.
-    """
-    arrays = {"q": q, "k": k, "v": v, **others}
-    results = _results_for(JVP, problem, JVP.default, arrays)
-    if problem.is_packed:
-        clear_rows_of_no_sequence(problem, results, others["cu_seqlens_q"])
-    _run(problem, arrays | results, JVP, seed, offset)
-    return tuple(x for name, x in results.items() if name in need)
-
-
-def backward_jvp(
-    problem: Problem,
-    /,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    tout: Array,
-    tlse: Array,
-    *,
-    need: Collection[str] = DEFAULT_NEED_TANGENTS,
-    seed: int | None = None,
-    offset: int | None = None,
-    **others: Any,
-) -> tuple[Array, ...]:
-    """Tangents of what `backward` gives; bitwise repeatable, on any number of threads.
-
-    Parameters are those of `backward`, what `jvp` returned, and in `others` the tangents that it took, tdout and tdlse.
-
-    Returns
-    -------
-    tuple of numpy.ndarray
-        The tangents of gradients that are wanted, in the order of `outputs.GRADIENTS`, with their shapes and dtypes.
-    """
-    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "tout": tout, "tlse": tlse}
-    results = _results_for(BACKWARD_JVP, problem, need, arrays | others)
-    wanted = {f"t{name}" for name in problem.gradients}
-    arrays |= {name: x for name, x in others.items() if name not in wanted}
-    _run(problem, arrays | results, BACKWARD_JVP, seed, offset)
-    return tuple(results.values())
+forward: Callable[..., tuple[Array, ...]] = functools.partial(run, FORWARD)
+backward: Callable[..., tuple[Array, ...]] = functools.partial(run, BACKWARD)
 
 
 def row_sums(problem: Problem, /, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:

@@ -74,8 +74,7 @@ def _first_time(
         calls = Calls(axes, options, own, need, np, gives_partials=False)
         return calls.run(lambda options, found: method(options, _given(found), need=need, random=random))
     problem = bound(pass_, options, own, need).problem
-    compute: Callable[..., tuple[Any, ...]] = getattr(cpu, pass_.name)
-    return compute(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    return cpu.run(pass_, problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:

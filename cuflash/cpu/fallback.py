@@ -523,6 +523,9 @@ class Job:
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
 
 
+LEAST_LOG_WEIGHT = -1024.0
+
+
 class RowReductionGradients:
     """What gradients of row reductions add to dS: ``-P (log P + H) dH``, and dmax at the first largest score."""
 
@@ -540,6 +543,8 @@ class RowReductionGradients:
         if self.dentropy is None:
             return None
         log_weights = np.where(scores == -np.inf, 0, (scores - self.row_max) - self.log_sum)
+        # Below, weights are 0, and finite masks are so low that the product may overflow.
+        log_weights = np.maximum(log_weights, LEAST_LOG_WEIGHT)
         return np.where(np.isfinite(log_weights), log_weights + self.entropy, 0) * self.dentropy
 
     def add_maxima(self, tile: Tile, ds: Array) -> None:

@@ -29,12 +29,7 @@ from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
 from cuflash.spec.keywords import checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.results import (
-    Array,
-    ForwardResult,
-    Gradients,
-    wanted_results,
-)
+from cuflash.spec.results import Array, ForwardResult, Gradients, wanted_results
 from cuflash.spec.score_args import check_names
 from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 

@@ -17,14 +17,8 @@ from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
-from cuflash.spec.binding import Binding, bind, is_in_k
-from cuflash.spec.outputs import (
-    DEFAULT_NEED,
-    NUMBER_GRADIENTS,
-    ROW_REDUCTIONS,
-    SOFTMAX_GRADIENTS,
-    TAKEN_BY_BACKWARD,
-)
+from cuflash.spec.binding import Binding, bind, expected, is_in_k
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, ROW_REDUCTIONS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
@@ -126,7 +120,7 @@ def _call(
     pass_: Pass,
     problem: Problem,
     inputs: Mapping[str, Any],
-    results: Mapping[str, tuple[tuple[int, ...], Any]],
+    need: Sequence[str],
     *,
     arch: str | DeviceSpec = "9.0",
     tiles: Sequence[Tile] | None = None,
@@ -136,23 +130,23 @@ def _call(
     statistics: list[Statistics] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Results of one pass, by shape and dtype. What a call copies first is copied here, too."""
-    need = tuple(results)
+    """Results of one pass. What a call copies first is copied here, too."""
     given = {name: array for name, array in inputs.items() if array is not None}
     copied = _bind(pass_, problem, given, need).copied
     every = {name: allocate(np.ascontiguousarray(x) if name in copied else x) for name, x in given.items()}
     k, v = given["k"], given["v"]
     if not {"k", "v"} & set(copied) and is_in_k(k, v, k.ctypes.data, v.ctypes.data):
         every["v"] = every["k"][..., : v.shape[-1]]  # as one lies in the other
-    for name, (shape, dtype) in results.items():
-        result = np.empty(shape, dtype)
+    for name in need:
+        shape, dtype = expected(name, problem, given)
+        result = np.empty(shape, numpy_dtype(dtype))
         result.reshape(-1).view(np.uint8)[:] = fill
         every[name] = allocate(result)
     binding = _bind(pass_, problem, every, need)
     launches = run(_plan_of(binding, arch, tiles), binding, every, schedule, fill=fill, **options)
     if statistics is not None:
         statistics += launches
-    return tuple(every[name] for name in results)
+    return tuple(every[name] for name in need)
 
 
 def forward(
@@ -179,15 +173,8 @@ def forward(
         As `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in TAKEN_BY_BACKWARD}
-    results = {
-        "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
-        **{
-            name: (problem.lse_shape, problem.softmax_dtype)
-            for name in ("lse", *ROW_REDUCTIONS)
-            if name in ("lse", *want)
-        },
-    }
-    return _call(FORWARD, problem, inputs, results, **options)
+    need = (*OUTPUTS, *(name for name in ROW_REDUCTIONS if name in want))
+    return _call(FORWARD, problem, inputs, need, **options)
 
 
 def backward(
@@ -205,13 +192,8 @@ def backward(
     """
     if need is None:
         need = (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if arrays.get(name[1:]) is not None))
-    every: dict[str, Any] = {
-        name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
-    }
-    every |= {name: ((), problem.softmax_dtype) for name in NUMBER_GRADIENTS}
-    every |= {name: (arrays[name[1:]].shape, problem.softmax_dtype) for name in problem.wide}
-    results = {name: every[name] for name in problem.gradients if name in need}
-    return _call(BACKWARD, problem, {**arrays, "out": out, "lse": lse}, results, **options)
+    need = tuple(name for name in problem.gradients if name in need)
+    return _call(BACKWARD, problem, {**arrays, "out": out, "lse": lse}, need, **options)
 
 
 def jvp(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np.ndarray, ...]:
@@ -219,10 +201,8 @@ def jvp(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np
 
     `arrays` has q, k, v, the optional inputs that there are, and the tangents. Other parameters are those of `forward`.
     """
-    of_out = (problem.out_shape, numpy_dtype(problem.dtype_of("out")))
-    of_lse = (problem.lse_shape, problem.softmax_dtype)
-    results = {"out": of_out, "lse": of_lse, "tout": of_out, "tlse": of_lse}
-    return _call(JVP, problem, {name: x for name, x in arrays.items() if name not in results}, results, **options)
+    inputs = {name: x for name, x in arrays.items() if name not in JVP.default}
+    return _call(JVP, problem, inputs, JVP.default, **options)
 
 
 def backward_jvp(
@@ -232,9 +212,4 @@ def backward_jvp(
 
     `arrays` has also dout, out, lse, tout and tlse, and what there is of dlse, tdout and tdlse.
     """
-    like = {name: arrays[name[2:]] for name in need if name[2:] in arrays}
-    results: dict[str, tuple[tuple[int, ...], Any]] = {name: ((), problem.softmax_dtype) for name in need}
-    results |= {name: (x.shape, x.dtype) for name, x in like.items()}
-    wide = {f"t{name}" for name in problem.wide}
-    results |= {name: (shape, problem.softmax_dtype) for name, (shape, _) in results.items() if name in wide}
-    return _call(BACKWARD_JVP, problem, arrays, results, **options)
+    return _call(BACKWARD_JVP, problem, arrays, tuple(need), **options)

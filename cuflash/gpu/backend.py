@@ -50,14 +50,7 @@ from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, grow
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import (
-    BACKWARD,
-    BACKWARD_JVP,
-    FORWARD,
-    JVP,
-    PASSES_WITHOUT_TANGENTS,
-    Pass,
-)
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB

@@ -37,6 +37,7 @@ class Family(ABC, Generic[Row]):
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]  # as `Row` of its base class says
     rows: ClassVar[tuple[Any, ...]] = ()  # all of its table, where that is the same for every problem
+    tf32_rows: ClassVar[tuple[Any, ...]] = ()  # with precision="tf32", where that differs
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
     serves_no_values: ClassVar[bool] = False  # it serves ``v=None``
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
@@ -61,11 +62,11 @@ class Family(ABC, Generic[Row]):
 
     def table(self, problem: Problem) -> tuple[Row, ...]:
         """The rows to choose from."""
-        return self.rows
+        return self.tf32_rows if self.tf32_rows and problem.precision == "tf32" else self.rows
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         """Rows of all tables that compute the problem as its own do: from the same products, in the same precision."""
-        return self.table(problem)
+        return (*self.rows, *self.tf32_rows) or self.table(problem)
 
     def accumulator_layout(self, main: Row) -> Tile:
         """The tile whose fragments tell the helper kernels how its results are laid out in memory."""

@@ -10,16 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cuflash.score_mod.derivatives import (
-    ZERO,
-    add,
-    choose,
-    is_at_limit,
-    local_derivatives,
-    made,
-    multiply,
-    zero_where,
-)
+from cuflash.score_mod.derivatives import ZERO, add, choose, is_at_limit, local_derivatives, made, multiply, zero_where
 from cuflash.score_mod.nodes import Node, in_order, node
 from cuflash.score_mod.ranges import ranges
 

@@ -27,13 +27,7 @@ from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, MOVABLE_BROADCAST, NAMES, NUMBERS, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
-from cuflash.spec.outputs import (
-    MOVABLE_OF_KEYS,
-    MOVABLE_OVER_HEAD_DIM,
-    MOVABLE_OVER_ROWS,
-    OF_QUERIES,
-    gradient_of,
-)
+from cuflash.spec.outputs import MOVABLE_OF_KEYS, MOVABLE_OVER_HEAD_DIM, MOVABLE_OVER_ROWS, OF_QUERIES, gradient_of
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 

@@ -28,15 +28,7 @@ from cuflash.arrays.dlpack import module_of
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem
-from cuflash.testing.reference import (
-    BroadcastSum,
-    Head,
-    as_caller,
-    cast,
-    compute_dtype,
-    each_head,
-    product,
-)
+from cuflash.testing.reference import BroadcastSum, Head, as_caller, cast, compute_dtype, each_head, product
 
 Array = NDArray[Any]
 

@@ -334,7 +334,8 @@ def _yardsticks(
         of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
         scale = np.maximum(of_terms, _largest(name, own))
         if name not in RESULTS:  # equal rows are rounded alike: then what adds up is no random walk
-            noise = np.where(of_terms > 0, noise * scale / np.where(of_terms > 0, of_terms, 1), 0)
+            # There is noise without terms: the logarithm of the one weight of a row, in the gradient of its entropy.
+            noise = noise * np.where(of_terms > 0, scale / np.where(of_terms > 0, of_terms, 1), 1)
         least = 1.0 if name in OVER_ROWS else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
         errors = np.where(np.isfinite(errors), errors, 0)

@@ -1,6 +1,7 @@
 """Reductions of the attention weights of a case by the kernels in the emulator."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,22 @@ from cuflash.spec.problem import make_problem
 from tests.reductions import attention_of, inputs_of, lse_of
 
 
-def reduced(case, arch, count, **options):
+def reduced(case, arch, count, deterministic=False, precision="highest", **options):
     """The weights of rows, and the column sums, the column maximum and the strongest keys of a case."""
     attn, arrays = attention_of(case), inputs_of(case)
     lse = lse_of(attn, arrays)
     arrays["v"] = arrays["k"][..., :0]
     optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
-    problem = make_problem(case.options, arrays["q"], arrays["k"], arrays["v"], **optional)
+    static = replace(case.options, dropout=0.0, deterministic=deterministic, precision=precision)
+    problem = make_problem(static, arrays["q"], arrays["k"], arrays["v"], **optional)
     weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
     if case.seed % 2:
         weights[...] = 1
-    shape = (*lse.shape[:-1], case.seqlen_k)
     inputs = {**arrays, "lse": lse}
     call: Any = functools.partial(passes._call, arch=arch, **options)
     factors = {} if case.seed % 2 else {"dlse": weights}
-    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, {"column_sums": (shape, lse.dtype)})
-    (largest,) = call(COLUMN_MAX, problem, inputs, {"column_max": (shape, lse.dtype)})
-    of_top = {"key_indices": ((*lse.shape, count), np.int32), "key_weights": ((*lse.shape, count), lse.dtype)}
-    return weights, sums, largest, call(TOP_KEYS, problem, inputs, of_top)
+    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, COLUMN_SUMS.default)
+    (largest,) = call(COLUMN_MAX, problem, inputs, COLUMN_MAX.default)
+    shape = (*lse.shape, count)
+    of_top = {"key_indices": np.empty(shape, np.int32), "key_weights": np.empty(shape, lse.dtype)}
+    return weights, sums, largest, call(TOP_KEYS, problem, inputs | of_top, TOP_KEYS.default)

@@ -16,7 +16,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.spec.passes import BACKWARD_JVP
 from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, everything
+from cuflash.testing.tangents import everything
 from tests.emulate.tangents import check_float32, inputs_of_float32
 from tests.sampling import examples, sample
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
@@ -32,22 +32,16 @@ OF_FLOAT32 = [
 ]
 
 
-def check(case: Case, moved: Moved, tile: BackwardJvpFloat32Sm90Tile = TILES[0], **options: Any) -> None:
-    """Without tdout, with which another kernel serves the call."""
-    others = tuple(name for name in moved.cotangents if name != "tdout")
-    check_float32(case, replace(moved, cotangents=others), tile, **options)
-
-
 @pytest.mark.parametrize("case", sample(OF_FLOAT32, 3), ids=str)
 def test_every_option(case):
-    check(case, everything(case))
+    check_float32(case, everything(case), TILES[0])
 
 
 @pytest.mark.parametrize(
     ("case", "moved"), sample([(case, moved) for case in OF_FLOAT32 for moved in moves_of(case)], 20), ids=str
 )
 def test_tangents_that_are_not_given(case, moved):
-    check(case, moved)
+    check_float32(case, moved, TILES[0])
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -72,7 +66,7 @@ def test_drawn_cases(case, stages, data):
         bf16_terms=terms,
         origin="drawn",
     )
-    check(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
+    check_float32(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -80,7 +74,7 @@ def test_drawn_cases(case, stages, data):
 def test_rows_of_the_table(tile, spread):
     """Keys' tangents have a large part in common."""
     case = Case(seqlen_q=200, seqlen_k=270, head_dim=64, dtype="float32", causal=True, score_spread=spread)
-    check(case, replace(everything(case), common=10.0), tile)
+    check_float32(case, replace(everything(case), common=10.0), tile)
 
 
 @pytest.mark.parametrize("need", sample([("tdq",), ("tdk",), ("tdv",), ("tdk", "tdv")], 1), ids=str)

@@ -104,8 +104,7 @@ def test_tiles_that_reductions_over_queries_load(what, data):
     problem = problem_of(case, arrays)
     arrays["lse"] = np.zeros(problem.lse_shape, np.float32)
     launches: list[Statistics] = []
-    result = ((case.batch, case.num_heads, case.seqlen_k), np.float32)
-    passes._call(COLUMN_SUMS, problem, arrays, {"column_sums": result}, arch=what.arch, statistics=launches)
+    passes._call(COLUMN_SUMS, problem, arrays, COLUMN_SUMS.default, arch=what.arch, statistics=launches)
     plan = attention.plan_for(problem, COLUMN_SUMS, arrays, what.arch)
     if problem.visible_pairs:
         assert plan.traffic is not None and plan.traffic.tiles == counted(plan, launches)[0]

@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import emulator
-from cuflash.emulator import SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
+from cuflash.emulator import (
+    SCHEDULES,
+    EmulationError,
+    Schedule,
+    Scratch,
+    build,
+    building,
+    find_compiler,
+    guarded_array,
+)
 from cuflash.emulator.building import HERE as EMULATOR
 from cuflash.gpu.compiler import kernel_directory
 from cuflash.gpu.kernel_cache import private_directory
@@ -340,6 +349,7 @@ def test_build_is_cached_by_content(tmp_path):
 def test_a_cache_that_cannot_be_made_warns_once_and_works(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(building, "_RUNTIME_FLAGS", ("-O0",))  # the runtime is compiled again
     source = tmp_path / "kernel.cu"
     source.write_text('#include "ptx/base.cuh"\n#include "own.cuh"\nstatic_assert(kOwn == VALUE, "");\n')
     with pytest.warns(RuntimeWarning, match="CUFLASH_CACHE_DIR") as caught:

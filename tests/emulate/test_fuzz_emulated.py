@@ -11,7 +11,9 @@ from cuflash.spec.passes import JVP
 from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz
 from tests.emulate import attention
-from tests.pairs import judge
+from tests.emulate.checks import judge_row_reductions
+from tests.emulate.reduced import reduced
+from tests.pairs import Setting, judge, judge_weights, with_row_reductions
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -104,6 +106,13 @@ def assert_agrees(trial, arch):
         if trial.need:
             results |= attention.by_calls(case, arrays, "backward", arch=arch, need=trial.need, **static)
         judge(trial, results)
+        return
+    if case.row_reductions:
+        options = {"deterministic": trial.deterministic, "precision": trial.precision}
+        setting = Setting(case=case, chosen={}, **options)
+        if trial.precision == "highest":
+            judge_row_reductions(with_row_reductions(setting), arch, trial.deterministic)
+        judge_weights(setting, *reduced(case, arch, 16, **options))
         return
     problem = trial.problem
     if trial.moved is not None:

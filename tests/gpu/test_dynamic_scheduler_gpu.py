@@ -85,7 +85,16 @@ def test_bits_do_not_depend_on_who_claims_what(cupy, monkeypatch, head_dim, opti
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_graphs_claim_all_tiles_at_every_replay(cupy, head_dim):
-    case = ct.Case(seqlen_q=2100, seqlen_k=2100, batch=2, num_heads=32, num_heads_kv=2, head_dim=head_dim, causal=True)
+    case = ct.Case(
+        seqlen_q=2100,
+        seqlen_k=2100,
+        batch=2,
+        num_heads=32,
+        num_heads_kv=2,
+        head_dim=head_dim,
+        dtype="bfloat16",
+        causal=True,
+    )
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(causal=True)
     q, k, v = ct.qkv(arrays)

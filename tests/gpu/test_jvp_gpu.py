@@ -55,6 +55,19 @@ def test_half_precision_without_tdout(own, head_dim, common):
 
 
 @pytest.mark.one_in(1)
+@pytest.mark.parametrize("common", [0.0, 10.0])
+@pytest.mark.parametrize("head_dim", [20, 64])
+@pytest.mark.parametrize("own", OF_SM90, ids=str)
+def test_float32_without_tdout(own, head_dim, common):
+    """The kernels of bf16 terms: for enough scores that splitting pays."""
+    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+    case = Case(**{**sizes, "head_dim": head_dim, **own, "dtype": "float32"})
+    names = tuple(movable(case)) if case.softcap is not None else ("q", "k", "v")
+    moved = Moved(names=names, cotangents=("tdlse",) if case.dlse else (), common=common)
+    assert_tangents(case, moved, computed(case, moved))
+
+
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("own", OF_SM90, ids=str)

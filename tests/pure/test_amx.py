@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampling import examples
+
 CORE = Path(__file__).parents[2] / "cuflash" / "cpu" / "core"
 SOURCE = """
 #include "gemm_bf16x2.h"
@@ -65,7 +67,7 @@ def product(library):
     return call
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     rows=st.integers(1, 150),
     vectors=st.integers(1, 6),

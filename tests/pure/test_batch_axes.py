@@ -14,6 +14,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import backend as cpu_backend
 from cuflash.spec import batch_axes
+from tests.sampling import examples
 from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")
@@ -31,7 +32,7 @@ def gradients_by_name(case, attn, arrays, **results):
 
 @every_way
 @pytest.mark.usefixtures("way")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(ct.with_axes(ct.cases(ndims=(4,), features=FEATURES, max_seqlen=40, max_head_dim=24, max_scores=2**13)))
 def test_results_are_those_of_arrays_with_every_axis(case):
     arrays = case.arrays()
@@ -43,7 +44,7 @@ def test_results_are_those_of_arrays_with_every_axis(case):
         assert (x.shape, x.dtype) == (((), lse.dtype) if model is None else (model.shape, model.dtype))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     ct.with_axes(
         ct.cases(
@@ -310,7 +311,7 @@ DEVICE: Any = types.SimpleNamespace(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(ct.with_axes(ct.cases(ndims=(4,), features=("causal", "gqa", "dropout"), max_seqlen=17, max_scores=2**10)))
 def test_keys_in_host_memory_beside_queries_on_a_device_stay_there(case):
     """As streamed keys do; and so do their gradients."""

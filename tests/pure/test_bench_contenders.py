@@ -415,6 +415,7 @@ def test_cuequivariance_gets_its_axes(changes, monkeypatch):
             peers_torch.cuequivariance_calls(torch, other, None, None, None, None, {})
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("case", BESIDE_PEERS, ids=lambda case: case.name)
 def test_flex_gets_the_options(case, monkeypatch):
     """Traced, on the CPU, where it has no backward pass."""

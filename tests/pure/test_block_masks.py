@@ -19,6 +19,7 @@ from cuflash.plan.draft import LOOK_FLOPS, LOOK_KEYS
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 counts = st.integers(0, 9)
 LOOKS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")  # in this order
@@ -353,7 +354,7 @@ def test_no_list_for_nothing():
     causal=st.booleans(),
     deterministic=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, axes, causal, deterministic):
     mask = tuple(n if on else 1 for n, on in zip((2, heads, 1000, keys), axes, strict=True))
     sizes = {"batch": 2, "num_heads": heads, "seqlen_k": keys, "head_dim": 40}
@@ -402,7 +403,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     mask=st.sampled_from([None, (2, 1, 1, 2100), (2, 1, 1000, 2100)]),
     deterministic=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim, options, mask, deterministic):
     bias = tuple(n if on else 1 for n, on in zip((2, 4, 1000, 2100), axes, strict=True))
     sizes = {"batch": 2, "num_heads": 4, "seqlen_k": 2100, "head_dim": head_dim, "mask": mask, "block_mask": None}

@@ -83,6 +83,7 @@ def start(arguments, **how):
     )
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize(("command", "code"), [("plan --arch 8.0", 141), ("info", 141), ("--help", 0)])
 def test_a_reader_that_goes_is_no_failure(command, code):
@@ -92,6 +93,7 @@ def test_a_reader_that_goes_is_no_failure(command, code):
     assert process.returncode == code
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 @pytest.mark.parametrize(
@@ -104,6 +106,7 @@ def test_closed_streams_are_no_failure(command, closed):
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
 @pytest.mark.parametrize("command", ["info", "plan --arch 8.0", "check --quick"])
 def test_a_document_needs_standard_output(command):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from cuflash.gpu import compiler, kernel_cache
 from cuflash.gpu.compiler import CompileError, Compiler
+from tests.sampling import examples
 from tests.toolchain import FILES, CountingToolchain, compile_once, write_files
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def used(files, name="a.cu"):
 @given(first=file_sets(), second=file_sets())
 @example(first={"a.cu": b'#include "b.cuh"\n', "b.cuh": b"x"}, second={"a.cu": b'#include "b.cuh"\n', "b.cuh": b"y"})
 @example(first={"a.cu": b"//"}, second={"a.cu": b"//", "c.cuh": b"that nothing includes"})
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_kernels_are_shared_exactly_when_what_they_are_made_of_is_equal(first, second):
     toolchain = CountingToolchain()
     with tempfile.TemporaryDirectory() as directory:
@@ -77,7 +78,7 @@ def test_kernels_are_shared_exactly_when_what_they_are_made_of_is_equal(first, s
 
 
 @given(files=file_sets(), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_changed_byte_of_what_is_included_compiles_again_and_changing_it_back_does_not(files, data):
     name = data.draw(st.sampled_from(sorted(files)))
     lines = files[name].split(b"\n")
@@ -124,7 +125,7 @@ requests = st.tuples(define_sets, st.sampled_from(["sm_80", "sm_90", "sm_90a"]),
 
 
 @given(first=requests, second=requests)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_kernels_are_shared_exactly_when_defines_arch_and_version_are_equal(first, second):
     cubins = []
     calls = 0
@@ -139,7 +140,7 @@ def test_kernels_are_shared_exactly_when_defines_arch_and_version_are_equal(firs
 
 
 @given(defines=define_sets, data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_order_and_type_of_defines_do_not_matter(defines, data):
     shuffled = data.draw(st.permutations(sorted(defines.items())))
     toolchain = CountingToolchain()
@@ -192,7 +193,7 @@ def test_a_hit_does_not_load_nvrtc_and_a_wrong_guess_of_its_version_is_put_right
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_damaged_entry_is_compiled_again(data):
     toolchain = CountingToolchain()
     with tempfile.TemporaryDirectory() as directory:
@@ -494,7 +495,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_entries_of_wrong_fields_are_compiled_again(data):
     """Whatever an entry says whose checksum is right, as one of another program."""

@@ -177,7 +177,7 @@ def test_decoding(num_heads, seqlen_q):
 def test_few_rows_read_keys_where_they_lie(dtype, instruction_set):
     """Rows of k and v that are whole vectors, and others, in pages and apart; up to a last tile that is not full."""
 
-    @settings(max_examples=40 if instruction_set else 80)
+    @settings(max_examples=examples(40 if instruction_set else 80))
     @given(
         st.integers(1, 8), st.integers(1, 1100), st.sampled_from([16, 32, 40, 64, 72, 128, 256]),
         st.sampled_from([16, 64, 96]), st.sampled_from([0, 16, 64, 256]), st.sampled_from(["bhsd", "bshd"]),
@@ -365,6 +365,7 @@ def test_float16_that_is_not_finite(instruction_set, name, value, rows):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the size of the process")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("head_dim", [64, 256, 6400])

@@ -13,6 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, take_way, way_taken
+from tests.sampling import examples
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
 # What the sum of the weights of a row may be off by, up to an lse of 128 by its rounding alone.
@@ -79,7 +80,7 @@ def sums_of_weights(case, arrays):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_weights_sum_to_one(dtype, way):
-    @settings(max_examples=40 if way else 120)
+    @settings(max_examples=examples(40 if way else 120))
     @given(large(dtype))
     def every_case(drawn):
         case, arrays = drawn
@@ -95,7 +96,7 @@ def test_weights_sum_to_one(dtype, way):
     every_case()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     WAYS, st.sampled_from(("float32", "float64")), st.sampled_from(((40, 40), (100, 100), (130, 200), (20, 250))),
     st.sampled_from(((1, 1), (2, 1))), st.sampled_from((None, *BIASES)), st.sampled_from((1.0, 30.0)), st.booleans(),
@@ -121,7 +122,7 @@ def test_weights_are_those_of_the_forward_pass(way, dtype, lengths, heads, bias,
     np.testing.assert_allclose(dv[..., :rows], expected, rtol=0, atol=2e-6 if dtype == "float32" else 1e-14)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     WAYS, st.sampled_from(("float32", "float64", "bfloat16")), st.sampled_from(((8, 8), (40, 40), (130, 200))),
     st.booleans(), st.booleans(), st.integers(0, 2**16),
@@ -145,7 +146,7 @@ def test_other_rows_stay_as_they_are(way, dtype, lengths, has_bias, sinks, seed)
     assert_same_bits(*results)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     WAYS, st.sampled_from(("float32", "float64")), st.sampled_from((30, 150)), st.sampled_from((40, 300)),
     st.sampled_from((0.1, 0.5, 0.9)), st.sampled_from((200.0, 1e3, 1e4)),
@@ -173,7 +174,7 @@ def test_splits_of_the_keys_have_their_fraction_of_the_weights(way, dtype, rows,
     np.testing.assert_allclose(sum(weights), 1, rtol=close)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from(("float32", "bfloat16")), st.sampled_from(((1, 300, 300), (3, 130, 700), (4, 20, 500))),
     st.sampled_from(((), ("dbias",), ("dsinks", "dscale"))), st.sampled_from(BIASES),
@@ -208,7 +209,7 @@ def test_dq_of_16_bits_without_space_for_its_sums(way):
     np.testing.assert_allclose(dq[..., 0].astype("f4"), 1, rtol=CLOSE["bfloat16"])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(WAYS, st.sampled_from((60, 200)), st.sampled_from((200, 300)), st.sampled_from(BIASES[1:]), st.integers(0, 2))
 def test_scores_of_functions(way, rows, keys, low, which):
     """The core computes what the functions of a caller make of many pairs."""

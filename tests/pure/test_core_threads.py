@@ -25,6 +25,7 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import core, jobs
 from tests import sampling
 from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
+from tests.sampling import examples
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -52,7 +53,7 @@ def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
             assert_same_bits(run(case), expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from(("float16", "float32", "float64")),
     st.integers(1, 3),
@@ -389,6 +390,7 @@ def run_until(step, call):
     return False
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("is_long", [True, False])
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
 def test_an_exception_after_any_instruction(monkeypatch, is_long, is_known):

@@ -31,6 +31,7 @@ from tests.pure.test_score_expressions import (
     program,
     score_args,
 )
+from tests.sampling import examples
 from tests.scored import Scored, score_args_of
 
 PLAIN = f"{HEAD} {{ return s; }}"
@@ -271,7 +272,7 @@ def test_dual_numbers_at_points_where_a_factor_is_infinite(dtype, tmp_path):
 def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
     drawn = []
 
-    @settings(max_examples=40, database=None)
+    @settings(max_examples=examples(40), database=None)
     @given(st.one_of(scores(), hoistable_scores()))
     def draw(score):
         drawn.append(score)

@@ -30,7 +30,7 @@ def inputs(seed):
 NAMES = {1: {"dq", "dk", "dv"}, 2: {"tout", "tlse", "tdq", "tdk", "tdv"}}
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.sampled_from(SMOOTH), st.integers(0, 2**16), st.booleans(), st.sampled_from((1, 2)))
 def test_gradients_of_functions_are_those_of_differences(name, seed, causal, order):
     attn = cuflash.FlashAttention(score=SCORES[name], causal=causal)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 from tests.ranks import on_threads
+from tests.sampling import examples
 
 
 def failures(change, ranks=3, **options):
@@ -112,7 +113,7 @@ def test_values_of_arrays_that_all_ranks_have_are_compared():
         assert message.startswith("sinks: got float64 (2,) with checksum ")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data(), st.sampled_from(["bias", "mask"]), st.sampled_from(["forward", "backward", "decode"]), st.booleans())
 def test_values_of_bias_and_mask_that_all_ranks_have_are_compared(data, name, method, is_same):
     """Those without an axis of queries, or with one of length 1; in a step of decoding those without one of keys."""

@@ -13,6 +13,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.pure.test_schedule import splits
 from tests.ranks import Shards, Whole, on_threads
+from tests.sampling import examples
 
 FEATURES = (*ct.FEATURES, "float8", "sinks", "dropout", "block_mask", "packed")
 SMALL: dict[str, Any] = {"features": FEATURES, "max_seqlen": 65, "max_head_dim": 24, "max_scores": 2**11}
@@ -30,7 +31,7 @@ def float8_cases(draw):
     return replace(case, kv_dtype=kv_dtype, dlse=False, **scales)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), float8_cases(), st.integers(1, 5), st.booleans())
 def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, deterministic):
     if deterministic:
@@ -51,7 +52,7 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, determin
     ct.assert_forward(case, results["out"], results["lse"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data(), float8_cases(), st.integers(1, 5))
 def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     assume(case.cu_seqlens_q is None)

@@ -14,6 +14,7 @@ from cuflash.distributed.packed import Packing
 from cuflash.spec.options import Options
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import judge, results_of
+from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed", "dropout")
 PACKED = ct.cases(features=FEATURES, ndims=(3,), max_seqlen=65, max_scores=2**12, max_head_dim=16, min_seqlen=0).filter(
@@ -31,14 +32,14 @@ CASE = ct.Case(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), PACKED, st.integers(1, 6), NEEDS)
 def test_any_split_of_packed_sequences_keeps_the_oracle_rule(data, case, ranks, need):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     judge(case, results_of(case, split_q, split_k, need=need, steps=2))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.data(), PACKED, st.integers(1, 6))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     sizes = (case.seqlen_q, case.seqlen_k)

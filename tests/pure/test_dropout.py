@@ -13,6 +13,7 @@ from cuflash.spec.dropout import kept_weights, philox
 from cuflash.spec.options import Options, rounded_rate
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 WORDS = st.integers(0, 2**32 - 1)
 
@@ -163,7 +164,7 @@ def test_both_passes(case):
     ct.assert_backward(case, **gradients._asdict())
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**64 - 1), WORDS, st.sampled_from([0.1, 0.5, 0.9]))
 def test_the_weights_themselves(seed, offset, rate):
     """V is the identity, so the output is the weights: those that the mask keeps, over the fraction that is kept."""

@@ -12,6 +12,7 @@ import cuflash
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec.rewrites import equivalent
 from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.sampling import examples
 from tests.scored import Scored
 
 # Summands of scores by what they are: their spellings, all of which mean the same.
@@ -125,7 +126,7 @@ def spelled(draw: st.DrawFn) -> Spelled:
     return Spelled(case, options | same | {"window": window}, optional)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(spelled())
 def test_spellings_of_options_have_the_results_of_the_formula(drawn):
     case, arrays = drawn.case, drawn.case.arrays
@@ -151,7 +152,7 @@ def test_spellings_of_options_have_the_results_of_the_formula(drawn):
         np.testing.assert_array_equal(x, results[name])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(spelled().filter(lambda drawn: drawn.options["causal"]))
 def test_spellings_have_the_bits_of_the_options(drawn):
     case = drawn.case

@@ -22,6 +22,7 @@ from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from cuflash.spec.quantization import PER
 from cuflash.testing import Case, reference
+from tests.sampling import examples
 from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "float8")
@@ -57,7 +58,7 @@ def run(case, arrays=None):
 @every_way
 @pytest.mark.usefixtures("way")
 def test_attention_is_that_of_the_numbers_that_bytes_stand_for():
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(float8_cases(min_seqlen=0))
     def every_case(case):
         ct.assert_forward(case, *run(case))
@@ -65,7 +66,7 @@ def test_attention_is_that_of_the_numbers_that_bytes_stand_for():
     every_case()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(float8_cases())
 def test_the_oracle_is_that_of_dequantised_numbers(case):
     """Pages are gathered first: the lengths move the diagonal of pages only, so causal cases are left out."""
@@ -134,7 +135,7 @@ def test_rounding_is_that_of_ml_dtypes(dtype, wide):
         np.testing.assert_array_equal(got, nearest)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ct.cases(features=(), max_head_dim=96, min_seqlen=0),
     *map(st.sampled_from, (PER, [1, 16, 64], FLOAT8)),
@@ -178,7 +179,7 @@ def test_numbers_that_are_none_spoil_nothing_but_themselves():
     assert not zeros.astype(np.float32).any() and scale == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 256), st.sampled_from(["float16", "bfloat16", "float32", "float64"]), st.integers(0, 99))
 def test_a_rotation_keeps_scores_and_is_its_own_inverse(dim, dtype, seed):
     q, k = np.random.default_rng(seed).standard_normal((2, 5, dim)).astype(numpy_dtype(dtype))

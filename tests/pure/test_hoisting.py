@@ -15,6 +15,7 @@ from cuflash.score_mod.tables import MARGIN
 from cuflash.spec.passes import BACKWARD
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
+from tests.sampling import examples
 from tests.scored import SCORES, of_functions
 
 SHAPE = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
@@ -63,7 +64,7 @@ def filled(tables, given):
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.one_of(hoistable_scores(), hoistable_scores(), scores()))
 def test_values_and_derivatives_are_those_of_the_whole_score(score):
     given = expressions.arrays()

@@ -18,6 +18,7 @@ from cuflash.cpu.backend import CpuPlan
 from cuflash.spec.inputs import NAMES, OptionalArrays
 from cuflash.spec.keywords import checked
 from cuflash.spec.outputs import GRADIENTS, PassArrays
+from tests.sampling import examples
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -39,7 +40,7 @@ def test_plain_matrices_are_the_formula():
     np.testing.assert_allclose(cuflash.attention(q, k, v), softmax(q @ k.T / 2) @ v, rtol=1e-12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     ct.cases(max_seqlen=65, max_head_dim=40, max_scores=2**13, features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"))
 )
@@ -334,7 +335,7 @@ def test_elements_that_are_not_aligned():
     np.testing.assert_array_equal(cuflash.attention(q, q, q), cuflash.attention(q.copy(), q.copy(), q.copy()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ct.cases(max_seqlen=40, max_head_dim=20, max_scores=2**11, features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"))
 )
@@ -367,7 +368,7 @@ OTHERS = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.builds(ct.Case, **OTHERS),
     st.lists(st.one_of([st.fixed_dictionaries({name: own}) for name, own in OTHERS.items()]), min_size=1, max_size=4),

@@ -19,6 +19,7 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.cpu.backend import CpuPlan
 from cuflash.spec import array_imports
+from tests.sampling import examples
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -72,7 +73,7 @@ def test_torch_agrees_with_its_own_attention(torch, dtype):
         torch.testing.assert_close(got, expected.detach(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ct.cases(max_seqlen=33, max_head_dim=40, max_scores=2**11, strides=("contiguous", "padded", "transposed")))
 def test_torch_tensors_obey_the_oracle(case):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -466,7 +467,7 @@ class Strided(NamedTuple):
     dtype: Any
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data(), st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), max_size=4), st.sampled_from([1, 2, 4]))
 def test_overlap_with_itself_is_found_exactly(data, axes, itemsize):
     shape, strides = [n for n, _ in axes], [step for _, step in axes]

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cuflash.cpu import jobs
+from tests.sampling import examples
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def cores_of_affinity():
 # ---- OMP_NUM_THREADS -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20)
     | st.text("0123456789", max_size=12)

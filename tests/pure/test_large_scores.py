@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.arrays.array_info import numpy_dtype
+from tests.sampling import examples
 from tests.ways import FALLBACK
 
 PATHS = (FALLBACK,)  # the ways in which NumPy arrays are computed that hold to this, of those in tests/ways.py
@@ -74,7 +75,7 @@ def problems(draw):
 
 
 @every_path
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(problems())
 def test_weights_of_a_row_sum_to_one(problem):
     attn, arrays, optional, random, rows = problem

@@ -20,6 +20,7 @@ from tests.pure.test_schedule import splits
 from tests.pure.test_streamed import chunks_for
 from tests.pure.test_streamed import results_of as streamed_results_of
 from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
+from tests.sampling import examples
 from tests.ways import every_way
 
 pytestmark = [every_way, pytest.mark.usefixtures("way")]
@@ -41,7 +42,7 @@ def large(draw, /, **sizes):
     return replace(case, score_mean=draw(st.sampled_from(SCORE_MEANS)), softcap=None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), large(), st.integers(2, 4), st.booleans())
 def test_ranks_keep_the_oracle_rule(data, case, ranks, all_gradients):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
@@ -49,7 +50,7 @@ def test_ranks_keep_the_oracle_rule(data, case, ranks, all_gradients):
     judge(case, results_of(case, split_q, split_k, need=None if all_gradients else ("dq", "dk", "dv"), calls=2))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data(), ct.with_axes(large(features=(*FEATURES, "gqa"), max_scores=2**11, ndims=(4,))), st.integers(2, 3))
 def test_batch_axes_keep_the_oracle_rule(data, case, ranks):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
@@ -58,7 +59,7 @@ def test_batch_axes_keep_the_oracle_rule(data, case, ranks):
     judge(case, streamed_results_of(case, chunks_for(data, case)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data(), large(features=(*FEATURES, "packed")), st.integers(2, 4))
 def test_packed_sequences_keep_the_oracle_rule(data, case, ranks):
     assume(case.cu_seqlens_q is not None)
@@ -66,7 +67,7 @@ def test_packed_sequences_keep_the_oracle_rule(data, case, ranks):
     judge(case, results_of(case, split_q, split_k))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), case=large(), has_device=st.booleans())
 def test_streamed_keys_keep_the_oracle_rule(data, case, has_device):
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +172,7 @@ def test_functions_give_equal_weights_over_ranks(rows):
         np.testing.assert_allclose(dv, 2, rtol=ROUNDED["float32"])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.sampled_from(MASKED), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 9))
 def test_deterministic_bits_do_not_depend_on_the_number_of_ranks(mask, dtype, seed):
     case = ct.Case(

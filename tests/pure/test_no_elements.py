@@ -14,6 +14,7 @@ import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
+from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 WAYS = (*INSTRUCTION_SETS[:1], NUMPY)
@@ -84,7 +85,7 @@ def result_array(shape, dtype, around):
     return np.full(shape, np.nan, dtype)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases(), st.sampled_from(("8.0", "9.0")))
 @example(ct.Case(batch=0, seqlen_q=215, seqlen_k=145, head_dim=48, dtype="float32"), "9.0")
 def test_kernels_have_nothing_to_do_without_elements(case, arch):
@@ -99,7 +100,7 @@ def test_kernels_have_nothing_to_do_without_elements(case, arch):
 
 @pytest.mark.parametrize("way", [way for _, way in WAYS], ids=[name for name, _ in WAYS])
 def test_results_are_written(way):
-    @settings(max_examples=400)
+    @settings(max_examples=examples(400))
     @given(cases(), st.booleans())
     def every_case(case, gives_results):
         arrays, around = case.arrays(), np.full(8, 7.0)
@@ -128,7 +129,7 @@ def test_results_are_written(way):
 def test_functions_of_no_pairs(way):
     """Nothing is read: neither the arrays of functions nor gradients of these, which are zeros."""
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(
         st.sampled_from((*SCORES, None)), st.sampled_from((*MASKS, None)), st.sampled_from(("float32", "bfloat16")),
         st.sets(st.sampled_from(tuple(LENGTHS)), min_size=1), st.sampled_from(((), (2,), (0,), (1, 2))),

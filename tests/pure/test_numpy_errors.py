@@ -15,6 +15,7 @@ import cuflash.testing as ct
 from cuflash.block_masks import local
 from cuflash.distributed.rank import Run
 from cuflash.score_mod import Traced, program_of
+from tests.sampling import examples
 from tests.scored import scored
 from tests.ways import every_way
 
@@ -98,7 +99,7 @@ def test_functions_that_spell_out_options(dtype):
 @every_way
 @pytest.mark.usefixtures("way")
 def test_functions():
-    @settings(max_examples=25)
+    @settings(max_examples=examples(25))
     @given(scored(max_seqlen=40))
     def check(case):
         arrays = {name: extreme(x.shape, x.dtype) for name, x in case.arrays.items() if name in ("q", "k", "v")}

@@ -15,6 +15,7 @@ import cuflash.testing as ct
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 ROWS, KEYS, DIM = 30, 34, 16
 GRADIENTS = ("dq", "dk", "dv", "dbias")
@@ -64,7 +65,7 @@ def test_a_masked_row_lets_no_other_row_be_wrong(dtype):
             assert failures(problem, arrays, {name: wrong}), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     dtype=st.sampled_from(sorted(LARGE)),
     value=st.sampled_from([-1e4, -1e7, -1e9, -2.5e38, 1e9, 3e38]),
@@ -337,7 +338,7 @@ def test_an_entry_of_large_noise_raises_others_in_proportion_to_theirs(entries, 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, *ct.REGIMES, "hidden_keys", "dropout")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ct.cases(min_seqlen=0, features=FEATURES, max_scores=2**12))
 def test_the_plain_formula_is_within_the_rule(case):
     arrays, problem = case.arrays(), case.problem

@@ -116,6 +116,7 @@ def script(directory, text):
     return str(path)
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("compiler", NOT_BUILT, ids=["none", "false", "fails", "quote", "only a quote"])
 def test_a_wheel_without_a_core(build, tmp_path, compiler):
     """An install goes on without the core; it says why, and so does `info`."""

@@ -14,6 +14,7 @@ from cuflash.cpu.packed import sequences
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "scale", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
 packed = ct.cases(features=FEATURES, ndims=(3,), max_scores=2**14, min_seqlen=0).filter(lambda c: c.cu_seqlens_q)
@@ -94,7 +95,7 @@ def _split(keywords):
     return _without(keywords, *arrays), arrays
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(ct.cases(features=(*FEATURES, "dropout"), ndims=(3,), max_scores=2**12).filter(lambda c: c.cu_seqlens_q))
 def test_dropout_counts_sequences_as_batch_entries(case):
     case = dataclasses.replace(case, dropout=0.5, num_heads_kv=case.num_heads)

@@ -49,7 +49,7 @@ def entry_of(array, b, batch, keys=None):
 # ---- Against attention over keys in one piece ------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(paged_cases([f for f in FEATURES if f != "dropout"], dtypes=["float64"], strides=["contiguous", "flipped"]))
 def test_the_oracle_is_that_of_each_entry_by_itself(case):
     """With as many keys as the entry has: the diagonal follows the lengths."""
@@ -140,7 +140,7 @@ def test_no_pages_at_all():
     assert not out.any() and np.all(lse == -np.inf)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(paged_cases(["causal", "window"]), st.randoms(use_true_random=False))
 def test_where_pages_lie_does_not_matter(case, random):
     arrays = case.arrays()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from tests import pairs
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.pairs import OF_ONE_BATCH, OPTIONS, PASSES, WITH_TANGENTS, Option, Setting, covering_array, settings
 from tests.sampling import sample
 
@@ -58,7 +59,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "lse",
         "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
         "batch_invariant",  # with which results are those of other calls: tests/invariance.py
-        "want",  # row reductions: tests/pure/test_row_reductions.py
+        "want",  # row reductions, which every setting is computed with
         "max",
         "entropy",
         "dmax",
@@ -106,6 +107,13 @@ def test_on_the_cpu(setting):
 def test_with_tangents_on_the_cpu(setting):
     for pass_ in WITH_TANGENTS:
         pairs.assert_as_recorded("cpu", setting, pass_, pairs.by_interface(lambda x: x))
+
+
+@pytest.mark.parametrize("setting", sample(SETTINGS, 2), ids=str)
+@pytest.mark.parametrize(("name", "way"), sample((*INSTRUCTION_SETS, NUMPY), 1), ids=str)
+def test_reductions_on_the_cpu(name, way, setting):
+    with way_taken(way):
+        pairs.assert_reductions(pairs.served(setting, "cpu"), "cpu", lambda x: x)
 
 
 # One that is served, and so has neither pages nor packed sequences.

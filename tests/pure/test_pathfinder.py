@@ -15,6 +15,7 @@ from bench.__main__ import main
 from bench.curves import Drawing, dilated, make_images
 from bench.examples import run_page
 from bench.training import PAGE
+from tests.sampling import examples
 
 page = functools.cache(functools.partial(run_page, PAGE))
 DRAWINGS = [(16, 3, 1), (16, 4, 2), (32, 3, 0), (32, 5, 4), (32, 6, 6), (64, 5, 4)]
@@ -40,7 +41,7 @@ def linked_to(pixels, start, reach):
 # ---- Images ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(images_of)
 def test_a_path_links_both_marks_where_the_answer_is_yes(drawn):
     """And nowhere else; what is marked is what paths from both ends reach. All of it stays within the image."""
@@ -56,7 +57,7 @@ def test_a_path_links_both_marks_where_the_answer_is_yes(drawn):
         assert not pixels[[0, -1]].any() and not pixels[:, [0, -1]].any()
 
 
-@settings(max_examples=2)
+@settings(max_examples=examples(2))
 @given(st.sampled_from(DRAWINGS[:2]), st.integers(0, 2**32 - 1))
 def test_images_repeat_and_are_balanced(sizes, seed):
     """Within five standard errors; so are the distances of marks, which say nothing of the answer."""
@@ -149,7 +150,7 @@ def test_the_numbers_of_places_are_exact_in_bfloat16(side, head_dim):
     np.testing.assert_allclose(scores - scores[..., :1], expected - expected[..., :1], rtol=1e-12, atol=1e-9)
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_attention_is_that_of_the_formula_with_a_bias(seed, masked):
     rng, side, head_dim = np.random.default_rng(seed), 16, 16
@@ -174,7 +175,7 @@ def test_attention_is_that_of_the_formula_with_a_bias(seed, masked):
 
 
 @pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), masked=st.booleans())
 def test_gradients_of_a_step_in_float64(library, seed, masked):
     """Of every parameter, along a direction."""

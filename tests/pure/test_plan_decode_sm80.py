@@ -23,6 +23,7 @@ from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WAR
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.binding import planned_length
 from tests.problems import ARCHS, is_served, problem_of
+from tests.sampling import examples
 
 LATENCY_S = 0.8e-6  # from asking memory for bytes until they are there
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -93,7 +94,7 @@ def test_enough_bytes_are_on_their_way(dtype, arch):
         assert tile.num_stages == 1 or device.arch >= 80, "copies are waited for before 8.0"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     arch=st.sampled_from(ARCHS),
     dtype=st.sampled_from(DTYPES),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import view_4d, view_rows
+from tests.sampling import examples
 
-PROPERTIES = settings(max_examples=60)
+PROPERTIES = settings(max_examples=examples(60))
 
 FLOAT32: dict[str, Any] = {"dtypes": ["float32"], "score_spreads": [1.0, 8.0]}
 PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "strides": ["contiguous"]}

@@ -115,7 +115,7 @@ def test_fp8_arrays_of_cupy(per):
     assert_same_on_device(case.problem, arrays, ct.optional(arrays), {}, np.dtype("float64"))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(scored(follows_lengths=True))
 def test_functions_on_arrays_of_cupy(case):
     assert_same_on_device(case.problem, case.arrays, case.optional, case.random, "float64")
@@ -141,7 +141,7 @@ def test_heads_and_rows_in_chunks_add_up_to_the_whole(case, rows):
     assert_parts_add_up(case.problem, arrays, ct.optional(arrays), case.random, rows)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(scored(follows_lengths=True), st.integers(1, 20))
 def test_functions_of_heads_and_rows_in_chunks(case, rows):
     assert_parts_add_up(case.problem, case.arrays, case.optional, case.random, rows)

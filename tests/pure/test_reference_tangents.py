@@ -12,6 +12,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from cuflash.testing import cases, reference, reference_tangents
 from cuflash.testing.case import qkv
+from tests.sampling import examples
 
 STEP = 1e-6
 OF_NUMBERS = ("scale", "softcap")
@@ -70,7 +71,7 @@ def check(problem, arrays, random, tangents, cotangents):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6 * (1 + np.abs(y).max(initial=0)), err_msg=f"t{name}")
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(cases(dtypes=("float64",), strides=("contiguous",), score_spreads=(1.0, 4.0), **SMALL), st.data())
 def test_tangents_are_those_of_differences(case, data):
     problem, arrays = case.problem, {name: np.nan_to_num(x) for name, x in case.arrays().items()}
@@ -94,7 +95,7 @@ def score(s, i, j, *, gamma, x, head):
     return cuflash.where(x[i, 1] > 0, s * x[j, 1] + bent, bent * cuflash.exp(-(x[i, 0] ** 2)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.sets(st.sampled_from(["q", "k", "v", "gamma", "x"])), st.booleans())
 def test_functions(names, causal):
     random = np.random.default_rng(5)

@@ -44,6 +44,20 @@ def test_batch_axes_keep_the_oracle_rule(case, want):
     ct.assert_backward(case, **found.gradients)
 
 
+@WAYS
+@pytest.mark.parametrize("bias_mask", [-2.5e38, -1.7e308])
+def test_finite_masks_have_no_gradients(name, way, bias_mask):
+    """Products of the logarithm of a weight that is 0 and dentropy would overflow."""
+    case = ct.Case(
+        seqlen_q=13, seqlen_k=40, head_dim=8, dtype="float32" if bias_mask > -1e39 else "float64", bias=(1, 1, 13, 40),
+        bias_mask=bias_mask, row_reductions=("entropy",),
+    )  # fmt: skip
+    with way_taken(way):
+        found = results_of(case)
+    ct.assert_forward(case, **found.forward)
+    ct.assert_backward(case, **found.gradients)
+
+
 @settings(max_examples=examples(40))
 @given(case=ct.cases(features=("float8", "pages", "lengths", "sinks"), **SMALL), want=WANTED)
 def test_pages_and_float8_keep_the_oracle_rule(case, want):

@@ -15,6 +15,7 @@ import cuflash.testing as ct
 from cuflash.arrays.array_info import DTYPES, softmax_dtype_of
 from cuflash.spec.scalars import array_of
 from tests.ranks import on_threads
+from tests.sampling import examples
 
 SEQLEN, DIM = 40, 8
 BFLOAT16 = ml_dtypes.bfloat16
@@ -62,7 +63,7 @@ WAYS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from(DTYPES),
     st.fixed_dictionaries({"gamma": NUMBERS, "shift": NUMBERS, "reach": INTEGERS, "is_open": BOOLS}),
@@ -85,7 +86,7 @@ def test_scalars_of_functions_are_arrays_without_axes(way, dtype, scalars):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.sampled_from(DTYPES), NUMBERS, st.sampled_from([True, False, np.True_]), st.integers(0, SEQLEN), st.booleans()
 )
@@ -103,7 +104,7 @@ def test_scalars_of_terms_are_arrays_without_axes(way, dtype, bias, visible, len
     assert got["out"].any() == bool(visible and length)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.sampled_from(DTYPES), st.sampled_from([True, False, np.True_, np.False_]), st.sampled_from([1, SEQLEN]))
 def test_a_mask_without_axes_acts_with_a_mask_function(dtype, visible, reach):
     """The function hides no pair, so that it gives no mask of pairs, or all but those of the diagonal."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import cuflash.distributed as cd
 from cuflash.arrays.memory_ranges import Band, cut, cut_evenly, is_some, joined, slice_in
 from cuflash.distributed.schedule import FEW, LARGEST_STEP, STEP_BYTES, make_schedule
+from tests.sampling import examples
 
 ANY: Any = cd  # for calls that a type checker refuses
 
@@ -83,7 +84,7 @@ def rows_of(traversal, tile):
     return sides if traversal.by == "queries" else tuple(side[::-1] for side in sides)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(schedules())
 def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
     visible, (diagonal, left, right) = visible_pairs(schedule), schedule.band
@@ -116,7 +117,7 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
         assert sum(stop - start for start, stop in pieces) == length
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(schedules())
 def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
     for traversal in (schedule.by_queries, schedule.by_keys):
@@ -140,7 +141,7 @@ def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
                     assert len({transfer.source for transfer in a_round.transfers if transfer.target == rank}) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(schedules())
 def test_own_rows_come_first_and_received_ones_after_them(schedule):
     """Where there are two rounds; the partial results of a piece are numbered in their order."""
@@ -252,7 +253,7 @@ def test_rows_are_found_where_they_are_held(pairs, data):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @given(st.integers(1, 6))
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 def test_zigzag_is_even_under_a_causal_mask(ranks, rows):
     split = cd.zigzag(2 * ranks * rows, ranks)
     schedule = make_schedule(split, split, Band(0, None, 0))

@@ -24,7 +24,7 @@ def judged(case: Scored, results):
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(scored(follows_lengths=True))
 def test_results_are_those_of_the_formula(case):
     attn, arrays = case.attention, case.arrays

@@ -21,6 +21,7 @@ from cuflash.score_mod.factors import factored
 from cuflash.score_mod.intervals import Tables, bounds_of
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, masks, scores
+from tests.sampling import examples
 
 ROWS, KEYS = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)[None, :]
 S = np.random.default_rng(1).standard_normal((SEQLEN_Q, SEQLEN_K)) * 2
@@ -52,7 +53,7 @@ def called(function, given, s=None, dtype=np.float64, **others):
     return np.broadcast_to(traced(at, given, dtype), S.shape)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(scores())
 def test_expression_is_the_function(score):
     given = expressions.arrays()
@@ -64,7 +65,7 @@ def test_expression_is_the_function(score):
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(traced))(inputs(), given, np.float64) + 0 * S, got + 0 * S)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(scores(), st.sampled_from(["scalar", "of_head", "of_row", "of_key", "table", "pairs"]), st.integers(0, 99))
 def test_derivatives_are_those_of_differences(score, name, seed):
     given, made = expressions.arrays(), program(score)
@@ -151,7 +152,7 @@ _STEEP = st.recursive(
 _VALUES = st.sampled_from((0.0, 0.0, 1.0, -1.0, 0.5, -3.0, 1000.0, -1000.0))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(_STEEP, _VALUES, _VALUES)
 def test_derivatives_are_no_nan_where_there_are_differences(function, a, b):
     """They are between those to the left and to the right."""
@@ -185,7 +186,7 @@ def derivatives_along(made, given, name, direction):
     return values[0], along
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(scores())
 def test_factors_of_derivatives_are_the_same_for_all_pairs(score):
     given, made = expressions.arrays(), program(score)
@@ -207,7 +208,7 @@ def test_a_difference_of_points_has_one_derivative_but_for_its_sign():
     assert row.rest is key.rest and row.of_head == key.of_head != () and row.constant == -key.constant
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(masks(), st.integers(1, 4), st.integers(1, 5), st.integers(0, HEADS - 1))
 def test_intervals_hold_for_every_pair(mask, rows, keys, head):
     given = expressions.arrays()
@@ -399,7 +400,7 @@ def test_a_floor_that_meets_a_real_number_is_that_of_numpy(x):
 def test_emitted_text_is_the_expression(dtype, tmp_path):
     drawn = []
 
-    @settings(max_examples=40, database=None)
+    @settings(max_examples=examples(40), database=None)
     @given(st.one_of(scores(), hoistable_scores()), masks())
     def draw(score, mask):
         drawn.append((score, mask))

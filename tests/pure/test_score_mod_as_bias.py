@@ -12,6 +12,7 @@ from cuflash.cpu import backend, core, gemm, score_mod_as_bias, score_tiles
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
+from tests.sampling import examples
 from tests.scored import DRAWN, MASKS, SCORES, Scored, score_args_of, scored
 
 needs_core = pytest.mark.skipif(core.why_not() is not None, reason=f"no compiled core: {core.why_not()}")
@@ -61,7 +62,7 @@ def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
         monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(score_tiles, "KEYS", 32)
 
-    @settings(max_examples=12)
+    @settings(max_examples=examples(12))
     @given(scored(max_seqlen=130, scores=(score,)), st.sampled_from((1600, 6000, 2**23)))
     def check(case, slice_bytes):
         case = as_served(case)
@@ -94,7 +95,7 @@ def test_a_mask_that_blocks_decide(score, causal):
     judge(case, results_of(case))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(scored(max_seqlen=130, follows_lengths=True))
 def test_without_the_core_results_are_the_same_within_the_rule(case):
     with pytest.MonkeyPatch.context() as patch:

@@ -13,6 +13,7 @@ from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.indexing import LARGEST_ORIGIN
 from tests import expressions
 from tests.expressions import hoistable_scores, masks, scores
+from tests.sampling import examples
 from tests.scored import SCORES, score_args_of
 
 ORIGINS = st.tuples(*(st.integers(0, 40) for _ in COUNTED))
@@ -28,7 +29,7 @@ def types_of(given):
     return tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(scores() | hoistable_scores() | masks(), ORIGINS)
 def test_a_slice_counts_from_where_it_begins(function, origin):
     traced = Traced.of(function, "score" if function.__code__.co_argcount == 3 else "mask")
@@ -41,7 +42,7 @@ def test_a_slice_counts_from_where_it_begins(function, origin):
     np.testing.assert_array_equal(of_whole, value(own, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(hoistable_scores() | st.sampled_from([f for f in SCORES.values() if f is not None]))
 def test_kernels_know_the_same_of_a_slice(function):
     """Which indices reads follow from, which subexpressions become tables; and integers keep 32 bits."""

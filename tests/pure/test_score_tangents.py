@@ -13,6 +13,7 @@ from cuflash.score_mod.evaluation import evaluate
 from tests import expressions
 from tests.expressions import scores
 from tests.pure.test_score_expressions import AT_POINTS, STEP, S, inputs, of_two
+from tests.sampling import examples
 
 MOVED = ("scalar", "of_head", "of_row", "of_key", "table", "pairs")
 
@@ -41,7 +42,7 @@ def directions(seed, unit=1.0):
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(scores(), st.integers(0, 99))
 def test_tangents_are_those_of_differences(score, seed):
     given, (ts, moved) = expressions.arrays(), directions(seed)
@@ -62,7 +63,7 @@ def test_tangents_are_those_of_differences(score, seed):
             assert np.all((np.abs(got - (after + before) / 2) <= 1e-4 * size)[is_smooth])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(scores(), st.integers(0, 99))
 def test_tangents_are_linear_and_exact_zeros(score, seed):
     given, tangents = expressions.arrays(), both(score)[1]
@@ -75,7 +76,7 @@ def test_tangents_are_linear_and_exact_zeros(score, seed):
         assert not np.any(zero[np.isfinite(one)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(scores(), st.sampled_from(MOVED), st.integers(0, 99))
 def test_what_does_not_move_has_no_part(score, name, seed):
     given, (ts, moved) = expressions.arrays(), directions(seed)

@@ -15,6 +15,7 @@ from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 BASE = ct.Case(batch=2, num_heads=4, num_heads_kv=2, seqlen_q=23, seqlen_k=37, head_dim=24, head_dim_v=16)
 
@@ -54,7 +55,7 @@ def test_cases_make_valid_problems_and_the_same_arrays_again(case):
     assert arrays["dout"].shape == problem.out_shape
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ct.cases())
 def test_strides_change_where_values_lie_and_nothing_else(case):
     contiguous = dataclasses.replace(case, strides="contiguous").arrays()
@@ -432,7 +433,7 @@ def test_a_gradient_of_lse_that_is_ignored_or_subtracted_is_found(factor):
         ct.check(attend, case, gradients=lambda *args, dlse, **kw: differentiate(*args, dlse=factor * dlse, **kw))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(ct.cases(features=ct.MORE_FEATURES, max_seqlen=33, strides=["contiguous"]))
 def test_what_is_drawn_only_when_asked_for(case):
     arrays = case.arrays()

@@ -80,8 +80,6 @@ TABLES = {
     "backward sm90": BACKWARD_SM90_TILES,
     "backward float32 sm90": BACKWARD_FLOAT32_SM90_TILES,
     "backward tf32 sm90": BACKWARD_TF32_SM90_TILES,
-    "backward_jvp float32 sm90": BACKWARD_JVP_FLOAT32_SM90_TILES,
-    "backward_jvp tf32 sm90": BACKWARD_JVP_TF32_SM90_TILES,
     "dq": DQ_TILES,
     "scores": SCORES_TILES,
     "bias": BIAS_SM90_TILES,

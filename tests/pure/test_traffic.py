@@ -24,6 +24,7 @@ from cuflash.spec.passes import (
     REDUCTIONS,
 )
 from cuflash.spec.problem import make_problem
+from tests.sampling import examples
 
 H200 = DeviceSpec.for_arch("9.0")
 HUGE, NONE = replace(H200, l2_bytes=2**60), replace(H200, l2_bytes=0)
@@ -166,7 +167,7 @@ def moving(problem, pass_, names=("q", "k", "v")):
 
 
 @EACH
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
     heads=st.sampled_from([(1, 1), (4, 2), (8, 1), (16, 16)]),

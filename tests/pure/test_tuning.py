@@ -37,6 +37,7 @@ from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASSES, PASSES_WITHOUT_TANGENTS
 from cuflash.testing import Case
 from tests.problems import problem_of
+from tests.sampling import examples
 
 H200 = DeviceSpec.for_arch("9.0")
 PADDED: dict[str, Any] = {
@@ -179,7 +180,7 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
                 assert tile.min_blocks * (shared + device.shared_bytes_reserved) <= device.shared_bytes_per_sm
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(ct.cases(ndims=(4,), features=("bias", "mask", "kv_lengths", "softcap")), st.sampled_from(PASSES))
 @example(
     Case(bias=(1, 4, 300, 300), mask=(3, 1, 1, 300), **PADDED), FORWARD
@@ -439,7 +440,7 @@ def test_whatever_a_file_says_there_is_a_plan(store):
     (file,) = store.iterdir()
     good = file.read_bytes()
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(st.data())
     @example(None)
     def every_content(data):

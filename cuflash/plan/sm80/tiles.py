@@ -38,6 +38,10 @@ class Sm80Tile(Tile):
     fragments_ahead: int = 0
     origin: str = field(compare=False)
 
+    def tiles_bytes(self, rows: int, *dims: int) -> int:
+        """Shared memory of tiles of so many rows, one for each number of columns."""
+        return sum(tile_bytes(rows, d, self.element_bytes) for d in dims)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTile(Sm80Tile):
@@ -166,11 +170,10 @@ class JvpTile(Sm80Tile):
         return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size = self.element_bytes
-        queries = tile_bytes(self.block_m, max(dim, dim_v), size)
+        operands = self.tiles_bytes(self.block_m, max(dim, dim_v)) + self.tiles_bytes(self.block_n, dim, dim_v)
         # Warps of the same rows share the scores that each makes, where there are 16 keys for more than one of them.
-        scores = self.block_m * self.block_n * max(size, 4) if min(self.warps_d, self.block_n // 16) > 1 else 0
-        return 2 * (queries + tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size) + scores)
+        is_shared = min(self.warps_d, self.block_n // 16) > 1
+        return 2 * (operands + self.block_m * self.block_n * max(self.element_bytes, 4) * is_shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +183,7 @@ class DqJvpTile(JvpTile):
     role: ClassVar[Role] = "dq"
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        rows = (self.block_m, self.block_n)
-        return 2 * sum(tile_bytes(n, d, self.element_bytes) for n in rows for d in (dim, dim_v))
+        return 2 * (self.tiles_bytes(self.block_m, dim, dim_v) + self.tiles_bytes(self.block_n, dim, dim_v))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +217,8 @@ class BackwardTile(Sm80Tile):
         return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size = self.element_bytes
-        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
-        stats = self.block_m * 2 * max(size, 4)
-        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size) + stats
-        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m, size)
+        queries = self.tiles_bytes(self.block_m, dim, dim_v) + self.block_m * 2 * max(self.element_bytes, 4)
+        return self.tiles_bytes(self.block_n, dim, dim_v, *[self.block_m] * 2) + self.num_stages * queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +240,9 @@ class BackwardJvpTile(BackwardTile):
         return (*super().rules(), one)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size = self.element_bytes
-        keys, queries = (sum(tile_bytes(n, d, size) for d in (dim, dim_v)) for n in (self.block_n, self.block_m))
+        keys, queries = (self.tiles_bytes(n, dim, dim_v) for n in (self.block_n, self.block_m))
         tiles = 0 if not self.shares else 2 if self.warps_d == 1 else 4  # tdx and dx; P u and P
-        return 2 * (keys + self.num_stages * queries) + tiles * tile_bytes(self.block_n, self.block_m, size)
+        return 2 * (keys + self.num_stages * queries) + tiles * self.tiles_bytes(self.block_n, self.block_m)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,10 +274,7 @@ class DqTile(Sm80Tile):
         return 16 * self.dq_warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size = self.element_bytes
-        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
-        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size)
-        return queries + self.num_stages * keys
+        return self.tiles_bytes(self.block_m, dim, dim_v) + self.num_stages * self.tiles_bytes(self.block_n, dim, dim_v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +326,7 @@ class ScoresTile(Sm80Tile):
 
     role = "scores"
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
+    copies: ClassVar[int] = 1  # arrays for each operand
 
     dim_multiple = 16
 
@@ -338,10 +334,9 @@ class ScoresTile(Sm80Tile):
         return ((self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp"),)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size, rows = self.element_bytes, (self.block_m, self.block_n)
-        stage = sum(tile_bytes(n, d, size) for n in rows for d in (dim, dim_v))
-        result = self.block_m * (self.block_n + 8) * max(size, 4)
-        return max(self.num_stages * stage, result)
+        stage = self.tiles_bytes(self.block_m, dim, dim_v) + self.tiles_bytes(self.block_n, dim, dim_v)
+        result = self.block_m * (self.block_n + 8) * max(self.element_bytes, 4)
+        return max(self.num_stages * self.copies * stage, result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,11 +364,7 @@ class ScoresChunkedTile(ScoresTile):
 class ScoresJvpTile(ScoresTile):
     """The same for the tangents of these: each operand has a tangent."""
 
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        size, rows = self.element_bytes, (self.block_m, self.block_n)
-        stage = 2 * sum(tile_bytes(n, d, size) for n in rows for d in (dim, dim_v))
-        result = self.block_m * (self.block_n + 8) * max(size, 4)
-        return max(self.num_stages * stage, result)
+    copies = 2
 
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")

@@ -178,15 +178,11 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
+    rows = BACKWARD_FLOAT32_SM90_TILES
+    tf32_rows = BACKWARD_TF32_SM90_TILES
     serves_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
-        return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         why_not = why_not_split(draft, self.table(draft.problem))

@@ -10,12 +10,7 @@ from cuflash.plan.scores import add_stored
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.copies import add_copies
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.sm90.tiles import (
-    BIAS_FLOAT32_SM90_TILES,
-    BIAS_SM90_TILES,
-    BIAS_TF32_SM90_TILES,
-    BiasSm90Tile,
-)
+from cuflash.plan.sm90.tiles import BIAS_FLOAT32_SM90_TILES, BIAS_SM90_TILES, BIAS_TF32_SM90_TILES, BiasSm90Tile
 from cuflash.plan.tiles import Tile, choose_row
 from cuflash.spec.problem import Problem
 

@@ -170,7 +170,6 @@ class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
     """float32, of operands as bf16 terms."""
 
     kernel = "sm90/backward_jvp_fp32"
-    model = "keys"
     tile = BackwardJvpFloat32Sm90Tile
     outputs = BackwardJvp.outputs
     serves_tdq_alone = True

@@ -7,14 +7,7 @@ from typing import ClassVar
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.key_splits import (
-    DECODE_MIN_SEQLEN_K,
-    DECODE_ROWS,
-    add_sharing_kernel,
-    are_few,
-    rows_of,
-    visible_keys,
-)
+from cuflash.plan.key_splits import DECODE_MIN_SEQLEN_K, DECODE_ROWS, add_sharing_kernel, are_few, rows_of, visible_keys
 from cuflash.plan.sm80 import decode as sm80_decode
 from cuflash.plan.sm90.decode_tiles import (
     DECODE_FLOAT8_SM90_TILES,
@@ -24,11 +17,7 @@ from cuflash.plan.sm90.decode_tiles import (
 )
 from cuflash.plan.sm90.forward import MAPPED, box_rows, why_not_16_bit
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
-from cuflash.plan.sm90.wide_tiles import (
-    DECODE_WIDE_SM90_TILES,
-    FORWARD_WIDE_SM90_TILES,
-    DecodeWideSm90Tile,
-)
+from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES, FORWARD_WIDE_SM90_TILES, DecodeWideSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.plan.traffic import Model
 from cuflash.spec.inputs import MASKS

@@ -22,10 +22,7 @@ from cuflash.plan.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.plan.sm90.wide_tiles import (
-    FORWARD_WIDE_SM90_TILES,
-    ForwardWideSm90Tile,
-)
+from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES, ForwardWideSm90Tile
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import PAIR_OPTIONS
 from cuflash.spec.outputs import ROW_REDUCTIONS
@@ -101,14 +98,10 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     kernel = "sm90/forward_fp32"
+    rows = FORWARD_FLOAT32_SM90_TILES
+    tf32_rows = FORWARD_TF32_SM90_TILES
     row_reductions = ROW_REDUCTIONS
     serves_no_values = True
-
-    def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
-        return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         if draft.device.arch == 90 and is_narrow(draft.problem) and not draft.problem.row_reductions:

@@ -10,12 +10,7 @@ from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
-from cuflash.plan.sm90.tiles import (
-    JVP_FLOAT32_SM90_TILES,
-    JVP_TF32_SM90_TILES,
-    WGMMA_COLUMNS,
-    JvpFloat32Sm90Tile,
-)
+from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, WGMMA_COLUMNS, JvpFloat32Sm90Tile
 from cuflash.plan.tensor_map import CHUNK
 from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
 from cuflash.spec.passes import JVP
@@ -186,14 +181,10 @@ class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
     """float32, of operands as bf16 terms."""
 
     kernel = "sm90/jvp_fp32"
+    rows = JVP_FLOAT32_SM90_TILES
+    tf32_rows = JVP_TF32_SM90_TILES
     outputs = JVP.default
     model = "queries"
-
-    def table(self, problem: Problem) -> tuple[JvpFloat32Sm90Tile, ...]:
-        return {"highest": JVP_FLOAT32_SM90_TILES, "tf32": JVP_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_split(draft, self.table(draft.problem))

@@ -26,7 +26,7 @@ BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/comm
 #   from 2048 keys on; with 128 x 128 as in pairs 517, 580 and 664
 #   head_dim 256, seqlen 2048: 568 / 573,  4096: 625 / 635, 16384: 699 / 717
 CLAIMED_KEYS, CLAIMED_KEYS_64, CLAIMED_WAVES = 2048, 1024, 2
-MOST_CLAIMS = 1 << 15  # a counter of kernels/common/schedule/arrivals.cuh has room for twice as many
+MOST_CLAIMS = (1 << 16) - 1  # what a counter of kernels/common/schedule/arrivals.cuh has room for
 
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "rows", "pairs", "elements"]:
