@@ -619,10 +619,15 @@ BACKWARD_TF32_SM90_TILES = (
 # Of backward_jvp. The products of terms count as one.
 BACKWARD_JVP_FLOAT32_SM90_TILES = (
     #                         max_dim stages of q, dout, buffers
-    _backward_jvp_float32_sm90(64,    2, 1, 1, ARITHMETIC),
+    _backward_jvp_float32_sm90(64,    2, 1, 1,
+                               "on an H200 124 / 116 TFLOP/s, 1.9 times backward's time, by sm80/backward_jvp 53 / 49; "
+                               "with one stage of q and two buffers 103, or three stages of dout 101 (32 heads, "
+                               "seqlen 4096 full / causal)"),
 )
 BACKWARD_JVP_TF32_SM90_TILES = (
-    _backward_jvp_float32_sm90(64,    2, 2, 2, ARITHMETIC, bf16_terms=2),
+    _backward_jvp_float32_sm90(64,    2, 2, 2,
+                               "on an H200 213 TFLOP/s, 1.5 times backward's time, by sm80/backward_jvp 98; with three "
+                               "stages of q 194, one of dout 189, one buffer 186 (as above, full)", bf16_terms=2),
 )
 # fmt: on
 
