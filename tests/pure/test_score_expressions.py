@@ -400,7 +400,7 @@ def test_a_floor_that_meets_a_real_number_is_that_of_numpy(x):
 def test_emitted_text_is_the_expression(dtype, tmp_path):
     drawn = []
 
-    @settings(max_examples=examples(40), database=None)
+    @settings(max_examples=40, database=None)
     @given(st.one_of(scores(), hoistable_scores()), masks())
     def draw(score, mask):
         drawn.append((score, mask))
