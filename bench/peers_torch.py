@@ -255,6 +255,24 @@ def _indexed(array: Any, axes: str) -> Callable[..., Any]:
     return lambda *place: own[tuple([place[at] for at in kept])]
 
 
+def fa3_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """The forward pass of FlashAttention-3 (the fa3-fwd wheel); the layout is (batch, seqlen, heads, dim)."""
+    try:
+        interface = importlib.import_module("fa3_fwd_interface")
+    except ImportError as error:
+        raise Absent(f"fa3-fwd: {error}") from None
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    options: dict[str, Any] = {"causal": case.causal, "softcap": case.softcap or 0.0}
+    if case.window:
+        options["window_size"] = (case.window - 1, 0)
+
+    def forward() -> tuple[Any, ...]:
+        result = interface.flash_attn_func(q, k, v, **options)
+        return ((result[0] if isinstance(result, tuple) else result).transpose(1, 2),)
+
+    return {"forward": forward}
+
+
 def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
     """FlashAttention-4 (the flash-attn-4 wheel), whose layout is (batch, seqlen, heads, dim)."""
     try:
@@ -372,6 +390,7 @@ def on_torch(
 ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cudnn": on_torch(cudnn_calls, "bias", "mask", "dropout"),
     "fa2": on_torch(fa2_calls, "window", "dropout"),
+    "fa3": on_torch(fa3_calls, "softcap", "window"),
     "fa4": on_torch(fa4_calls, "softcap", "window"),
     "efficient": on_torch(efficient_calls, "bias", "mask", "dropout"),
     "efficient-dbias": on_torch(functools.partial(efficient_calls, dbias=True), "bias", "mask", needs_bias=True),

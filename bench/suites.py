@@ -163,7 +163,7 @@ SUITES = {
         kind="gpu", cases=GROUPED, peers=("cudnn", "fa2"), about="several query heads to one key/value head"
     ),
     "targets": Suite(
-        kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2"), about="the usual rows, and grouped heads"
+        kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2", "fa3"), about="the usual rows, and grouped heads"
     ),
     "runtime": Suite(
         kind="gpu",

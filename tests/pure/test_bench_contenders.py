@@ -329,6 +329,7 @@ TAKES = {
     "naive": {"mask", "dropout"},
     "cudnn": {"bias", "mask", "dropout"},
     "fa2": {"window", "dropout"},
+    "fa3": {"softcap", "window"},
     "fa4": {"softcap", "window"},
     "efficient": {"bias", "mask", "dropout"},
     "efficient-dbias": {"bias", "mask"},

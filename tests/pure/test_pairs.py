@@ -194,9 +194,9 @@ def test_the_page_has_the_table():
     text, found = pairs.PAGE.read_text(), pairs.recorded()
     assert pairs.in_page(text, found) == text, "python -m tests.pairs writes it"
     table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
-    # Functions have problems of their own, tests/scored.py, and so have fp8 products and reductions.
+    # Functions have problems of their own, tests/scored.py, and so have fp8 products, reductions and batch_invariant.
     rows = set(re.findall(r"^\| `([\w=]+)`", table, re.MULTILINE))
-    assert rows == found["options"].keys() | {"score", "q_scale", "want", "dmax", "column_sums"}
+    assert rows == found["options"].keys() | {"score", "q_scale", "want", "dmax", "column_sums", "batch_invariant"}
 
 
 def test_the_table_says_what_is_refused():

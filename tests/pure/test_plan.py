@@ -484,9 +484,8 @@ def test_kernels_are_told_all_that_they_ask_for():
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
-    moved = replace(problem_of(), moved=("q",))
-    for pass_, arch in itertools.product((JVP, BACKWARD_JVP), ("8.0", "9.0")):
-        of_tangents = choose_plan(moved, DeviceSpec.for_arch(arch), pass_)
+    for problem, pass_, arch in itertools.product((problem_of(), float32), (JVP, BACKWARD_JVP), ("8.0", "9.0")):
+        of_tangents = choose_plan(replace(problem, moved=("q",)), DeviceSpec.for_arch(arch), pass_)
         given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
     for pass_, arch in itertools.product((COLUMN_SUMS, COLUMN_MAX, TOP_KEYS), ("8.0", "9.0")):
         reduced = choose_plan(problem_of(), DeviceSpec.for_arch(arch), pass_)

@@ -35,7 +35,7 @@ def packed(problem, sequences):
 
 def row_of(plan):
     """What decides about the bits of a row: tiles, and how work on a row is divided."""
-    splits = {dict(kernel.defines).get("CUFLASH_SPLIT_TILES", 0) for kernel in plan.kernels}
+    splits = max(int(dict(kernel.defines).get("CUFLASH_SPLIT_TILES", 0)) for kernel in plan.kernels)
     order = {dict(kernel.defines).get("CUFLASH_REVERSED_ONE_IN", 0) for kernel in plan.kernels}
     return plan.tiles, splits, order, plan.run_time.group_splits, plan.run_time.tail_splits
 

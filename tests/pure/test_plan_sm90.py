@@ -11,7 +11,7 @@ from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.sm90.conditions import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS
-from cuflash.plan.sm90.scored import rounds
+from cuflash.plan.sm90.scored import CLAIMED_WAVES, MOST_CLAIMS, rounds
 from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from tests.problems import ARCHS, H200, problem_of
@@ -34,7 +34,8 @@ def sources(problem, device=H200, **options):
         ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN}, (128, 192, 80)),
         ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "window": (9, None)}, (128, 192, 80)),
         ({"dim": 128, "seqlen_k": LONG_SEQLEN}, (128, 128, 128)),
-        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
+        ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 192, 80)),
+        ({"dim": 128, "seqlen_q": 2**10, "seqlen_k": LONG_SEQLEN, "causal": True}, (128, 128, 128)),
         ({"dim": 128, "seqlen_q": 2**16, "seqlen_k": LONG_SEQLEN, "softcap": 2.0}, (128, 192, 80)),
         ({"dim": 192}, (192, 128, 96)),
         ({"dim": 256}, (256, 128, 64)),
@@ -136,30 +137,39 @@ def test_pointers_that_are_not_aligned(widths):
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 @pytest.mark.parametrize("seqlen_q", [65, 256, 257, 900, 2**18])
 def test_blocks_that_stay(seqlen_q, num_sms, causal):
-    """As many as there are SMs, or units of work: under a causal mask a pair of tiles of queries, unless
-    both tiles of all pairs can start at once."""
+    """As many as there are SMs, or units of work. Under a causal mask that is a pair of tiles of queries, unless both
+    tiles of all pairs can start at once, or blocks claim one of many tiles after another."""
     problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
     (tile,), (kernel,) = plan.tiles, plan.kernels
     m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
-    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if causal else m_blocks
+    claims = causal and CLAIMED_WAVES * num_sms <= m_blocks <= MOST_CLAIMS
+    pairs = causal and not claims
+    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if pairs else m_blocks
     assert plan.run_time.resident_blocks == min(num_sms, units)
-    assert kernel.grid == (2 * units if causal and 2 * units <= num_sms else min(num_sms, units))
-    assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
+    assert kernel.grid == (2 * units if pairs and 2 * units <= num_sms else min(num_sms, units))
+    defines = dict(kernel.defines)
+    assert (defines["CUFLASH_PAIRS"], defines["CUFLASH_DYNAMIC_TILES"]) == (int(pairs), int(claims))
+    assert dict(plan.scratch).get("arrivals", 0) == 2 * claims
+    heads = plan.run_time.head_section
     how = ", both of a pair at once" if kernel.grid > plan.run_time.resident_blocks else ""
-    assert f"{kernel.grid} blocks, persistent, over {m_blocks} query tiles{how}" in plan.reason.splitlines()
+    what = f"over {m_blocks} query tiles{how}"
+    if claims:
+        what = f"claim one of {m_blocks} query tiles after another, the longest ones of {heads} heads first"
+        assert heads == 6 or heads * m_blocks >= 6 * CLAIMED_WAVES * num_sms
+    assert f"{kernel.grid} blocks, persistent, {what}" in plan.reason.splitlines()
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen_q", [65, 900, 2**18])
+@pytest.mark.parametrize("seqlen_q", [65, 900, 2**22])
 def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, causal):
     """Each has one tile of queries, or a pair of them where there are many."""
-    problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
+    problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)  # few tiles, or too many
     plan = choose_plan(replace(problem, shares_device=True), H200)
     (tile,), (kernel,) = plan.tiles, plan.kernels
     m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
     units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if causal else m_blocks
-    divides_pairs = causal and seqlen_q < 2**18
+    divides_pairs = causal and seqlen_q < 2**22
     assert plan.run_time.resident_blocks == units
     assert kernel.grid == (2 * units if divides_pairs else units)
     each = "a pair" if causal and not divides_pairs else "one"

@@ -6,6 +6,7 @@ COPY = "sm80/copy.cuh"
 DECODE = "sm80/decode.cu"
 HEAD_RESULTS = "common/io/head_results.cuh"
 HEAD_WORK = "common/schedule/head_work.cuh"
+ARRIVALS = "common/schedule/arrivals.cuh"
 KEY_SPLITS = "common/schedule/key_splits.cuh"
 MMA = "sm80/mma.cuh"
 WARP_SUMS = "common/softmax/warp_sums.cuh"
@@ -74,6 +75,20 @@ MUTANTS = (
            "decode whole sinks"),
     mutant("every warp of a row stores its sum", HEAD_RESULTS, "is_first && fragment_column() == 0",
            "fragment_column() == 0", "decode sm80 of columns", escapes="all store the same"),
+    # ---- common/schedule/arrivals.cuh
+    mutant("the count of another call goes on", ARRIVALS, "first(params.call << 16)", "first(0)", "decode counts"),
+    mutant("calls count within each other", ARRIVALS, "first(params.call << 16)", "first(params.call)",
+           "decode counts"),
+    mutant("a count that goes on is begun again", ARRIVALS, "    if (count - first >= total) ptx::replace_arrivals",
+           "    ptx::replace_arrivals", "decode eager counts"),
+    mutant("a count that another block began is begun again", ARRIVALS,
+           "ptx::replace_arrivals(g_count, count, first);", "*g_count = first;", "decode counts"),
+    mutant("the count of all blocks goes on", ARRIVALS, "if (count - first >= total)", "if (count - first > total)",
+           "decode counts"),
+    mutant("the block before the last combines", ARRIVALS, "arrive() == total - 1;", "arrive() == total - 2;",
+           "decode uneven"),
+    mutant("heads share a count", ARRIVALS, "(u64*)params.arrivals + counter)", "(u64*)params.arrivals)",
+           "decode uneven"),
     # ---- common/schedule/key_splits.cuh
     mutant("columns past the head are stored", KEY_SPLITS, "    if (column < kHeadDimV) *(Pair*)", "    *(Pair*)",
            "decode narrow"),
@@ -104,18 +119,6 @@ MUTANTS = (
     mutant("what a lane loads at once, and no more", KEY_SPLITS, "total.sum != 0 && first < count;",
            "total.sum != 0 && first < 1;", "decode many"),
     mutant("blocks are summed again", KEY_SPLITS, "first += kAhead * kGroups)", "first += kGroups)", "decode many"),
-    mutant("the count of another call goes on", KEY_SPLITS, "params.call << 16,", "0,", "decode counts"),
-    mutant("calls count within each other", KEY_SPLITS, "params.call << 16,", "params.call,", "decode counts"),
-    mutant("a count that goes on is begun again", KEY_SPLITS, "    if (count - first >= blocks) ptx::replace_arrivals",
-           "    ptx::replace_arrivals", "decode eager counts"),
-    mutant("a count that another block began is begun again", KEY_SPLITS,
-           "ptx::replace_arrivals(g_count, count, first);", "*g_count = first;", "decode counts"),
-    mutant("the count of all blocks goes on", KEY_SPLITS, "if (count - first >= blocks)", "if (count - first > blocks)",
-           "decode counts"),
-    mutant("the block before the last combines", KEY_SPLITS, "- first == blocks - 1;", "- first == blocks - 2;",
-           "decode uneven"),
-    mutant("heads share a count", KEY_SPLITS, "(u64*)params.arrivals + head,", "(u64*)params.arrivals,",
-           "decode uneven"),
     mutant("the maximum of half the blocks", KEY_SPLITS, "mask = 16; mask > 0; mask /= 2) all.row_max",
            "mask = 16; mask > 8; mask /= 2) all.row_max", "decode"),
     mutant("the sum of half the blocks", KEY_SPLITS, "    for (int mask = 16; mask > 0; mask /= 2) all.sum",

@@ -12,6 +12,8 @@ PING_PONG = "sm90/ping_pong.cuh"
 PIPELINE = "sm90/pipeline.cuh"
 PRODUCTS = "sm90/products.cuh"
 TILES = "sm90/tiles.cuh"
+TILE_RING = "sm90/tile_ring.cuh"
+TILE_SCHEDULER = "sm90/tile_scheduler.cuh"
 VARLEN_SCHEDULER = "sm90/varlen_scheduler.cuh"
 
 # fmt: off
@@ -323,6 +325,15 @@ MUTANTS = (
     mutant("the producer keeps its tile", DYNAMIC_SCHEDULER, "if constexpr (!is_warp) ring.empty(at).arrive();", "",
            "claims sm90"),
     mutant("claims have no end", DYNAMIC_SCHEDULER, "  put({0, -1, 0});\n", "", "claims sm90"),
+    # ---- sm90/tile_ring.cuh
+    mutant("tiles that are claimed lie in the barriers", TILE_RING, "    return address + Ring::kBytes + at.stage",
+           "    return address + at.stage", "claims sm90"),
+    mutant("stages share a tile", TILE_RING, " + at.stage * kBytesOfTile;", ";", "packed sm90"),
+    # ---- sm90/tile_scheduler.cuh
+    mutant("every lane claims tiles", TILE_SCHEDULER, "kDynamicTiles && ptx::elect_lane()", "kDynamicTiles",
+           "claims sm90"),
+    mutant("blocks that claim tiles know them beforehand", TILE_SCHEDULER, "else if constexpr (kDynamicTiles)",
+           "else if constexpr (false)", "claims sm90"),
     # ---- sm90/varlen_scheduler.cuh
     mutant("units that there are not", VARLEN_SCHEDULER, "    count = count < slots ? count : slots;\n",
            "    count = slots;\n", "packed sm90"),
