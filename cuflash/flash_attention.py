@@ -105,7 +105,7 @@ class FlashAttention(Reductions[FunctionT]):
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
     batch_invariant : bool, default False
-        A sequence has the same bits alone and in any other call ("equal bits" in docs/semantics.md); deterministic, too.
+        A sequence has the same bits alone and in any other call ("Equal bits" in docs/semantics.md), run after run.
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors

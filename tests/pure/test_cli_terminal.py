@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ def on_terminal(arguments, columns=100, interrupt_after=None):
     fcntl.ioctl(of_process, termios.TIOCSWINSZ, size)
 
     def become_foreground():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs that a shell starts in the background ignore it
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
