@@ -80,7 +80,7 @@ class Family(ABC, Generic[Row]):
             return f"it knows no {' and no '.join(found)}"
         if not problem.batch_invariant:
             return None
-        # Few queries have kernels of their own wherever they are, but packed. Tangents have no pages on any device.
+        # Decode has kernels of its own everywhere but in packed sequences. Tangents have no pages on any device.
         possible = [name for name in _PLACES if name in self.unknown]
         possible = [x for x in possible if not (self.reads_keys_once if x == _PLACES[0] else problem.moved is not None)]
         return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None

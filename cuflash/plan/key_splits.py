@@ -33,7 +33,7 @@ def rows_of(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Whether this is decode: so few queries, and so many keys, that keys are split.
+    """Whether this is decode: keys are split where queries are few and keys many.
 
     With `batch_invariant` any number of keys will do, because other entries of the batch may have more.
     """

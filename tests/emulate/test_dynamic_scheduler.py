@@ -42,7 +42,7 @@ def case_of(seqlen_q, seqlen_k, options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_claimed_tiles_keep_the_oracle_rule(options):
     @settings(max_examples=examples(60))
-    @given(seqlen_q=st.integers(130, 500), seqlen_k=st.integers(1, 512))  # of few queries another kernel takes all
+    @given(seqlen_q=st.integers(130, 500), seqlen_k=st.integers(1, 512))  # fewer are decode, which has another kernel
     def check(seqlen_q, seqlen_k):
         case = case_of(seqlen_q, seqlen_k, options)
         plan = choose_plan(case.problem, DEVICE, FORWARD)

@@ -10,7 +10,7 @@ from tests.invariance import PLACES, assert_invariant, by_calls, sequences
 
 pytestmark = pytest.mark.gpu
 
-# What kernels are compiled for; sizes and values are drawn. Of few queries packed sequences run other kernels.
+# What kernels are compiled for; sizes and values are drawn. Decode of packed sequences has other kernels.
 MANY: dict[str, Any] = {"queries": (70, 97, 130, 300, 1000), "keys": (40, 129, 600, 2500), "most_pairs": 2**23}
 FEW: dict[str, Any] = {"queries": (1, 2, 5), "keys": (5, 300, 1030, 9000), "most_pairs": 2**20}
 KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
