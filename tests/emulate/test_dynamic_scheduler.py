@@ -21,7 +21,7 @@ OPTIONS = {
     "64": {"head_dim": 64},
     "128": {"head_dim": 128, "head_dim_v": 104, "alibi_slopes": (2, 6), "dtype": "float16"},
     "256": {"head_dim": 200, "softcap": 20.0, "sinks": True},
-    "dropout": {"head_dim": 72, "dropout": 0.2, "mask": (2, 1, 1, 1)},
+    "dropout": {"head_dim": 72, "dropout": 0.2},
     "blocks": {"head_dim": 32, "block_mask": (2, 6), "block_size": (128, 128), "kv_lengths": (300, 512)},
 }
 
