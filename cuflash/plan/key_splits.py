@@ -23,7 +23,7 @@ COMBINE_COLUMNS = 32  # columns of one row that a warp of helpers/split_combine.
 COMBINE_PIECES = 16
 COMBINE_KEY_BYTES = 2**26
 COMBINE_WARPS = 4
-SPLIT_KEYS = 1024  # of a split that depends on its own sequence alone: on an H200, 0.5 MiB of a KV head of 128 columns
+SPLIT_KEYS = 1024  # of a split that depends on its own sequence alone; by arithmetic, not measured
 MAX_SPLIT_STEPS = 2**31 - 1  # of all heads: blocks count keys in steps, for each head as many as there are blocks
 
 

@@ -615,3 +615,15 @@ def test_chunks_of_columns_compile(dtype, arch):
         for kernel in kernels:
             resources = compile_spec(kernel).resources
             assert resources.spill_stores_bytes == resources.spill_loads_bytes == 0, kernel.name
+
+
+@pytest.mark.parametrize(("head_dim", "bytes_of_producer"), [(64, 0), (128, 0), (192, 0), (256, 32)])
+def test_kernels_that_claim_tiles_spill_in_the_producer_alone(head_dim, bytes_of_producer):
+    """Where consumers spare no registers for it, the thread that loads tiles keeps some numbers in memory."""
+    sizes: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "batch": 4, "num_heads": 8, "num_heads_kv": 8}
+    case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=True)
+    (kernel,) = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), FORWARD).kernels
+    assert ("CUFLASH_DYNAMIC_TILES", 1) in kernel.defines
+    resources = compile_spec(kernel).resources
+    assert resources.spill_stores_bytes <= bytes_of_producer
+    assert SERIALIZED not in resources.log

@@ -46,7 +46,7 @@ def test_bits_do_not_depend_on_who_claims_what(cupy, monkeypatch, head_dim, opti
     rng = cupy.random.default_rng(3)
 
     @settings(max_examples=examples(60))
-    @given(seqlen_q=st.integers(900, 3000), seqlen_k=st.integers(2048, 4096), batch=st.integers(4, 7))
+    @given(seqlen_q=st.integers(2048, 3000), seqlen_k=st.integers(2048, 4096), batch=st.integers(8, 10))
     def check(seqlen_q, seqlen_k, batch):
         def normal(heads, seqlen):
             return rng.standard_normal((batch, heads, seqlen, head_dim), dtype=np.float32).astype(np.float16)
@@ -71,8 +71,7 @@ def test_bits_do_not_depend_on_who_claims_what(cupy, monkeypatch, head_dim, opti
             known_plan = plan_of(FORWARD, attn, *(arrays[name] for name in names), **others)
         backend.forget_launches()
         assert not claims(known_plan)
-        if not claims(plan):
-            return  # few tiles
+        assert claims(plan)
         for out, lse in claimed:
             for x, y in ((out, claimed[0].out), (lse, claimed[0].lse)):
                 cupy.testing.assert_array_equal(x, y)

@@ -65,7 +65,7 @@ def test_tiles_do_not_depend_on_other_sequences(pass_):
 
         first, second = found(*one), found(one[0], *other[1:])
         assume(is_served(first, arch, BACKWARD))
-        if pass_ is FORWARD and group * one[0] > 64:  # of few queries packed sequences run other kernels
+        if pass_ is FORWARD and group * one[0] > 64:  # decode of packed sequences has other kernels
             second = found(*other) if group * other[0] > 64 else second
             packed_rows = row_of(choose_plan(packed(first, 3), device, pass_))
             assert packed_rows == row_of(choose_plan(first, device, pass_))
