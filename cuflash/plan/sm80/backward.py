@@ -43,9 +43,6 @@ class Dq(DqFamily[DqTile]):
     rows = DQ_TILES
     model = "queries of dq"
 
-    def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
-
 
 class BackwardChunked(BackwardFamily[BackwardChunkedTile]):
     """dk of heads so long that no tile of whole rows fits. dq has a kernel of its own."""
@@ -82,8 +79,7 @@ class DqChunked(DqFamily[DqChunkedTile]):
     def add(
         self, draft: Draft, tile: DqChunkedTile, blocks: int, makes: Collection[str], options: Mapping[str, int]
     ) -> None:
-        blocks *= tile.slices(draft.problem)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
+        super().add(draft, tile, blocks * tile.slices(draft.problem), makes, options)
 
 
 class Scores(ScoresFamily[ScoresTile]):

@@ -43,12 +43,6 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     def adds_to_tdq(self, draft: Draft, main: BackwardJvpTile) -> bool:
         return main.shares and super().adds_to_tdq(draft, main)
 
-    def draft(self, draft: Draft, tile: BackwardJvpTile) -> None:
-        draft.add_block_index(tile, "query_index")
-        problem = draft.problem
-        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
-
 
 class DqJvp(ForwardFamily[DqJvpTile]):
     """Each tile of queries has a block, which makes the tangent of dq."""

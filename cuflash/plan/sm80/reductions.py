@@ -36,7 +36,7 @@ class Columns(ReductionFamily[ColumnTile]):
         draft.add_block_index(tile, "query_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
         makes, defines = reduced_columns(draft)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **defines)
+        draft.add_main(self.source, tile, blocks, makes, **defines)
 
 
 class Top(ReductionFamily[TopTile]):
@@ -55,4 +55,4 @@ class Top(ReductionFamily[TopTile]):
         """Add the kernel, after the one that finds row statistics."""
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        draft.add_main(self.source, tile, blocks)

@@ -163,7 +163,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         draft.map_tensors({name: rows[name] for name in _mapped(draft)})
         draft.add_block_index(tile, "query_index")
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        draft.add_main(self.source, tile, blocks)
 
 
 class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
@@ -204,7 +204,7 @@ class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
         draft.map_tensors(dict.fromkeys(arrays, tile.block_m))
         draft.add_block_index(tile, "query_index")
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        draft.add_main(self.source, tile, blocks)
 
 
 def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:

@@ -95,5 +95,4 @@ def _map_tensors(draft: Draft) -> None:
 def _add(
     draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
 ) -> None:
-    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)
+    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, makes, **options)

@@ -39,4 +39,4 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
         draft.add_block_index(tile, "query_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
         makes, defines = reduced_columns(draft)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **defines)
+        draft.add_main(self.source, tile, blocks, makes, **defines)
