@@ -80,9 +80,10 @@ class Call:
         if name in OF_KEYS:
             like = self.hosts[model]
             return self.hosts[name] if name in self.hosts else self.new_host(model, like.shape, like.dtype, run.device)
-        if (like := self.given.get(model)) is None:  # the gradient of a number
+        own = self.given.get(model)
+        if own is None:  # the gradient of a number
             return self.result(name, (), run.slices.softmax_dtype)
-        return self.result(name, like.shape, like.dtype)
+        return self.result(name, own.shape, own.dtype)
 
     def new_host(self, like: str, shape: tuple[int, ...], dtype: Any, device: Cuda | None) -> Host:
         """A new array in host memory, pinned if one that is given is."""

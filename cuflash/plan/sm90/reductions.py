@@ -7,16 +7,15 @@ from typing import ClassVar
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.reductions import reduced_columns
-from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
+from cuflash.plan.sm90.backward import OfWarpgroups
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
-from cuflash.plan.tiles import Tile
 from cuflash.plan.traffic import Model
 
 _OPERANDS = ("q", "k")
 
 
-class Columns(ReductionFamily[ColumnSm90Tile]):
+class Columns(OfWarpgroups[ColumnSm90Tile], ReductionFamily[ColumnSm90Tile]):
     """Each tile of keys of a query head has a block."""
 
     kernel = "sm90/column_sums"
@@ -24,9 +23,6 @@ class Columns(ReductionFamily[ColumnSm90Tile]):
     serves_no_values = True
     rows = COLUMN_SM90_TILES
     unknown = ("softcap", "alibi_slopes", "bias", "mask")  # which take registers that two blocks an SM do not have
-
-    def accumulator_layout(self, main: ColumnSm90Tile) -> Tile:
-        return fragments_of_a_warpgroup(main)
 
     def why_not(self, draft: Draft) -> str | None:
         if draft.problem.counts_as_packed:
