@@ -613,14 +613,9 @@ class JobGradients:
 
 
 class GradientSums:
-    """The gradients that are wanted: sums over jobs.
+    """The gradients that are `wanted`: sums over jobs.
 
-    Attributes
-    ----------
-    wanted : dict of str to array
-        The results.
-    of_rows : dict of str to array
-        dq itself, and the sums of dk and dv in the dtype of the softmax; those that are wanted.
+    `of_rows` has dq itself, and the sums of dk and dv in the dtype of the softmax; those that are wanted.
     """
 
     def __init__(self, problem: Problem, wanted: dict[str, Array]) -> None:

@@ -37,50 +37,23 @@ _JVP_ROWS = (*(row for row in FORWARD_ROWS if row.is_default), *TANGENT_ROWS)
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Pass:
-    """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity.
+    """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity."""
 
-    Attributes
-    ----------
-    name : str
-        As users and plans spell it.
-    rows : tuple of Output
-        Its results, except gradients of arrays that a score reads.
-    required : tuple of str
-        What it cannot do without, besides q, k and v.
-    takes : tuple of str
-        All that it takes besides q, k, v and the optional inputs.
-    results_of : callable
-        The names of all results for some options, in the order in which it gives them.
-    results_in : callable
-        The same for a problem, whose dtypes tell which arrays of a score have no gradients.
-    check : callable
-        Raises NotImplementedError for a problem that does not have this pass.
-    flops : callable
-        Floating-point operations of its products over visible pairs of a problem.
-    least_bytes : callable
-        Fewest bytes that it moves through device memory for a problem.
-    any_length : bool
-        Whether a plan may serve other values of seqlen_k than that of its problem.
-    reads_keys_once : bool
-        Whether decode kernels read each key once, so that it may stay in host memory.
-    adds_to_memory : bool
-        Whether blocks add to results in memory, in an order that `deterministic` fixes.
-    has_tangents : bool
-        Whether it takes tangents of inputs and numbers, `outputs.MOVABLE` and arrays of a score.
-    """
-
-    name: str
-    rows: tuple[Output, ...]
-    required: tuple[str, ...]
-    takes: tuple[str, ...]
+    name: str  # as users and plans spell it
+    rows: tuple[Output, ...]  # its results, except gradients of arrays that a score reads
+    required: tuple[str, ...]  # what it cannot do without, besides q, k and v
+    takes: tuple[str, ...]  # all that it takes besides q, k, v and the optional inputs
+    # The names of all results for some options, in the order in which it gives them.
     results_of: Callable[[Options], tuple[str, ...]]
+    # The same for a problem, whose dtypes tell which arrays of a score have no gradients.
     results_in: Callable[[Problem], tuple[str, ...]]
-    check: Callable[[Problem], None]
-    flops: Callable[[Problem], int]
-    least_bytes: Callable[[Problem], int]
-    any_length: bool
-    reads_keys_once: bool
-    adds_to_memory: bool
+    check: Callable[[Problem], None]  # raises NotImplementedError for a problem that does not have this pass
+    flops: Callable[[Problem], int]  # floating-point operations of its products over visible pairs of a problem
+    least_bytes: Callable[[Problem], int]  # fewest bytes that it moves through device memory for a problem
+    any_length: bool  # whether a plan may serve other values of seqlen_k than that of its problem
+    reads_keys_once: bool  # whether decode kernels read each key once, so that it may stay in host memory
+    adds_to_memory: bool  # whether blocks add to results in memory, in an order that `deterministic` fixes
+    # Whether it takes tangents of inputs and numbers, `outputs.MOVABLE` and arrays of a score.
     has_tangents: bool = False
 
     def __repr__(self) -> str:
