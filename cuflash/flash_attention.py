@@ -35,9 +35,7 @@ from cuflash.spec.results import (
     Gradients,
     GradientTangents,
     JvpResult,
-    named_tuple_of,
-    named_tuple_of_results,
-    named_tuple_of_tangents,
+    named_tuple,
     needed,
     wanted_results,
 )
@@ -459,7 +457,7 @@ class FlashAttention(Reductions[FunctionT]):
             names = wanted_results(want, arrays)
         call = prepare(self.options, arrays, INPUTS, names, names)
         computed = backend_of(call.backend).compute(FORWARD, call.options, call.arrays, call.need, random)
-        return named_tuple_of_results(names)(*(computed if call.is_direct else call.exported(computed, arrays)))
+        return named_tuple(ForwardResult, names)(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
     @overload
@@ -621,7 +619,7 @@ class FlashAttention(Reductions[FunctionT]):
                 "dsinks": dsinks,
             }  # fmt: skip
             names = needed(need, arrays | self.options.numbers, results, of_functions)
-            results, result_type = {name: results.get(name) for name in names}, named_tuple_of(names)
+            results, result_type = {name: results.get(name) for name in names}, named_tuple(Gradients, names)
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
@@ -797,4 +795,4 @@ class FlashAttention(Reductions[FunctionT]):
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, _BACKWARD_JVP_INPUTS, names, names)
         computed = backend_of(call.backend).compute(BACKWARD_JVP, call.options, call.arrays, call.need, random)
-        return named_tuple_of_tangents(names)(*(computed if call.is_direct else call.exported(computed, by_name)))
+        return named_tuple(GradientTangents, names)(*(computed if call.is_direct else call.exported(computed, by_name)))

@@ -21,7 +21,7 @@ from cuflash.spec.reductions import (
     keys_of,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of
+from cuflash.spec.results import Array, Gradients, TopKeys, named_tuple
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Reductions(Preparation[FunctionT]):
         found = ColumnSums(call, backend_of(call.backend)).gradients(own)
         exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
         of_sums = [x if call.imported is None else call.imported.export(x, None) for x in found[len(names) :]]
-        return named_tuple_of((*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
+        return named_tuple(Gradients, (*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
 
     def _reduced(
         self, pass_: Pass, arrays: dict[str, Any], optional_inputs: dict[str, Array], *count: Any

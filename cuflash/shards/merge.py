@@ -31,7 +31,14 @@ from cuflash.shards.reductions import RunningReductions, entropy_of
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
 from cuflash.spec.outputs import OUTPUTS, NamedForwardResult
-from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult, named_tuple_of_results
+from cuflash.spec.results import (
+    ForwardResult,
+    JvpResult,
+    MergeGradients,
+    MergeGradientTangents,
+    MergeResult,
+    named_tuple,
+)
 from cuflash.spec.type_variables import ArrayT, LseT
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
@@ -161,7 +168,7 @@ def merge(
             _merge_reductions([arrays[x] for x in names[1]], splits, totals)
     exported = [imported.export(x, None) if has_values or _is_of_rows(name) else None for name, x in results.items()]
     if of_reductions:
-        return named_tuple_of_results((*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
+        return named_tuple(ForwardResult, (*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
     return MergeResult(*exported) if tangents is None else JvpResult(*exported)
 
 
