@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import (
@@ -124,7 +125,8 @@ JVP = Pass(
     results_in=lambda problem: _names(_JVP_ROWS),
     check=check_movable,
     flops=attrgetter("jvp_flops"),
-    least_bytes=attrgetter("jvp_bytes"),
+    # The forward pass, tangents, tout and tlse.
+    least_bytes=lambda problem: problem.forward_bytes + problem.tangent_bytes + problem.results_bytes,
     any_length=False,
     reads_keys_once=False,
     adds_to_memory=False,
@@ -139,7 +141,7 @@ BACKWARD_JVP = Pass(
     results_in=lambda problem: tuple(f"t{name}" for name in problem.gradients),
     check=check_differentiable,
     flops=attrgetter("backward_jvp_flops"),
-    least_bytes=attrgetter("backward_jvp_bytes"),
+    least_bytes=lambda problem: problem.backward_bytes + problem.tangent_bytes + problem.results_bytes,
     any_length=False,
     reads_keys_once=False,
     adds_to_memory=True,
@@ -147,8 +149,14 @@ BACKWARD_JVP = Pass(
 )
 
 
+def _bytes_of_columns(problem: Problem) -> int:
+    """Those of a reduction over queries: inputs and lse are read, and columns written. Factors are not counted."""
+    columns = problem.array_batch * problem.num_heads * problem.seqlen_k
+    return problem.forward_bytes + columns * ITEMSIZE[problem.softmax_dtype]
+
+
 def _reduction(
-    name: str, rows: tuple[Output, ...], *takes: str, least_bytes: Callable[[Problem], int] = attrgetter("column_bytes")
+    name: str, rows: tuple[Output, ...], *takes: str, least_bytes: Callable[[Problem], int] = _bytes_of_columns
 ) -> Pass:
     """A pass that reduces the attention weights, which it recomputes from lse."""
     return Pass(
