@@ -140,7 +140,7 @@ class CpuPlan:
         sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
         work = [
             f"{pass_.flops(p) / 1e9:.3g} GFLOP {pass_}"
-            if not pass_.rows[0].gradient_of or p.why_no_gradients is None
+            if not pass_.gives_gradients or p.why_no_gradients is None
             else f"no {pass_} pass with {p.why_no_gradients}"
             for pass_ in self.passes
         ]

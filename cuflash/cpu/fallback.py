@@ -65,7 +65,7 @@ def run(
     kind, random = kind or Job, (seed, offset)
     given = {name: x for name, x in arrays.items() if x is not None}
     threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
-    if not pass_.rows[0].gradient_of:
+    if not pass_.gives_gradients:
         jobs.run(kind.forward, jobs_of(problem, given, random, kind), threads)
         return
     if "dout" not in given:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from cuflash.plan.draft import Draft
@@ -276,10 +276,13 @@ class Architecture:
     top: tuple[ReductionFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
-        with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp, *self.scores_jvp)
-        others = (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias)
-        for family in (*others, *with_tangents, *self.columns, *self.top):
+        for family in self.families:
             family.known = self.known
+
+    @property
+    def families(self) -> tuple[Family[Any], ...]:
+        """All of them."""
+        return tuple(family for row in fields(self) if row.name != "known" for family in getattr(self, row.name))
 
 
 F = TypeVar("F", bound=Family[Any])

@@ -123,7 +123,7 @@ def compute(
         return calls.run(lambda own, found: compute(pass_, own, _streamed(found, arrays), need, random))
     call = checked(pass_, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
-        if pass_.rows[0].gradient_of:
+        if pass_.gives_gradients:
             run = call.run(pass_, random)
             results = {name: call.gradient(name, run) for name in need}
             run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
