@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
-from cuflash.plan.sm80.reductions import reduced_columns
+from cuflash.plan.sm80.reductions import add_columns
 from cuflash.plan.sm90.backward import OfWarpgroups
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, ColumnSm90Tile
@@ -30,9 +30,5 @@ class Columns(OfWarpgroups[ColumnSm90Tile], ReductionFamily[ColumnSm90Tile]):
         return self.why_unknown(draft.problem) or why_not_16_bit(draft, _OPERANDS, COLUMN_SM90_TILES)
 
     def draft(self, draft: Draft, tile: ColumnSm90Tile) -> None:
-        """Add the kernel, after the one that finds row statistics."""
         draft.map_tensors({"q": tile.block_m, "k": tile.block_n})
-        draft.add_block_index(tile, "query_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
-        makes, defines = reduced_columns(draft)
-        draft.add_main(self.source, tile, blocks, makes, **defines)
+        add_columns(draft, self.source, tile)
