@@ -142,10 +142,9 @@ _KERNELS = {
 
 @functools.lru_cache(maxsize=16)
 def _kernel(name: str, dtype: str) -> Any:
-    text = (x.replace("LOWEST", repr(float(np.finfo(dtype).min))).replace("T ", f"{dtype} ") for x in _KERNELS[name])
-    reads, writes, code = text
-    kernel = importlib.import_module("cupy").ElementwiseKernel
-    return kernel(reads, writes, code.replace("(T)", f"({dtype})"), f"cuflash_reduce_{name}")
+    lowest = repr(float(np.finfo(dtype).min))
+    reads, writes, code = (x.replace("LOWEST", lowest) for x in _KERNELS[name])
+    return importlib.import_module("cupy").ElementwiseKernel(reads, writes, code, f"cuflash_reduce_{name}")
 
 
 def merge_top_keys(indices: Array, weights: Array, own_indices: Array, own_weights: Array) -> None:

@@ -10,12 +10,14 @@ from typing import ClassVar
 
 from cuflash.plan.tiles import (
     ARITHMETIC,
+    FEW_CANDIDATES,
     MEDIUM,
     MEDIUM_OR_SMALL,
     SMALL,
     TINY,
     Role,
     Tile,
+    candidate_bytes,
     float64,
     h200,
     maker,
@@ -292,25 +294,22 @@ class ColumnTile(Sm80Tile):
         return tile_bytes(self.block_n, dim, size) + self.num_stages * stage
 
 
-TOP_CAPACITY = 128  # candidates of a row; kernels/sm80/top_keys.cu has the same
-
-
 @dataclass(frozen=True, kw_only=True)
 class TopTile(Sm80Tile):
     """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
 
+    capacity: int = 2 * FEW_CANDIDATES  # of the buffer of a row
+
+    defined = ("capacity",)
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),
-            (self.block_n <= 64, "space for a tile in each buffer"),
-        )
+        return ((self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         tiles = tile_bytes(self.block_m, dim, size) + self.num_stages * tile_bytes(self.block_n, dim, size)
-        return tiles + self.block_m * (TOP_CAPACITY + 1) * (max(size, 4) + 4)
+        return tiles + self.num_warps * candidate_bytes(self.capacity, size)
 
 
 @dataclass(frozen=True, kw_only=True)

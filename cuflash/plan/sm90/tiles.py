@@ -19,7 +19,16 @@ from cuflash.plan.sm90.scored import (
     bias_tile_bytes,
 )
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
-from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker
+from cuflash.plan.tiles import (
+    ARITHMETIC,
+    FEW_CANDIDATES,
+    Tile,
+    candidate_bytes,
+    chunked_bytes,
+    float32,
+    h200,
+    maker,
+)
 from cuflash.spec.problem import Problem
 
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
@@ -300,6 +309,38 @@ class ColumnSm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopSm90Tile(Tile):
+    """One way to find the strongest keys on compute capability 9.0. A consumer owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    min_blocks: int
+    capacity: int = FEW_CANDIDATES  # of the buffer of a row
+    origin: str = field(compare=False)
+
+    defined = ("capacity",)
+    variations: ClassVar = {"block_m": (64, 128, 192, 256), "block_n": (64, 128), "num_stages": (2, 3)}
+
+    element_bytes = 2
+    dim_multiple = 16
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m in (64, 128, 192, 256), "64 queries for each consumer"),)
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and the producer."""
+        return 4 * self.block_m // 64 + 1
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tiles = chunked_bytes(self.block_m, dim) + self.num_stages * (chunked_bytes(self.block_n, dim) + 16)
+        return tiles + (self.num_warps - 1) * candidate_bytes(self.capacity, self.element_bytes) + 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class BiasSm90Tile(ScoredTile):
     """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
@@ -423,6 +464,7 @@ _forward_float8_sm90 = maker(
 )
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
+_top_sm90 = maker(TopSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 _backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
@@ -616,4 +658,9 @@ BACKWARD_JVP_TF32_SM90_TILES = (
 COLUMN_SM90_TILES = (
     _columns_sm90(64, 128, 128, 3, 2, "0.85 / 0.84; 256 keys and one block an SM 0.85 / 0.88; 64 queries 0.93 / 0.93"),
     _columns_sm90(128, 128, 128, 2, 2, "0.64 / 0.62; 256 keys and one block an SM 0.63 / 0.64; 64 queries 0.79 / 0.74"),
+)
+
+TOP_SM90_TILES = (
+    _top_sm90(64, 128, 128, 2, 2, ARITHMETIC),
+    _top_sm90(128, 128, 128, 2, 1, ARITHMETIC),
 )
