@@ -16,7 +16,7 @@ from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import REQUIRED_BY_BACKWARD
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, FORWARD, TOP_KEYS, Pass
 from cuflash.spec.reductions import (
     ColumnSums,
     check_weights,
@@ -207,23 +207,17 @@ class RankReductions(Generic[FunctionT]):
 
 
 class _Passes(NamedTuple):
-    """The passes over ranks, as functions of a backend."""
+    """The passes over ranks, as a backend runs them."""
 
     calls: Calls
 
-    def forward(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
-        required, others = _divided(arrays, INPUTS)
-        return passes.forward(self.calls, "forward", required, others, (None, None), need)
-
-    def backward(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
-        required, others = _divided(arrays, (*INPUTS, *REQUIRED_BY_BACKWARD))
+    def compute(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
+        names = INPUTS if pass_ is FORWARD else (*INPUTS, *REQUIRED_BY_BACKWARD)
+        required = {name: arrays[name] for name in names}
+        others = {name: x for name, x in arrays.items() if name not in names and x is not None}
+        if pass_ is FORWARD:
+            return passes.forward(self.calls, "forward", required, others, (None, None), need)
         return passes.backward(self.calls, required, others, (None, None), need)
-
-
-def _divided(arrays: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of these names, and the others that are given."""
-    others = {name: x for name, x in arrays.items() if name not in names and x is not None}
-    return {name: arrays[name] for name in names}, others
 
 
 def _exported(call: Call, x: Array) -> Any:
