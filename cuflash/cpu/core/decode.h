@@ -102,7 +102,7 @@ __attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, i
 
 // s[r][j] = dot(q[r], k[j]) for R rows. The rest of the last vector gets products of the last key.
 template <class T, class S, int R>
-inline void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
+NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
     constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
     Vector<T> lanes[R * GROUP_OF_KEYS];
     for (int64_t j = 0; j < num_keys; j += GROUP_OF_KEYS) {
@@ -153,7 +153,7 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, int64_
 }
 
 template <class T, class S, int R>
-inline void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_t dim, const Coming *coming, T *o) {
+NOINLINE void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_t dim, const Coming *coming, T *o) {
     constexpr int MOST = (NUM_REGISTERS == 32 ? 2 : 1) * (R > 4 ? 1 : R > 2 ? 2 : 4);
     int64_t d = 0;
     auto run = [&](auto vectors) {
@@ -171,7 +171,8 @@ inline void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_
 template <int MOST, class F> inline void for_decode(int64_t num_rows, F run) {
     int64_t r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
-    for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
+    if constexpr (MOST > 4)
+        for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
     if (num_rows - r == 3) run(r, std::integral_constant<int, 3>());
     if (num_rows - r == 2) run(r, std::integral_constant<int, 2>());
     if (num_rows - r == 1) run(r, std::integral_constant<int, 1>());

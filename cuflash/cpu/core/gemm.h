@@ -103,8 +103,8 @@ template <class T, int N, Order ORDER> constexpr int most_rows() {
 }
 
 template <class T, int N, Order ORDER, class M>
-inline void product_columns(int64_t num_rows, const T *a, int64_t a_stride, const T *b, int64_t b_stride,
-                            int64_t length, T *c, int64_t c_stride, bool adds) {
+NOINLINE void product_columns(int64_t num_rows, const T *a, int64_t a_stride, const T *b, int64_t b_stride,
+                              int64_t length, T *c, int64_t c_stride, bool adds) {
     constexpr int MOST = most_rows<T, N, ORDER>();
     const int64_t step = ORDER == Order::ROWS ? a_stride : 1;
     auto run = [&](auto rows) {

@@ -183,8 +183,8 @@ template <class T> inline Vector<T> log(Vector<T> x) {
 
 // exp(x) and log(x) of one number. Those of the C library may be compiled for the first x86-64 processors, and wait for
 // long where wide registers were used before.
-inline double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
-template <class T> inline T log_of(T x) {
+NOINLINE double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
+template <class T> NOINLINE T log_of(T x) {
     const bool is_normal = x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max();
     return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
@@ -192,7 +192,8 @@ template <class T> inline T log_of(T x) {
 // out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple
 // of the lanes of a vector.
 template <class T>
-inline void transpose(const T *in, int64_t stride, int64_t num_rows, int64_t num_columns, T *out, int64_t out_stride) {
+NOINLINE void transpose(const T *in, int64_t stride, int64_t num_rows, int64_t num_columns, T *out,
+                        int64_t out_stride) {
     constexpr int64_t N = LANES<T>;
     for (int64_t i = 0; i < num_rows; i += N)
         for (int64_t j = 0; j < num_columns; j += N) {
