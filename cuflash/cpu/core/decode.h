@@ -39,7 +39,7 @@ struct Coming {
     int64_t offset;
 
     // Into the second level of the cache: a tile is too large for the first.
-    void fetch(int64_t j) const {
+    ALWAYS_INLINE void fetch(int64_t j) const {
         for (int64_t x = 0; x < rows.bytes; x += 64) __builtin_prefetch(rows.at[j] + offset + x, 0, 2);
     }
 };
@@ -106,8 +106,10 @@ NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t nu
     constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
     Vector<T> lanes[R * GROUP_OF_KEYS];
     for (int64_t j = 0; j < num_keys; j += GROUP_OF_KEYS) {
+#pragma GCC unroll 8
         for (int n = 0; n < GROUP_OF_KEYS; n += FEW_KEYS) {
             const char *rows[FEW_KEYS];
+#pragma GCC unroll 4
             for (int x = 0; x < FEW_KEYS; ++x) {
                 const int64_t key = smaller(j + n + x, num_keys - 1);
                 rows[x] = k.at[key];
@@ -115,7 +117,9 @@ NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t nu
             }
             lanes_of_products<T, S, R>(q, dim, dim, rows, (T *)(lanes + n), GROUP_OF_KEYS * N);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
             for (int n = 0; n < GROUP_OF_KEYS; n += N)
                 store(s + r * SCORES_STRIDE<T> + j + n, sums_of_lanes<T>(lanes + r * GROUP_OF_KEYS + n));
     }

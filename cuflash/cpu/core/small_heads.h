@@ -56,20 +56,15 @@ template <class T> struct SmallArray {
         return {copies + slot * length * padded, padded};
     }
 
-    NOINLINE Rows<const T> read(const Call &call, const Entry &entry, int64_t head, int64_t slot, Range range) const {
+    Rows<const T> read(const Call &call, const Entry &entry, int64_t head, int64_t slot, Range range) const {
         const Rows<T> to = rows(call, entry, head, slot);
-        for (int64_t i = range.first; i < range.stop && !lies_well; ++i) {
-            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
-            clear(to.data + i * padded + dim, padded - dim);
-        }
+        if (!lies_well) load_copies(call, entry, head, range, to.data);
         return {to.data, to.stride};
     }
 
     // Copies computed rows into the array, unless they were computed there.
-    NOINLINE void write(const Call &call, const Entry &entry, int64_t head, Range range) const {
-        const Rows<T> from = rows(call, entry, head, 0);
-        for (int64_t i = range.first; i < range.stop && !lies_well; ++i)
-            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    void write(const Call &call, const Entry &entry, int64_t head, Range range) const {
+        if (!lies_well) store_copies(call, entry, head, range, rows(call, entry, head, 0).data);
     }
 
     // The same for `count` rows, followed by zeros.
@@ -80,6 +75,16 @@ template <class T> struct SmallArray {
     }
 
   private:
+    NOINLINE void load_copies(const Call &call, const Entry &entry, int64_t head, Range range, T *to) const {
+        for (int64_t i = range.first; i < range.stop; ++i) {
+            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to + i * padded);
+            clear(to + i * padded + dim, padded - dim);
+        }
+    }
+    NOINLINE void store_copies(const Call &call, const Entry &entry, int64_t head, Range range, const T *from) const {
+        for (int64_t i = range.first; i < range.stop; ++i)
+            store_row(from + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    }
     char *row(const Call &call, const Entry &entry, int64_t head, int64_t i) const {
         return address(call, array, size_of(call.dtype), entry.batch, head, i);
     }
@@ -140,9 +145,11 @@ NOINLINE void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<co
     }
     for (int64_t i = 0; i < num_rows; i += R) {
         const T *rows[R];
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) rows[r] = a.from(smaller(i + r, num_rows - 1)).data;
         for (int64_t j = 0; j < num_keys; j += KEYS) {
             const T *keys[KEYS];
+#pragma GCC unroll 4
             for (int n = 0; n < KEYS; ++n) keys[n] = b.from(smaller(j + n, num_keys - 1)).data;
             Vector<T> sums[LANES<T>] = {};
             for (int64_t d = 0; d < dim; d += LANES<T>) {
@@ -155,6 +162,7 @@ NOINLINE void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<co
             }
             T lanes[LANES<T>];
             store(lanes, sums_of_lanes<T>(sums));
+#pragma GCC unroll 4
             for (int n = 0; n < KEYS; ++n) memcpy(s + (j + n) * stride + i, lanes + n * R, R * sizeof(T));
         }
     }
@@ -167,8 +175,8 @@ template <class T> struct RowProducts {
     int64_t dim, by_columns, stride;
     T *columns;
 
-    NOINLINE void start(Rows<const T> rows, Range range, Rows<const T> keys, int64_t num_keys, int64_t length, T *to,
-                        int64_t to_stride) {
+    void start(Rows<const T> rows, Range range, Rows<const T> keys, int64_t num_keys, int64_t length, T *to,
+               int64_t to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
         const int64_t left = range.stop % LANES<T>, vectors = dim / LANES<T>;
         // Compares about how long both ways take.
@@ -179,7 +187,7 @@ template <class T> struct RowProducts {
 
     // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. The rows before `begin`
     // are whole vectors.
-    NOINLINE void compute(int64_t begin, int64_t end, int64_t first, int64_t stop, T *s) const {
+    void compute(int64_t begin, int64_t end, int64_t first, int64_t stop, T *s) const {
         const Rows<const T> keys = b.from(first);
         const int64_t middle = smaller(end, by_columns);
         if (middle > begin)

@@ -101,8 +101,8 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_key
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
 template <class T, class Drops, class R>
-inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max, T *l,
-                         T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
+NOINLINE void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max,
+                           T *l, T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
@@ -123,9 +123,9 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
 
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops, class R>
-inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
-                                   int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
-                                   const unsigned char *kept, float kept_scale, float *packed) {
+NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
+                                     int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
+                                     const unsigned char *kept, float kept_scale, float *packed) {
     constexpr int N = LANES<float>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);

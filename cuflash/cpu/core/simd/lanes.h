@@ -18,6 +18,9 @@
 
 // For functions that are called from many places, or seldom: one copy is enough.
 #define NOINLINE __attribute__((noinline))
+// For what loops keep in registers. And for functions of prefetches alone: GCC takes these for functions without
+// effect, and drops calls that it does not inline.
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace {
 
