@@ -31,6 +31,7 @@ def main_kernel(tile, arch, pass_, **options):
     return kernel
 
 
+@pytest.mark.one_of("arch")
 @pytest.mark.parametrize("options", [{}, {"causal": True, "alibi_slopes": (1,)}], ids=str)
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
 @pytest.mark.parametrize("tile", sample((*COLUMN_TILES, *TOP_TILES, *SM90_TILES), 4), ids=str)

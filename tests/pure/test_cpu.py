@@ -82,7 +82,7 @@ def test_longer_sequences(case):
 def test_no_worse_than_the_plain_formula(options):
     ratios = []
     for seed in range(24):
-        case = ct.Case(num_heads=2, seqlen_q=391, seqlen_k=257, head_dim=64, seed=seed, **options)
+        case = ct.Case(seqlen_q=263, seqlen_k=257, head_dim=64, seed=seed, **options)
         ratios.append([measurement.strict_ratio for measurement in judge(case, run(case))])
     # The formula's own errors are those of the products of NumPy, which are other ones on other processors.
     deviation = np.std(ratios, axis=0, ddof=1) / np.sqrt(len(ratios))
