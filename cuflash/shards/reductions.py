@@ -28,12 +28,8 @@ Array = Any
 class RunningReductions:
     """Merges the row reductions of splits, one after the other.
 
-    Parameters
-    ----------
-    results : mapping of str to array
-        The results of a call by name, of which "max" and "entropy", (batch, num_heads, seqlen_q), are filled.
-    sinks : iterable of array, optional
-        (num_heads,) each: scores of additional keys that every row attends to, which count for entropies alone.
+    Of the `results` of a call by name, "max" and "entropy", (batch, num_heads, seqlen_q), are filled. `sinks` are
+    scores, (num_heads,) each, of additional keys that every row attends to, which count for entropies alone.
     """
 
     def __init__(self, results: Mapping[str, Array], sinks: Iterable[Array] = ()) -> None:

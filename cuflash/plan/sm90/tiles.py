@@ -38,14 +38,11 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 class ForwardSm90Tile(ScoredTile):
     """One way to cut the forward pass for compute capability 9.0. A consumer owns 64 of the block_m queries."""
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products, and the softmax overlaps a product
     q_stages: int  # tiles of queries in shared memory
     serves: str = "any"
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
     conditions: ClassVar = FORWARD
@@ -94,15 +91,12 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
     packs_masks = False
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
     splits_operands: bool = False  # the producer splits operands, not an earlier kernel
     serves: str = "any"
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_terms", "splits_operands")
     conditions: ClassVar = FORWARD_FLOAT32
@@ -142,13 +136,10 @@ class JvpFloat32Sm90Tile(Sm90Tile):
     A consumer owns 64 of the 128 queries.
     """
 
-    max_dim: int
     block_m: int = 128
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_terms")
     variations: ClassVar = {"block_n": (16, 32, 48, 64), "num_stages": (1, 2), "ping_pong": (False, True)}
@@ -174,7 +165,6 @@ class JvpFloat32Sm90Tile(Sm90Tile):
 class ForwardFloat8Sm90Tile(Sm90Tile):
     """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
-    max_dim: int
     block_m: int
     block_n: int
     num_stages: int  # stages of keys, and of transposed values
@@ -183,7 +173,6 @@ class ForwardFloat8Sm90Tile(Sm90Tile):
     overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
     ping_pong: bool  # consumers take turns to make exponentials
     serves: str = "any"
-    origin: str = field(compare=False)
 
     conditions: ClassVar = FORWARD_FLOAT8
     serves_nothing_else = True
@@ -230,10 +219,8 @@ class ForwardFloat8Sm90Tile(Sm90Tile):
 class BackwardSm90Tile(ScoredTile):
     """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
@@ -246,7 +233,6 @@ class BackwardSm90Tile(ScoredTile):
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
     serves: str = "any"
-    origin: str = field(compare=False)
 
     conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
@@ -358,14 +344,12 @@ class TopSm90Tile(Tile):
 class BiasSm90Tile(ScoredTile):
     """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
-    max_dim: int
     block_m: int = 128
     block_n: int = 128
     bias_of_pairs: int  # bytes of an element of the bias that it serves
     num_stages: int  # stages of the operands of a product
     bias_stages: int  # stages of tiles of bias
     bf16_terms: int = 1  # bf16 terms of an element: three for float32, or two for TF32's precision
-    origin: str = field(compare=False)
 
     role = "bias"
     defined = ("bias_stages", "bf16_terms")
@@ -406,14 +390,11 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
     packs_masks = False
 
-    max_dim: int
     block_m: int = 64
     block_n: int = 64
-    num_stages: int
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
@@ -448,14 +429,12 @@ class BackwardJvpFloat32Sm90Tile(Sm90Tile):
     Warpgroups own the same 64 keys.
     """
 
-    max_dim: int
     block_m: int = 64
     block_n: int = 64
     num_stages: int  # of q and its tangent
     do_stages: int  # of dout
     num_buffers: int  # buffers in which weights and gradients of scores are handed from warpgroup to warpgroup
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("do_stages", "num_buffers", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "do_stages": (1, 2), "num_buffers": (1, 2)}
