@@ -23,9 +23,9 @@ def axis_of(case, axis):
     return {-3: -2, -2: -3}.get(axis, axis) if case.layout == "bshd" and case.ndim > 2 else axis
 
 
-def inputs_of(case):
+def inputs_of(case, convert=np.asarray):
     """q, k and the optional inputs of a case, by name."""
-    arrays, others = case.arrays(), ("v", "v_scale", *TAKEN_BY_BACKWARD)
+    arrays, others = case.arrays(convert), ("v", "v_scale", *TAKEN_BY_BACKWARD)
     return {name: x for name, x in arrays.items() if name not in others}
 
 
@@ -173,7 +173,7 @@ def weights_reduced(case, convert=np.asarray, keys_of=lambda k: k, count=16, **o
     `keys_of` makes what a call takes of k.
     """
     attn: Any = cuflash.FlashAttention(**case.keywords, **options)
-    arrays = {name: convert(x) for name, x in inputs_of(case).items()}
+    arrays = inputs_of(case, convert)
     others = {name: x for name, x in arrays.items() if name not in ("q", "k")}
     lse = lse_of(attn, arrays)
     weights = weights_of(case, ct.to_numpy(lse))
