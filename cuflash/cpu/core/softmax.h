@@ -171,11 +171,11 @@ template <class T> NOINLINE RowWithSink with_sink(const Call &call, Row row, dou
 template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
-    const int64_t step = call.strides[OUT][3];
+    const int64_t step = call.strides[OUT][3], bytes = step * size_of(call.dtype);
     for (int64_t d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const int64_t count = smaller(MAX_KEYS, call.head_dim_v - d);
         for (int64_t x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
-        store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
+        store_row(values, call.dtype, step, count, out + d * bytes);
     }
 }
 
