@@ -28,16 +28,14 @@ from cuflash.spec.outputs import (
     BackwardJvpArrays,
     JvpArrays,
 )
-from cuflash.spec.passes import BACKWARD_JVP, JVP
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
 from cuflash.spec.results import (
     Array,
     ForwardResult,
     Gradients,
     GradientTangents,
     JvpResult,
-    named_tuple_of,
-    named_tuple_of_results,
-    named_tuple_of_tangents,
+    named_tuple,
     needed,
     wanted_results,
 )
@@ -458,8 +456,8 @@ class FlashAttention(Reductions[FunctionT]):
             arrays |= {"max": max, "entropy": entropy}
             names = wanted_results(want, arrays)
         call = prepare(self.options, arrays, INPUTS, names, names)
-        computed = backend_of(call.backend).forward(call.options, call.arrays, random, call.need)
-        return named_tuple_of_results(names)(*(computed if call.is_direct else call.exported(computed, arrays)))
+        computed = backend_of(call.backend).compute(FORWARD, call.options, call.arrays, call.need, random)
+        return named_tuple(ForwardResult, names)(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
     @overload
@@ -621,12 +619,12 @@ class FlashAttention(Reductions[FunctionT]):
                 "dsinks": dsinks,
             }  # fmt: skip
             names = needed(need, arrays | self.options.numbers, results, of_functions)
-            results, result_type = {name: results.get(name) for name in names}, named_tuple_of(names)
+            results, result_type = {name: results.get(name) for name in names}, named_tuple(Gradients, names)
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
-        computed = backend_of(call.backend).backward(call.options, call.arrays, call.need, random)
+        computed = backend_of(call.backend).compute(BACKWARD, call.options, call.arrays, call.need, random)
         return result_type(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
@@ -705,7 +703,7 @@ class FlashAttention(Reductions[FunctionT]):
         by_name = {"q": q, "k": k, "v": v, **given}
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, INPUTS, JVP.default, JVP.default)
-        computed = backend_of(call.backend).jvp(call.options, call.arrays, random, call.need)
+        computed = backend_of(call.backend).compute(JVP, call.options, call.arrays, call.need, random)
         return JvpResult(*(computed if call.is_direct else call.exported(computed, by_name)))
 
     # fmt: off
@@ -796,5 +794,5 @@ class FlashAttention(Reductions[FunctionT]):
         by_name |= {name: results[name] for name in names}
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, _BACKWARD_JVP_INPUTS, names, names)
-        computed = backend_of(call.backend).backward_jvp(call.options, call.arrays, call.need, random)
-        return named_tuple_of_tangents(names)(*(computed if call.is_direct else call.exported(computed, by_name)))
+        computed = backend_of(call.backend).compute(BACKWARD_JVP, call.options, call.arrays, call.need, random)
+        return named_tuple(GradientTangents, names)(*(computed if call.is_direct else call.exported(computed, by_name)))

@@ -440,7 +440,7 @@ class PreparedReduction(NamedTuple):
 def _lse_of(call: Call, arrays: dict[str, Any], *, computes: bool) -> Any:
     """lse of a call without values; only its shape and dtype, unless the caller `computes`."""
     if computes:
-        return backend_of(call.backend).forward(call.options, arrays)[OUTPUTS.index("lse")]
+        return backend_of(call.backend).compute(FORWARD, call.options, arrays, OUTPUTS)[OUTPUTS.index("lse")]
     plain = {name: x.array if isinstance(x, Streamed) else x for name, x in arrays.items()}
     dtype = softmax_dtype_of(plain["q"].dtype.name)
     with on_device(plain["q"]):

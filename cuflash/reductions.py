@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cuflash.preparation import Preparation, backend_of, reductions_of
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
+from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
 from cuflash.spec.reductions import (
     ColumnSums,
     checked_count,
@@ -20,7 +21,7 @@ from cuflash.spec.reductions import (
     keys_of,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of
+from cuflash.spec.results import Array, Gradients, TopKeys, named_tuple
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ class Reductions(Preparation[FunctionT]):
         >>> sums.shape, float(sums.sum().round(9))
         ((100,), 100.0)
         """
-        given = self._given("column_sums", optional_inputs)
-        call = prepare_reduction("column_sums", self.options, {"q": q, "k": k, "lse": lse, "weights": weights} | given)
-        return call.exported(reductions_of(call.backend).column_sums(call.options, call.arrays), of_keys=True)
+        return self._reduced(COLUMN_SUMS, {"q": q, "k": k, "lse": lse, "weights": weights}, optional_inputs)[0]
 
     def column_max(self, q: Array, k: Array, lse: Array, **optional_inputs: Array) -> Any:
         """The largest attention weight that each key receives: ``max_i P[i, j]``, where ``P = exp(S - lse)``.
@@ -111,9 +110,7 @@ class Reductions(Preparation[FunctionT]):
         --------
         column_sums : The sum of these weights.
         """
-        given = self._given("column_max", optional_inputs)
-        call = prepare_reduction("column_max", self.options, {"q": q, "k": k, "lse": lse} | given)
-        return call.exported(reductions_of(call.backend).column_max(call.options, call.arrays), of_keys=True)
+        return self._reduced(COLUMN_MAX, {"q": q, "k": k, "lse": lse}, optional_inputs)[0]
 
     def top_keys(self, q: Array, k: Array, lse: Array, count: int, **optional_inputs: Array) -> TopKeys:
         """The strongest keys of each query: indices and attention weights of the `count` largest, the largest first.
@@ -153,11 +150,8 @@ class Reductions(Preparation[FunctionT]):
         >>> indices[:2].tolist(), weights[0].tolist()
         ([[0, -1], [0, 1]], [1.0, 0.0])
         """
-        given = self._given("top_keys", optional_inputs)
-        wanted = checked_count(count)
-        call = prepare_reduction("top_keys", self.options, {"q": q, "k": k, "lse": lse} | given)
-        found = reductions_of(call.backend).top_keys(call.options, call.arrays, wanted)
-        return TopKeys(*map(call.exported, found))
+        arrays = {"q": q, "k": k, "lse": lse}
+        return TopKeys(*self._reduced(TOP_KEYS, arrays, optional_inputs, count))
 
     def column_sums_backward(
         self,
@@ -215,14 +209,21 @@ class Reductions(Preparation[FunctionT]):
         >>> (dq + through_lse.dq).shape
         (100, 8)
         """
-        given = self._given("column_sums_backward", optional_inputs)
+        given = checked_of_reduction("column_sums_backward", self.options, optional_inputs)
         names, own = gradients_wanted(self.options, given, need)
         arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
         found = ColumnSums(call, backend_of(call.backend)).gradients(own)
         exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
         of_sums = [x if call.imported is None else call.imported.export(x, None) for x in found[len(names) :]]
-        return named_tuple_of((*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
+        return named_tuple(Gradients, (*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
 
-    def _given(self, method: str, optional_inputs: dict[str, Array]) -> dict[str, Array | None]:
-        return checked_of_reduction(method, self.options, optional_inputs)
+    def _reduced(
+        self, pass_: Pass, arrays: dict[str, Any], optional_inputs: dict[str, Array], *count: Any
+    ) -> list[Any]:
+        """The results of a reduction; `TOP_KEYS` has a `count`."""
+        given = checked_of_reduction(pass_.name, self.options, optional_inputs)
+        wanted = [checked_count(x) for x in count]
+        call = prepare_reduction(pass_.name, self.options, arrays | given)
+        found = reductions_of(call.backend).compute(pass_, call.options, call.arrays, *wanted)
+        return [call.exported(x, of_keys=not count) for x in found]

@@ -40,7 +40,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """A device of `cuflash.streaming.copy_pipeline` in host memory, which computes at once.
+    """A `cuflash.shards.cuda.Cuda` in host memory, which computes at once.
 
     Copies are made as late as they may be, or as early. It refuses copies into memory that may still be computed with,
     and those of results before they are computed.

@@ -86,7 +86,7 @@ def passes_with(name: str) -> tuple[Pass, ...]:
     if name == "want":
         return (FORWARD,)
     if name == "need":
-        return tuple(pass_ for pass_ in PASSES if pass_.rows[0].gradient_of)
+        return tuple(pass_ for pass_ in PASSES if pass_.gives_gradients)
     if name == "deterministic":
         return tuple(pass_ for pass_ in PASSES if pass_.adds_to_memory)
     if name in TAKEN_BY_BACKWARD and name not in OUTPUTS:

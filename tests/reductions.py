@@ -134,8 +134,10 @@ def _judge_top(indices, weights, matrix, tolerance):
     count = indices.shape[-1]
     assert indices.dtype == np.int32
     assert indices.shape == weights.shape == (*matrix.shape[:-1], count)
+    assert (indices < matrix.shape[-1]).all()
     is_key = indices >= 0
     assert not weights[~is_key].any()
+    assert (is_key.sum(axis=-1) >= np.minimum(count, (matrix > 0).sum(axis=-1))).all(), "fewer keys than there are"
     assert (is_key[..., 1:] <= is_key[..., :-1]).all()  # nothing follows where there are no more keys
     assert (weights[..., 1:] <= weights[..., :-1]).all()
     ordered = np.sort(np.where(is_key, indices, -1 - np.arange(count)), axis=-1)

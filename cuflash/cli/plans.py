@@ -97,7 +97,7 @@ def plan_documents(
         own = of_pass(args, problem, pass_)
         common = {"pass": pass_.name, "problem": problem_document(own), "flops": pass_.flops(own)}
         if device is None:
-            why_not = own.why_no_gradients if pass_.rows[0].gradient_of else None
+            why_not = own.why_no_gradients if pass_.gives_gradients else None
             core = cpu.describe(own, DEFAULT_NEED, (pass_,))
             about = None if why_not else about_seconds(own, pass_, args.count)
             why_not = why_not and f"no {pass_} pass with {why_not}"

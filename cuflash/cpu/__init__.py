@@ -85,30 +85,15 @@ def run(
 ) -> tuple[Array, ...]:
     """The results of a pass; bitwise repeatable, on any number of threads.
 
-    Parameters
-    ----------
-    pass_ : Pass
-        Of `cuflash.spec.passes.PASSES`.
-    problem : Problem
-        From `cuflash.spec.problem.make_problem` on the same arrays.
-    given : numpy.ndarray
-        The first arrays that the pass takes: dout in a backward pass; q, k, v; then out and lse.
-    need : collection of str, optional
-        The results that are wanted; without it those that the pass gives by default.
-    seed, offset : int, optional
-        With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
-    **others : numpy.ndarray, optional
-        All other arrays by name, validated, of any strides: the optional inputs, where `kv_lengths` is clamped to
-        0..seqlen_k; what else the pass takes; row_sums, if q, k and v are a slice of a problem
-        (`cuflash.spec.row_sums`); and arrays for results, which are written to and returned if wanted.
+    `given` are the first arrays that the pass takes: dout in a backward pass; q, k, v; then out and lse. `others` are
+    all other arrays by name, validated, of any strides: the optional inputs, where `kv_lengths` is clamped to
+    0..seqlen_k; what else the pass takes; row_sums, if q, k and v are a slice of a problem (`cuflash.spec.row_sums`);
+    and arrays for results, which are written to and returned if wanted.
 
-    Returns
-    -------
-    tuple of numpy.ndarray
-        The results that are wanted, in the order of the pass. In a row that attends to no key, those of the forward
-        pass have the value `Output.of_no_keys` of their rows, and lse is the sink if there is one; tout is 0, and tlse
-        is 0 or the tangent of the sink. In dk and dv, keys that no query attends to, those past `kv_lengths` and those
-        of no sequence among them, get zero.
+    Results are in the order of the pass. In a row that attends to no key, those of the forward pass have the value
+    `Output.of_no_keys` of their rows, and lse is the sink if there is one; tout is 0, and tlse is 0 or the tangent of
+    the sink. In dk and dv, keys that no query attends to, those past `kv_lengths` and those of no sequence among them,
+    get 0.
     """
     is_backward = bool(pass_.required)
     arrays = dict(zip((*("dout",) * is_backward, *INPUTS, "out", "lse"), given, strict=False)) | others

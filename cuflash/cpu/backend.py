@@ -20,59 +20,27 @@ from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
 
 
-def forward(
-    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+def compute(
+    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
-    """The results `need` of NumPy arrays by name: q, k, v, and the optional inputs and results that are given.
+    """The results `need` of a pass over NumPy arrays by name: its inputs, and the results that are given.
 
-    `random` is the seed and the offset of dropout.
+    `random` is the seed and the offset of dropout. `arrays` of a backward pass may have row sums
+    (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
-    if results := _repeated(FORWARD, options, arrays, need, random):
+    has_row_sums = "row_sums" in arrays
+    if not has_row_sums and not pass_.has_tangents and (results := _repeated(pass_, options, arrays, need, random)):
         return results
-    return _first_time(FORWARD, options, arrays, need, random)
-
-
-def backward(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Any, ...]:
-    """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
-
-    `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
-    """
-    if "row_sums" not in arrays and (results := _repeated(BACKWARD, options, arrays, need, random)):
-        return results
-    return _first_time(BACKWARD, options, arrays, need, random)
-
-
-def jvp(
-    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
-) -> tuple[Any, ...]:
-    """The results `need` of arrays and tangents by name, as `forward` gives its own."""
-    return _first_time(JVP, options, arrays, need, random)
-
-
-def backward_jvp(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Any, ...]:
-    """The tangents of gradients `need` of arrays and tangents by name, as `backward` gives gradients."""
-    return _first_time(BACKWARD_JVP, options, arrays, need, random)
-
-
-def _first_time(
-    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
-) -> tuple[Any, ...]:
-    """The results of a call that repeats none."""
     own = {name: x for name, x in arrays.items() if name != "row_sums"}
-    if len(own) == len(arrays) and (axes := axes_of(options, own, need)):
-        method: Any = {FORWARD: forward, BACKWARD: backward, JVP: jvp, BACKWARD_JVP: backward_jvp}[pass_]
+    if not has_row_sums and (axes := axes_of(options, own, need)):
         calls = Calls(axes, options, own, need, np, gives_partials=False)
-        return calls.run(lambda options, found: method(options, _given(found), need=need, random=random))
+        return calls.run(lambda options, found: compute(pass_, options, _given(found), need, random))
     problem = bound(pass_, options, own, need).problem
     return cpu.run(pass_, problem, need=need, **arrays, seed=random[0], offset=random[1])
 
@@ -172,7 +140,7 @@ class CpuPlan:
         sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
         work = [
             f"{pass_.flops(p) / 1e9:.3g} GFLOP {pass_}"
-            if not pass_.rows[0].gradient_of or p.why_no_gradients is None
+            if not pass_.gives_gradients or p.why_no_gradients is None
             else f"no {pass_} pass with {p.why_no_gradients}"
             for pass_ in self.passes
         ]

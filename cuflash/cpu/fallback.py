@@ -33,7 +33,7 @@ from cuflash.score_mod.program import ScoreTangents
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NUMBERS
 from cuflash.spec.outputs import DEFAULT_NEED, MOVABLE_OVER_ROWS
-from cuflash.spec.passes import FORWARD, Pass
+from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.row_sums import is_large
 
@@ -54,23 +54,31 @@ LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960
 
 
 def run(
-    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
+    problem: Problem,
+    arrays: Mapping[str, Array | None],
+    pass_: Pass,
+    seed: int | None,
+    offset: int | None,
+    kind: type[Job] | None = None,
 ) -> None:
-    """Compute a pass, as `cuflash.cpu.core.run` does."""
+    """Compute a pass by jobs of a kind, as `cuflash.cpu.core.run` does."""
+    kind, random = kind or Job, (seed, offset)
     given = {name: x for name, x in arrays.items() if x is not None}
     threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
-    if pass_ is FORWARD:
-        jobs.run(Job.forward, jobs_of(problem, given, (seed, offset), Job), threads)
+    if not pass_.gives_gradients:
+        jobs.run(kind.forward, jobs_of(problem, given, random, kind), threads)
         return
     if "dout" not in given:
-        jobs.run(Job.find_row_sums, jobs_of(problem, given, (seed, offset), Job), threads)
+        jobs.run(kind.find_row_sums, jobs_of(problem, given, random, kind), threads)
         return
-    sums = GradientSums(problem, {name: given.pop(name) for name in problem.gradients if name in given})
+    # Sums of tangents are named as those of the gradients whose tangents they are.
+    named = {name: f"t{name}" if pass_.has_tangents else name for name in problem.gradients}
+    sums = GradientSums(problem, {name: given.pop(own) for name, own in named.items() if own in given})
     given |= sums.of_rows
     if problem.is_packed:
         clear_gradients_of_no_sequence(problem, given)
-    backward = functools.partial(Job.backward, wanted=sums.wanted)
-    jobs.run(backward, jobs_of(problem, given, (seed, offset), Job), threads, sums.add)
+    backward = functools.partial(kind.backward, wanted=sums.wanted)
+    jobs.run(backward, jobs_of(problem, given, random, kind), threads, sums.add)
     sums.write()
 
 
@@ -613,14 +621,9 @@ class JobGradients:
 
 
 class GradientSums:
-    """The gradients that are wanted: sums over jobs.
+    """The gradients that are `wanted`: sums over jobs.
 
-    Attributes
-    ----------
-    wanted : dict of str to array
-        The results.
-    of_rows : dict of str to array
-        dq itself, and the sums of dk and dv in the dtype of the softmax; those that are wanted.
+    `of_rows` has dq itself, and the sums of dk and dv in the dtype of the softmax; those that are wanted.
     """
 
     def __init__(self, problem: Problem, wanted: dict[str, Array]) -> None:

@@ -18,44 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import jobs
-from cuflash.cpu.fallback import (
-    SERIAL_FLOPS,
-    GradientSums,
-    Job,
-    JobGradients,
-    OnlineSoftmax,
-    Tile,
-    derivative_by_softcap,
-    jobs_of,
-    sums_of_entries,
-)
+from cuflash.cpu import fallback
+from cuflash.cpu.fallback import Job, JobGradients, OnlineSoftmax, Tile, derivative_by_softcap, sums_of_entries
 from cuflash.cpu.gemm import product
-from cuflash.cpu.packed import clear_gradients_of_no_sequence
 from cuflash.score_mod.evaluation import evaluate
-from cuflash.spec.passes import JVP, Pass
-from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
-
-
-def run(
-    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
-) -> None:
-    """Compute a pass with tangents, as `cuflash.cpu.fallback.run` does those without."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
-    if pass_ is JVP:
-        jobs.run(TangentJob.jvp, jobs_of(problem, given, (seed, offset), TangentJob), threads)
-        return
-    # Sums are named as those of the gradients whose tangents they are.
-    sums = GradientSums(problem, {name: given.pop(f"t{name}") for name in problem.gradients if f"t{name}" in given})
-    given |= sums.of_rows
-    if problem.is_packed:
-        clear_gradients_of_no_sequence(problem, given)
-    backward_jvp = functools.partial(TangentJob.backward_jvp, wanted=sums.wanted)
-    jobs.run(backward_jvp, jobs_of(problem, given, (seed, offset), TangentJob), threads, sums.add)
-    sums.write()
 
 
 class TangentJob(Job):
@@ -121,7 +89,7 @@ class TangentJob(Job):
 
     # ---- jvp ---------------------------------------------------------------------------------------------------------
 
-    def jvp(self) -> None:
+    def forward(self) -> None:
         """Write out, lse and their tangents."""
         softmax = OnlineSoftmax(self.sinks)
         o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
@@ -181,7 +149,7 @@ class TangentJob(Job):
             tdp += product(tdO, self.of_keys("v", tile).swapaxes(2, 3))
         return (dp, tdp) if kept is None else (dp * kept, tdp * kept)
 
-    def backward_jvp(self, wanted: Mapping[str, Array]) -> JobGradients:
+    def backward(self, wanted: Mapping[str, Array]) -> JobGradients:
         """Write the tangent of dq, if it is wanted, and return what the job adds to those of the other gradients."""
         lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
         weights, is_empty = self.weights_of(lse), lse == -np.inf
@@ -282,3 +250,6 @@ class TangentGradients(JobGradients):
                 self.of_entries.append((name, *own))
             ds, tds = ds * slope, tds * slope + ds * moved
         return ds, tds
+
+
+run = functools.partial(fallback.run, kind=TangentJob)

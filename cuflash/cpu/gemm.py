@@ -21,12 +21,8 @@ PRODUCT_DEPTH = PRODUCT_LIMIT // PRODUCT_BLOCK**2
 class Products:
     """The products of the rows q of a slice and the keys k, in the dtype of the softmax.
 
-    Attributes
-    ----------
-    scaled : array
-        The products times `scale`, a number for each pair, as far as `write` has been called.
-    moved : array or None
-        The tangents of these, if `tangents` has some: "tq", "tk" and "tscale", those of q, k and the scale.
+    `scaled` has the products times `scale` as far as `write` has been called, `moved` the tangents of these, if
+    `tangents` has "tq", "tk" or "tscale".
     """
 
     def __init__(

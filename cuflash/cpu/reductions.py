@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cuflash.cpu import backend, core, fallback, jobs
 from cuflash.cpu.packed import sequences
 from cuflash.spec.options import Options
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, COLUMN_SUMS_BACKWARD, TOP_KEYS, Pass
+from cuflash.spec.passes import BACKWARD, COLUMN_MAX, COLUMN_SUMS, COLUMN_SUMS_BACKWARD, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.reductions import as_rows_of_values, of_values, widened
 from cuflash.spec.row_sums import in_units
@@ -25,8 +25,16 @@ from cuflash.spec.row_sums import in_units
 Array = NDArray[Any]
 
 
-def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
-    """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
+def compute(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> tuple[Array, ...]:
+    """The results of a reduction; `count` is how many keys `TOP_KEYS` finds of a row."""
+    if pass_ is TOP_KEYS:
+        return _top_keys(*_bound(TOP_KEYS, options, arrays), *count)
+    if pass_ is COLUMN_MAX:
+        return (_of_columns(*_bound(COLUMN_MAX, options, arrays), COLUMN_MAX, ReductionJob.largest, np.maximum),)
+    return (_column_sums(options, arrays),)
+
+
+def _column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
     problem, arrays = _bound(COLUMN_SUMS, options, arrays)
     if not problem.has_functions or core.why_not(problem) is not None or not problem.num_heads:
         return _of_columns(problem, arrays, COLUMN_SUMS, ReductionJob.sums, np.add)
@@ -36,19 +44,12 @@ def column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
     factors = np.ones(given["lse"].shape, dtype) if factors is None else factors
     group, layout = problem.group_size, options.layout
     dout = as_rows_of_values(factors, group, group, layout, dtype)
-    v = np.zeros((*given["k"].shape[:-1], group), dtype)
-    (dv,) = backend.backward(options, {**given, "v": v, "dout": dout, "out": np.zeros_like(dout)}, ("dv",))
+    given |= {"v": np.zeros((*given["k"].shape[:-1], group), dtype), "dout": dout, "out": np.zeros_like(dout)}
+    (dv,) = backend.compute(BACKWARD, options, given, ("dv",))
     return of_values(dv, group, layout)
 
 
-def column_max(options: Options, arrays: Mapping[str, Any]) -> Array:
-    """The largest weight of each column, 0 of a key that no query attends to; per query head."""
-    return _of_columns(*_bound(COLUMN_MAX, options, arrays), COLUMN_MAX, ReductionJob.largest, np.maximum)
-
-
-def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Array, Array]:
-    """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
-    problem, arrays = _bound(TOP_KEYS, options, arrays)
+def _top_keys(problem: Problem, arrays: dict[str, Any], count: int) -> tuple[Array, Array]:
     shape = (*problem.lse_shape, count)
     found = (np.full(shape, -1, np.int32), np.zeros(shape, problem.softmax_dtype))
     if _is_run_by_core(TOP_KEYS, problem, arrays, found):
@@ -64,7 +65,7 @@ def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[A
 
 
 def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.CpuPlan:
-    """The plan of a reduction; `count` is that of `top_keys`."""
+    """The plan of a reduction; `count` is that of `TOP_KEYS`."""
     return backend.CpuPlan(problem=_bound(pass_, options, arrays)[0], passes=(pass_,))
 
 

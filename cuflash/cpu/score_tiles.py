@@ -46,16 +46,9 @@ def call_slices(
 ) -> Iterator[CallSlice]:
     """The slices of a call, in a fixed order.
 
-    Parameters
-    ----------
-    problem : Problem
-    different : collection of {"batch", "head"}
-        What functions distinguish: batch entries and heads that they do not distinguish share all numbers.
-    most : int
-        A slice has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value
-        head.
-    per_row_values : int, optional
-        How many numbers belong to all rows of a head, where that is not one for each pair: rows stay together.
+    Batch entries and heads that functions do not distinguish share all numbers; `different` says which they do. A slice
+    has at most `most` numbers, or as many as belong to a block of rows and the heads of one key/value head. With
+    `per_row_values`, so many belong to all rows of a head, in place of one to each pair: rows stay together.
     """
     whole = max(per_row_values or problem.seqlen_q * problem.seqlen_k, 1)
     group, every = problem.group_size, slice(None)
@@ -79,15 +72,8 @@ def call_slices(
 class Pairs:
     """The pairs of a slice, as functions read them.
 
-    Attributes
-    ----------
-    rows : range
-    of_all : dict of str to array
-        The batch entries and heads that functions distinguish, as axes 0 and 1 of four.
-    shape : tuple of int
-        Of an array with a number for each pair.
-    zero : array
-        The products, where functions do not depend on them.
+    `of_all` has the batch entries and heads that functions distinguish, as axes 0 and 1 of four; `zero` stands for the
+    products, where functions do not depend on them.
     """
 
     def __init__(self, problem: Problem, call_slice: CallSlice, different: Collection[str], first_entry: int) -> None:
@@ -119,15 +105,8 @@ class Pairs:
 class Tile:
     """Some rows and keys of a slice.
 
-    Attributes
-    ----------
-    rows, keys : range
-    own_rows, own_keys : slice
-        The rows, counted from the first one of the slice, and the keys.
-    index : tuple
-        Its index in an array with a number for each pair of the slice.
-    blocks : tuple
-        Its index in an array with a number for each block of `BLOCK` rows and keys.
+    `own_rows` count from the first row of the slice. `index` is that in an array with a number for each pair of the
+    slice, `blocks` that in one with a number for each block of `BLOCK` rows and keys.
     """
 
     def __init__(self, pairs: Pairs, rows: range, keys: range) -> None:

@@ -105,15 +105,9 @@ def begin_to_agree(
     """Do work that gives a result and facts, and send the facts to the other ranks.
 
     Returns the result, the facts, and a function that waits for all ranks and returns their lasting facts by rank. If
-    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises.
-
-    Raises
-    ------
-    Heard
-        With an error of which all ranks know: what `work` raises here, RankFailed if it failed on another rank, or
-        ValueError if a fact of some rank differs from that of rank 0.
-    TimeoutError
-        A rank did not call in time.
+    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises `Heard` with an error of which
+    all ranks know: what `work` raises here, RankFailed if it failed on another rank, or ValueError if a fact of some
+    rank differs from that of rank 0.
     """
     result, facts, failure = None, Facts({}), None
     try:

@@ -9,10 +9,10 @@ from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.distributed.calls import Call, Calls, of_pairs
 from cuflash.distributed.execution import Execution
 from cuflash.spec.inputs import INPUTS
-from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
-from cuflash.spec.results import named_tuple_of, named_tuple_of_results, needed
+from cuflash.spec.outputs import BY_NAME, GRADIENTS
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult, named_tuple, needed
 
-_BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 Random = tuple[int | None, int | None]
 
 
@@ -23,40 +23,52 @@ def forward(
     optional_inputs: dict[str, Any],
     random: Random,
     names: tuple[str, ...],
+    pass_: Pass = FORWARD,
 ) -> Any:
-    """The results of this name of `forward` or `decode`."""
+    """The results of these names of `forward`, `decode` or `jvp`."""
 
     def compute(call: Call, run: Execution) -> Any:
-        problem, dtype = run.problem, numpy_dtype(run.problem.softmax_dtype)
-        results = {"out": run.xp.empty(problem.out_shape, numpy_dtype(problem.dtype))}
-        results |= {name: run.xp.empty(problem.lse_shape, dtype) for name in names[1:]}
-        views = {"out": view_4d(results["out"], calls.options.layout)}
-        views |= {name: view_rows(results[name]) for name in names[1:]}
+        problem, results, views = run.problem, {}, {}
+        for name in names:
+            if BY_NAME[name].is_of_rows:
+                results[name] = x = run.xp.empty(problem.lse_shape, numpy_dtype(problem.softmax_dtype))
+                views[name] = view_rows(x)
+            else:
+                results[name] = x = run.xp.empty(problem.out_shape, numpy_dtype(problem.dtype))
+                views[name] = view_4d(x, calls.options.layout)
         if method == "decode":
             run.decode(views)
         else:
-            run.forward(views)
-        return named_tuple_of_results(names)(*call.exported(list(results.values())))
+            run.forward(views, pass_)
+        kind = JvpResult if pass_.has_tangents else ForwardResult
+        return named_tuple(kind, names)(*call.exported(list(results.values())))
 
     return calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute, lambda given: names)
 
 
 def backward(
-    calls: Calls, arrays: dict[str, Any], optional_inputs: dict[str, Any], random: Random, need: Collection[str]
+    calls: Calls,
+    arrays: dict[str, Any],
+    optional_inputs: dict[str, Any],
+    random: Random,
+    need: Collection[str],
+    pass_: Pass = BACKWARD,
 ) -> Any:
-    """The gradients that are wanted."""
-    of_functions = calls.options.score_gradients
+    """The gradients, or tangents of gradients, that are wanted."""
+    of_functions, prefix = calls.options.score_gradients, "t" if pass_.has_tangents else ""
 
     def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-        absent = dict.fromkeys((*GRADIENTS, *of_functions))
-        return needed(need, {**given, **calls.options.numbers}, absent, of_functions)
+        absent = dict.fromkeys(f"{prefix}{name}" for name in (*GRADIENTS, *of_functions))
+        return needed(need, {**given, **calls.options.numbers}, absent, of_functions, prefix)
 
     def compute(call: Call, run: Execution) -> Any:
         results = {name: call.empty(name, run.problem) for name in call.need}
-        views = {name: view_4d(x, calls.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()}
-        if "dbias" in views:
-            views["dbias"] = of_pairs(views["dbias"])
-        run.backward(call.need, views)
-        return named_tuple_of(call.own.wanted)(*call.exported(list(results.values())))
+        views = {name: view_4d(x, calls.options.layout) if name in pass_.default else x for name, x in results.items()}
+        if (bias := f"{prefix}dbias") in views:
+            views[bias] = of_pairs(views[bias])
+        run.backward(call.need, views, pass_)
+        kind = GradientTangents if pass_.has_tangents else Gradients
+        return named_tuple(kind, call.own.wanted)(*call.exported(list(results.values())))
 
-    return calls.carry_out("backward", arrays, optional_inputs, _BACKWARD_INPUTS, random, compute, names)
+    required = (*INPUTS, *pass_.required)
+    return calls.carry_out(pass_.name, arrays, optional_inputs, required, random, compute, names)

@@ -24,7 +24,7 @@ from cuflash.spec.reductions import (
     checked_of_reduction,
     gradients_wanted,
 )
-from cuflash.spec.results import Array, TopKeys, named_tuple_of
+from cuflash.spec.results import Array, Gradients, TopKeys, named_tuple
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class RankReductions(Generic[FunctionT]):
                 raise not_served("k", "Streamed", "keys where q is: each rank has only a shard of them")
             sums = ColumnSums(call, _Passes(self._calls_of_weights))
         found = sums.gradients(own)
-        return named_tuple_of((*names, *own))(  # type: ignore[no-any-return]
+        return named_tuple(Gradients, (*names, *own))(  # type: ignore[no-any-return]
             *(x if call.imported is None else call.imported.export(x, None) for x in found)
         )
 

@@ -349,36 +349,9 @@ def make_schedule(
     joins: bool = False,
     why_whole: str | None = None,
 ) -> Schedule:
-    """The schedule of a problem.
+    """The schedule of a problem, after a check that splits have the same ranks, and spans consist of whole chunks.
 
-    Parameters
-    ----------
-    split_q, split_k : Split
-        The splits of queries, and of keys and values, over the same ranks.
-    band : Band
-        The pairs that `causal` and `window` leave visible.
-    chunks : int, optional
-        The number of global chunks, at whose ends pieces are cut.
-    num_heads_kv : int
-        How many key/value heads there are.
-    steps : int, optional
-        The most groups of key/value heads in which rows are exchanged; if it is None, `row_bytes` decides.
-    row_bytes : (int, int)
-        Bytes that are exchanged for a row and a key/value head, in the traversal by queries and in that by keys.
-    step : (int, int)
-        Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
-    packing : Packing, optional
-        The packed sequences; their bands then replace `band`.
-    joins : bool
-        Whether calls may have rows of several spans as if these were adjacent. They may not if anything depends on the
-        numbers of rows.
-    why_whole : str, optional
-        Why all rows that a piece needs have to be in one call. This function finds some reasons itself.
-
-    Raises
-    ------
-    ValueError
-        The splits have different numbers of ranks, or spans do not consist of whole chunks.
+    The parameters are fields of `Schedule`. This function finds some reasons for one round (`why_whole`) itself.
     """
     if split_q.ranks != split_k.ranks:
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")

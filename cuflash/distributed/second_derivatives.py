@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Generic, overload
 
-from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
-from cuflash.distributed.calls import Call, Calls, of_pairs
-from cuflash.distributed.execution import Execution
-from cuflash.spec.inputs import INPUTS, NamedGradientTangents
+from cuflash.distributed import passes
+from cuflash.distributed.calls import Calls
+from cuflash.spec.inputs import NamedGradientTangents
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, GRADIENTS, REQUIRED_BY_BACKWARD_JVP
+from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
 from cuflash.spec.passes import BACKWARD_JVP, JVP
-from cuflash.spec.results import Array, GradientTangents, JvpResult, named_tuple_of_tangents, needed
+from cuflash.spec.results import Array, GradientTangents, JvpResult
 from cuflash.spec.score_args import check_tangent_names
 from cuflash.spec.type_variables import ArrayT, FunctionT, KeyT, ValueT, WithFunction
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from cuflash.spec.outputs import OfHessian
     from cuflash.spec.results import NumpyJvpResult
     from cuflash.spec.type_variables import Integer, NumpyArray, ScalarT
-
-_BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
 
 class SecondDerivatives(Generic[FunctionT]):
@@ -97,21 +94,8 @@ class SecondDerivatives(Generic[FunctionT]):
         cuflash.FlashAttention.jvp : The same on one device.
         """
         check_tangent_names(self.options)
-
-        def compute(call: Call, run: Execution) -> JvpResult:
-            softmax, problem = numpy_dtype(run.problem.softmax_dtype), run.problem
-            results, views = {}, {}
-            for row in JVP.rows:
-                shape, dtype = (
-                    (problem.lse_shape, softmax) if row.is_of_rows else (problem.out_shape, numpy_dtype(problem.dtype))
-                )
-                results[row.name] = x = run.xp.empty(shape, dtype)
-                views[row.name] = view_rows(x) if row.is_of_rows else view_4d(x, self.options.layout)
-            run.forward(views, JVP)
-            return JvpResult(*call.exported(list(results.values())))
-
         given = {"q": q, "k": k, "v": v}
-        return self._calls.carry_out("jvp", given, arrays, INPUTS, (seed, offset), compute, lambda given: JVP.default)
+        return passes.forward(self._calls, "jvp", given, arrays, (seed, offset), JVP.default, JVP)  # type: ignore[no-any-return]
 
     # fmt: off
     @overload
@@ -191,21 +175,4 @@ class SecondDerivatives(Generic[FunctionT]):
         check_tangent_names(self.options)
         own = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "tout": tout, "tlse": tlse}
         own |= {"dlse": dlse, "tdout": tdout, "tdlse": tdlse}
-        of_functions = self.options.score_gradients
-
-        def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-            absent = dict.fromkeys(f"t{name}" for name in (*GRADIENTS, *of_functions))
-            return needed(need, {**given, **self.options.numbers}, absent, of_functions, prefix="t")
-
-        def compute(call: Call, run: Execution) -> GradientTangents | NamedGradientTangents:
-            results = {name: call.empty(name, run.problem) for name in call.need}
-            views = {
-                name: view_4d(x, self.options.layout) if name in DEFAULT_NEED_TANGENTS else x
-                for name, x in results.items()
-            }
-            if "tdbias" in views:
-                views["tdbias"] = of_pairs(views["tdbias"])
-            run.backward(call.need, views, BACKWARD_JVP)
-            return named_tuple_of_tangents(call.own.wanted)(*call.exported(list(results.values())))
-
-        return self._calls.carry_out("backward_jvp", own, arrays, _BACKWARD_JVP_INPUTS, (seed, offset), compute, names)
+        return passes.backward(self._calls, own, arrays, (seed, offset), need, BACKWARD_JVP)  # type: ignore[no-any-return]

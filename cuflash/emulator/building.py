@@ -58,24 +58,10 @@ def build(
     kernels: Path | None = None,
     cache: Path | None = None,
 ) -> Module:
-    """Compile `source` for the CPU, or take it from the cache.
+    """Compile a file of `kernels` for the CPU, or take it from the cache.
 
-    Parameters
-    ----------
-    source : Path
-        Relative to `kernels`, or absolute.
-    defines : Mapping
-        Preprocessor definitions; True and False become 1 and 0.
-    headers : Mapping, optional
-        Headers that it includes besides the files of `kernels`, by unique names.
-    sanitizer : {None, "undefined", "address"}
-    kernels, cache : Path, optional
-        Instead of `cuflash.gpu.compiler.kernel_directory()` and `cache_directory()`.
-
-    Raises
-    ------
-    EmulationError
-        With the compiler's output.
+    `headers` are those that it includes besides the files of `kernels`, by unique names; `kernels` and `cache` stand in
+    for `cuflash.gpu.compiler.kernel_directory()` and `cache_directory()`. EmulationError has the compiler's output.
     """
     kernels = kernel_directory() if kernels is None else kernels
     cache = cache_directory() if cache is None else cache

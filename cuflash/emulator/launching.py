@@ -154,32 +154,13 @@ class Module:
         counted: bool = False,
         watchdog_seconds: float = 30.0,
     ) -> Statistics:
-        """Run kernel `name` to its end.
+        """Run kernel `name` to its end; EmulationError says which rule it broke.
 
-        Parameters
-        ----------
-        params : bytes or numpy.ndarray
-            The parameter struct.
-        grid, threads : int
-            Blocks, and threads of a block.
-        shared_bytes : int
-            Of dynamic shared memory.
-        schedule : Schedule
-        trap_unwritten : bool
-            Report reads of shared memory that was never written. A kernel may read such bytes as long as they do not
-            reach its results; they are NaN.
-        in_turn : bool
-            Run the blocks in the order of their index whatever the schedule says, as a kernel needs whose blocks wait
-            for others. To wait for a block that has not run yet is an error then, and to add to global memory without
-            having waited for the turn.
-        counted : bool
-            The same of threads that have not waited for a count.
-        watchdog_seconds : float
-            CPU time that one block may take.
-
-        Raises
-        ------
-        EmulationError
+        `trap_unwritten` reports reads of shared memory that was never written. A kernel may read such bytes as long as
+        they do not reach its results; they are NaN. `in_turn` runs the blocks in the order of their index whatever the
+        schedule says, as a kernel needs whose blocks wait for others. To wait for a block that has not run yet is an
+        error then, and to add to global memory without having waited for the turn; `counted` is the same of threads
+        that have not waited for a count. `watchdog_seconds` are the CPU time that one block may take.
         """
         try:
             function = getattr(self._functions, name)

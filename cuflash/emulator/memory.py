@@ -46,20 +46,9 @@ def _make_inaccessible(address: int, size: int) -> None:
 
 
 class Scratch:
-    """Scratch arrays at the addresses that they have in one allocation, but for multiples of 256 bytes.
+    """Scratch arrays, full of one byte, at the addresses of one allocation but for multiples of 256 bytes.
 
     By these multiples each is moved to the end of pages of its own, between two that are inaccessible.
-
-    Parameters
-    ----------
-    layout : cuflash.plan.ScratchLayout
-    fill : int
-        The byte that all of them are full of.
-
-    Attributes
-    ----------
-    layout : cuflash.plan.ScratchLayout
-    addresses : list of int
     """
 
     MODULUS = 256  # an allocation on a device starts at a multiple of this
@@ -120,18 +109,9 @@ def tensor_map(
 ) -> np.ndarray:
     """What stands in the emulator for a CUtensorMap of rank 4 with the 128-byte swizzle: 16 words.
 
-    It goes where the launch puts the result of cuTensorMapEncodeTiled, and refuses what that refuses.
-
-    Parameters
-    ----------
-    address : int
-        Of the first element.
-    dims : sequence of 4 int
-        Elements along each axis, that of neighbours first: columns, rows, heads, batch.
-    strides : sequence of 3 int
-        Bytes from one row, head and batch entry to the next.
-    box : sequence of 4 int
-        Elements along each axis that one copy moves.
+    It goes where the launch puts the result of cuTensorMapEncodeTiled, and refuses what that refuses. `dims` are
+    elements along each axis, that of neighbours first: columns, rows, heads, batch; `strides` bytes from one row, head
+    and batch entry to the next; `box` the elements along each axis that one copy moves.
     """
     row_bytes = box[0] * element_bytes
     for wrong, problem in (

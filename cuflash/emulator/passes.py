@@ -152,25 +152,11 @@ def _call(
 def forward(
     problem: Problem, arrays: Mapping[str, Any], *, want: Sequence[str] = (), **options: Any
 ) -> tuple[np.ndarray, ...]:
-    """(out, lse) of the forward kernels, and the reductions that are wanted.
+    """(out, lse) of the forward kernels, and the reductions that are wanted; `arrays` are the inputs by name.
 
-    Parameters
-    ----------
-    arrays : Mapping
-        q, k, v, and the optional inputs that there are.
-    arch : str or DeviceSpec
-        What is planned for; default "9.0".
-    tiles : sequence of Tile, optional
-        Instead of those of the table.
-    schedule : Schedule
-    allocate : callable
-        Copies each array, results included, to where the kernels find it.
-    fill : int
-        The byte that results and scratch memory are full of before the launch; 0xFF is NaN.
-    statistics : list, optional
-        Gets those of each launch.
-    sanitizer, kernels, seed, offset, call, mapped_keys, scratch
-        As `run`.
+    The pass is planned for `arch`, by its table or by `tiles`. `allocate` copies each array, results included, to where
+    kernels find it; `fill` is the byte that results and scratch memory are full of before the launch, 0xFF for NaN;
+    `statistics` gets those of each launch. All other options are those of `run`.
     """
     inputs = {name: array for name, array in arrays.items() if name not in TAKEN_BY_BACKWARD}
     need = (*OUTPUTS, *(name for name in ROW_REDUCTIONS if name in want))

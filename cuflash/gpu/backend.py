@@ -49,8 +49,8 @@ from cuflash.spec.batch_axes import Calls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
+from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -126,44 +126,14 @@ _repeated: dict[tuple, RepeatedLaunch] = {}  # by the signature of their arrays
 _calls = itertools.count(secrets.randbits(47))
 
 
-def forward(
-    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+def compute(
+    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
-    """The results `need` of CuPy arrays by name: q, k, v, and all optional inputs and results, which may be None.
+    """The results `need` of a pass over CuPy arrays by name: its inputs and the results to write to, None for absent.
 
-    `random` is the seed and the offset of dropout.
+    `random` is the seed and the offset of dropout. `arrays` of a backward pass may have row sums
+    (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
-    return _call(FORWARD, options, arrays, need, random)
-
-
-def backward(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Any, ...]:
-    """The gradients `need` of CuPy arrays, in the order of `GRADIENTS`.
-
-    `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
-    """
-    return _with_row_sums(BACKWARD, options, arrays, need, random)
-
-
-def jvp(
-    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
-) -> tuple[Any, ...]:
-    """The results `need` of CuPy arrays and tangents by name, as `forward` gives its own."""
-    return _call(JVP, options, arrays, need, random)
-
-
-def backward_jvp(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Any, ...]:
-    """The tangents of gradients `need` of CuPy arrays and tangents by name, as `backward` gives gradients."""
-    return _with_row_sums(BACKWARD_JVP, options, arrays, need, random)
-
-
-def _with_row_sums(
-    pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
-) -> tuple[Any, ...]:
-    """A backward pass, which may be given the row sums of rows whose lse is large (`cuflash.spec.row_sums`)."""
     if "row_sums" not in arrays:
         return _call(pass_, options, arrays, need, random)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}

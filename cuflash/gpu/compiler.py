@@ -152,13 +152,7 @@ class CompiledKernel:
 
 
 def kernel_directory() -> Path:
-    """Directory of the CUDA sources: inside the package in a wheel, next to it in a checkout or an editable install.
-
-    Raises
-    ------
-    FileNotFoundError
-        Neither folder has them.
-    """
+    """Directory of the CUDA sources: inside the package in a wheel, next to it in a checkout or an editable install."""
     package = Path(__file__).resolve().parents[1]
     folders = (package / "kernels", package.parent / "kernels")
     for folder in folders:
@@ -168,24 +162,12 @@ def kernel_directory() -> Path:
 
 
 def nvrtc_version() -> str:
-    """Version of the NVRTC that compiles here: "13.0.88" of a wheel, "13.0" of a library from elsewhere.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        cuda-bindings or the NVRTC library is not installed.
-    """
+    """Version of the NVRTC that compiles here: "13.0.88" of a wheel, "13.0" of a library from elsewhere."""
     return _nvrtc.version()
 
 
 def supported_archs() -> tuple[str, ...]:
-    """The architectures that this NVRTC compiles for ("sm_80", ...), without those that carry a suffix.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        cuda-bindings or the NVRTC library is not installed.
-    """
+    """The architectures that this NVRTC compiles for ("sm_80", ...), without those that carry a suffix."""
     return tuple(f"sm_{number}" for number in _nvrtc.arch_numbers())
 
 
@@ -199,36 +181,14 @@ def compile_kernel(
     kernel_dir: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> CompiledKernel:
-    """Compile one kernel to a cubin, or find it in the cache.
+    """Compile the kernel `name` of a file of the kernels directory to a cubin, or find it in the cache.
 
     Safe to call from many threads and processes. A cache that cannot be written costs a warning and a compilation per
     process, never an error. The sources are read once per process: an edit is seen by the next one.
 
-    Parameters
-    ----------
-    source : str
-        File of the kernels directory, such as "sm80/forward.cu". Includes in it are relative to that directory.
-    name : str
-        Symbol of the kernel; `source` defines it as `extern "C"`.
-    defines : mapping of str to str or int
-        Macros by their full name, given to the compiler as they are. The order does not matter.
-    arch : str
-        Architecture of the device: "sm_80", "sm_90a", "sm_120".
-    headers : mapping of str to str, optional
-        Headers that the source includes besides the files of the kernels directory, by name.
-    kernel_dir, cache_dir : path, optional
-        Instead of `kernel_directory()` and `cache_directory()`.
-
-    Raises
-    ------
-    CompileError
-        The source does not compile, or has no such kernel.
-    NotImplementedError
-        The installed NVRTC does not know the architecture; the message says which it knows.
-    NvrtcNotFoundError
-        cuda-bindings or the NVRTC library is not installed.
-    TypeError, ValueError
-        An argument is malformed.
+    `defines` are macros by their full name, `headers` what the source includes besides the files of the directory.
+    `arch` is that of the device, such as "sm_80" or "sm_90a". Raises CompileError with the log of NVRTC,
+    NotImplementedError for an architecture that it does not know, NvrtcNotFoundError without it.
     """
     kernels = kernel_directory() if kernel_dir is None else Path(kernel_dir).resolve()
     cache = cache_directory() if cache_dir is None else Path(cache_dir).absolute()
@@ -236,13 +196,7 @@ def compile_kernel(
 
 
 def compile_spec(kernel: KernelSpec) -> CompiledKernel:
-    """Compile a kernel of a plan, or find it in the cache.
-
-    Raises
-    ------
-    ScoreSourceError
-        A score that a caller wrote in CUDA does not compile.
-    """
+    """Compile a kernel of a plan, or find it in the cache; ScoreSourceError is about a score that a caller wrote."""
     defines, headers = dict(kernel.defines), dict(kernel.headers)
     try:
         return compile_kernel(kernel.source, kernel.name, defines, kernel.target, headers=headers)

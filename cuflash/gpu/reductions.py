@@ -13,30 +13,20 @@ from cuflash.gpu import backend
 from cuflash.gpu.tuning import Tuning
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.options import Options
-from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
+from cuflash.spec.passes import Pass
 from cuflash.spec.reductions import widened
 
 
-def column_sums(options: Options, arrays: Mapping[str, Any]) -> Any:
-    """The sum of the weights of each column, each times dlse of its row if that is given; per query head."""
-    return _run(COLUMN_SUMS, options, arrays)[0]
-
-
-def column_max(options: Options, arrays: Mapping[str, Any]) -> Any:
-    """The largest weight of each column, 0 of a key that no query attends to; per query head."""
-    return _run(COLUMN_MAX, options, arrays)[0]
-
-
-def top_keys(options: Options, arrays: Mapping[str, Any], count: int) -> tuple[Any, Any]:
-    """Indices and weights of the keys with the largest weights of each row, the largest first; else -1 and 0."""
+def compute(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> tuple[Any, ...]:
+    """The results of a reduction; `count` is how many keys `TOP_KEYS` finds of a row."""
     xp = module_of(arrays["lse"])
-    results = {name: xp.empty(*of_result) for name, of_result in _results(TOP_KEYS, arrays, count).items()}
-    indices, weights = _run(TOP_KEYS, options, {**arrays, **results})
-    return indices, weights
+    results = {name: xp.empty(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
+    given, sums = _given(pass_, options, {**arrays, **results})
+    return backend._call(pass_, options, given, pass_.default, (0, 0), sums)
 
 
 def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.Plans:
-    """The plan of a reduction; `count` is that of `top_keys`."""
+    """The plan of a reduction; `count` is that of `TOP_KEYS`."""
     given, _ = _given(pass_, options, arrays)
     results = {name: Contiguous(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
     found: dict[str, Any] = {pass_.name: backend.planned(pass_, options, given | results, pass_.default)}
@@ -45,7 +35,7 @@ def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) 
 
 def compile(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> None:
     """Compile and load the kernels of a reduction, by running it once."""
-    globals()[pass_.name](options, arrays, *count)
+    compute(pass_, options, arrays, *count)
 
 
 def tune(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int, **how: Any) -> Tuning | None:
@@ -92,8 +82,3 @@ def _given(
         given = widened(options, given)
         given["v"] = given["k"][..., :0]
     return given, sums
-
-
-def _run(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-    given, sums = _given(pass_, options, arrays)
-    return backend._call(pass_, options, given, pass_.default, (0, 0), sums)

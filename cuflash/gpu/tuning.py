@@ -211,25 +211,13 @@ def tune(
     advance: Callable[[], None] = lambda: None,
     remember: bool = True,
 ) -> PassTuning:
-    """Compile, check and time the plans of `candidates`, and remember the fastest.
+    """Compile, check and time the plans of `candidates`, that of the tables first, and remember the fastest.
 
-    Parameters
-    ----------
-    plans : sequence of LaunchPlan
-        The plan of the tables first. It is not thrown out for its spills. The others may not spill more, and their
-        results must agree with its results.
-    runner : Runner
-    spills : callable, optional
-        Bytes that the kernels of a plan spill; raises CompileError. By default the compiler's report.
-    advance : callable
-        Called twice for every plan: when it is compiled, and when it is timed.
-    remember : bool
-        Store what was found, for `tuned_plan`.
+    That first plan is not thrown out for its spills. The others may not spill more, and their results must agree with
+    its results. `spills` are bytes that the kernels of a plan spill, by default the compiler's report. `advance` is
+    called twice for every plan: when it is compiled, and when it is timed.
 
-    Raises
-    ------
-    CompileError, RuntimeError
-        The table's row does not compile, or its results differ from those of its first run.
+    Raises CompileError or RuntimeError if the first does not compile, or gives other results than in its first run.
     """
     spills = spills or _spills_of
     report = functools.partial(_reported, spills)

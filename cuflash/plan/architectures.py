@@ -39,15 +39,4 @@ BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES fo
 COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.columns)
 TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.top)
 # By the type of their rows.
-FAMILIES: dict[type[Tile], Family[Any]] = {
-    family.tile: family
-    for family in (
-        *(*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_JVP_FAMILIES, *DQ_JVP_FAMILIES, *SCORES_JVP_FAMILIES),
-        *BACKWARD_FAMILIES,
-        *DQ_FAMILIES,
-        *SCORES_FAMILIES,
-        *BIAS_FAMILIES,
-        *COLUMN_FAMILIES,
-        *TOP_FAMILIES,
-    )
-}
+FAMILIES: dict[type[Tile], Family[Any]] = {family.tile: family for own in ARCHITECTURES for family in own.families}

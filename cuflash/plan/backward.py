@@ -49,8 +49,10 @@ LOOKED_UP = dict.fromkeys(
     ),
     0,
 )
-# Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these.
+# Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these, and so does
+# Q, which stays in registers while the first maxima of rows are found.
 DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
+DELTA_WARPS_MAXIMA = 16
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of softmax inputs
 _OF_KEYS = ("dk", "dv")
 # The kernels that make the gradients of softmax inputs, one each.
@@ -319,6 +321,8 @@ def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]
         draft.scratch |= dict.fromkeys(ROW_REDUCTION_SCRATCH, draft.heads * rows)
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
+    if "max" in problem.row_reductions:
+        warps = min(warps, DELTA_WARPS_MAXIMA)
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}

@@ -8,7 +8,7 @@ from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, S
 from cuflash.plan.backward import add_convert, add_preprocess
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BACK_SECTION, BackwardJvpFamily, ForwardFamily, choose_family, family_of
-from cuflash.plan.jvp import tangent_defines
+from cuflash.plan.forward import tangent_defines
 from cuflash.plan.scores import add_score_args, add_stored, add_sums, needs, score_gradients, stored_and_sums
 from cuflash.plan.tiles import Tile
 from cuflash.spec.outputs import DEFAULT_NEED

@@ -12,7 +12,6 @@ from cuflash.plan.backward_jvp import draft_backward_jvp
 from cuflash.plan.device import DeviceSpec, why_by_lanes
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
 from cuflash.plan.forward import draft_forward
-from cuflash.plan.jvp import draft_jvp
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.reductions import draft_reduction
 from cuflash.plan.sm80.tiles import MOST_CHUNKED
@@ -167,7 +166,7 @@ class _Planned(NamedTuple):
 _PLANNED = {
     FORWARD: _Planned(_of_planned_length, draft_forward),
     BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
-    JVP: _Planned(_as_it_is, draft_jvp),
+    JVP: _Planned(_as_it_is, draft_forward),
     BACKWARD_JVP: _Planned(_without_softmax_inputs, draft_backward_jvp),
     COLUMN_SUMS: _Planned(_without_softmax_inputs, draft_reduction),
     COLUMN_MAX: _Planned(_without_softmax_inputs, draft_reduction),

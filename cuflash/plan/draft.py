@@ -210,13 +210,12 @@ class Draft:
             + (", unless they are so few that the kernel without index takes less time" if self.chosen_by_bias else "")
         )
 
-    def add_main(
-        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
-    ) -> None:
+    def add_main(self, source: str, tile: Tile, blocks: int, makes: Collection[str] = (), /, **defines: int) -> None:
         """Add a kernel that iterates over the block-sparse index if there is one.
 
         If the bias decides that, two kernels are added, and the name of one says that it is the one with the index.
         """
+        shared_bytes = tile.shared_bytes(*self.padded_dims(tile))
         if not self.chosen_by_bias:
             self.add(source, tile, blocks, shared_bytes, makes, **defines)
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from cuflash.plan.draft import Draft
@@ -126,52 +126,12 @@ class ForwardFamily(Family[Row]):
         """Add the kernels of the pass: unless a family says otherwise, one with a block for each tile of queries."""
         draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        draft.add_main(self.source, tile, blocks)
 
 
-class BackwardJvpFamily(ForwardFamily[Row]):
-    """A family of the tangents of gradients, whose blocks own keys: those of dk and dv and, in some, that of dq."""
+class KeysFamily(Family[Row]):
+    """A family of a backward pass, whose blocks own keys."""
 
-    serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
-    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
-
-    def configured(self, main: Row, draft: Draft) -> Row:
-        """The row as this problem needs it."""
-        return main
-
-    def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
-        """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
-        return not draft.problem.deterministic or self.dq_in_order(main)
-
-    def dq_in_order(self, main: Row) -> bool:
-        """Whether blocks add to tdq in a fixed order."""
-        return False
-
-    def reversed_one_in(self, problem: Problem, main: Row) -> int:
-        """`BackwardFamily.reversed_one_in`."""
-        return 0
-
-    def clear_ahead(self, draft: Draft, main: Row) -> int:
-        """`BackwardFamily.clear_ahead`."""
-        return 0
-
-    def head_section(self, draft: Draft, main: Row) -> int:
-        """How many heads have their blocks side by side in the launch order."""
-        return draft.run_time.head_section
-
-
-class BackwardFamily(Family[Row]):
-    """A family of the backward pass, whose blocks own keys.
-
-    They make dk and dv, and most add to dq, unless it has a kernel of its own.
-    """
-
-    serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
-    makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
-    # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
-    shares_tiles: ClassVar[bool] = True
-    makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
-    splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
 
     def configured(self, main: Row, draft: Draft) -> Row:
@@ -179,12 +139,8 @@ class BackwardFamily(Family[Row]):
         return main
 
     def dq_in_order(self, main: Row) -> bool:
-        """Whether blocks add to dq in a fixed order."""
+        """Whether blocks add to dq, or to tdq, in a fixed order."""
         return False
-
-    def heads_of_block(self, draft: Draft, main: Row) -> int:
-        """The most query heads of a group that a block should go through."""
-        return draft.problem.group_size
 
     def head_section(self, draft: Draft, main: Row) -> int:
         """How many heads have their blocks side by side in the launch order."""
@@ -193,6 +149,46 @@ class BackwardFamily(Family[Row]):
     def reversed_one_in(self, problem: Problem, main: Row) -> int:
         """One head of this many runs backwards from the last query, 0: none (kernels/common/softmax/backward.cuh)."""
         return 0
+
+    def clear_ahead(self, draft: Draft, main: Row) -> int:
+        """How many heads ahead in launch order a block clears accumulators of dq; 0: a kernel clears them.
+
+        At least as many as are side by side (splits of a group count as heads): then all blocks of a head have
+        started before the first block of the head whose accumulators they clear.
+        """
+        return 0
+
+
+class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
+    """A family of the tangents of gradients: of those of dk and dv and, in some, of that of dq."""
+
+    serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
+
+    def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
+        """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
+        return not draft.problem.deterministic or self.dq_in_order(main)
+
+    def draft(self, draft: Draft, tile: Row) -> None:
+        """Add the kernel, whose blocks own keys."""
+        draft.add_block_index(tile, "query_index")
+        problem = draft.problem
+        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+        draft.add_main(self.source, tile, blocks)
+
+
+class BackwardFamily(KeysFamily[Row]):
+    """A family of the backward pass: its blocks make dk and dv, and most add to dq, unless it has its own kernel."""
+
+    serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
+    makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
+    # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
+    shares_tiles: ClassVar[bool] = True
+    makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
+    splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+
+    def heads_of_block(self, draft: Draft, main: Row) -> int:
+        """The most query heads of a group that a block should go through."""
+        return draft.problem.group_size
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
         """Why its main kernel does not sum the score gradient `name`: None if it does."""
@@ -210,28 +206,20 @@ class BackwardFamily(Family[Row]):
         """The row for a main kernel that sums these."""
         return main
 
-    def clear_ahead(self, draft: Draft, main: Row) -> int:
-        """How many heads ahead in launch order a block clears accumulators of dq; 0: a kernel clears them.
-
-        At least as many as are side by side ((splits of a group count as heads)): then all blocks of a head have
-        started before the first block of the head whose accumulators they clear.
-        """
-        return 0
-
     def prepare(self, draft: Draft, main: Row) -> None:
         """Add what the main kernel needs: tensor maps, and kernels that make its operands."""
 
     def add(self, draft: Draft, main: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         """Add the main kernel, which makes these score gradients, too."""
-        draft.add_main(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
+        draft.add_main(self.source, main, blocks, makes, **options)
 
 
 class DqFamily(Family[Row]):
     """A family of kernels that make dq alone, in a fixed order. Their blocks own queries."""
 
-    @abstractmethod
     def add(self, draft: Draft, tile: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         """Add the kernel."""
+        draft.add_main(self.source, tile, blocks, makes, **options)
 
 
 class ScoresFamily(Family[Row]):
@@ -288,10 +276,13 @@ class Architecture:
     top: tuple[ReductionFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
-        with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp, *self.scores_jvp)
-        others = (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias)
-        for family in (*others, *with_tangents, *self.columns, *self.top):
+        for family in self.families:
             family.known = self.known
+
+    @property
+    def families(self) -> tuple[Family[Any], ...]:
+        """All of them."""
+        return tuple(family for row in fields(self) if row.name != "known" for family in getattr(self, row.name))
 
 
 F = TypeVar("F", bound=Family[Any])
@@ -300,6 +291,11 @@ F = TypeVar("F", bound=Family[Any])
 def family_of(families: Sequence[F], tile: Tile) -> F:
     """The family whose row this is."""
     return next(family for family in families if isinstance(tile, family.tile))
+
+
+def chosen(families: Sequence[F], draft: Draft, tiles: tuple[Tile, ...] | None) -> tuple[F, Any, str]:
+    """The family and the row that are given, or those that `choose_family` finds, and the story of the choice."""
+    return (family_of(families, tiles[0]), tiles[0], draft.origin) if tiles else choose_family(families, draft)
 
 
 def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plan.architectures import COLUMN_FAMILIES, TOP_FAMILIES
 from cuflash.plan.backward import add_preprocess
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BACK_SECTION, choose_family, family_of
+from cuflash.plan.families import BACK_SECTION, chosen
 from cuflash.plan.scores import needs
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import TOP_KEYS
@@ -24,11 +24,7 @@ NO_GRADIENTS = {
 def draft_reduction(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of a reduction, with the tile that is given, or one of the tables."""
     families = TOP_FAMILIES if draft.pass_ is TOP_KEYS else COLUMN_FAMILIES
-    if tiles:
-        tile, reason = tiles[0], draft.origin
-        family = family_of(families, tile)
-    else:
-        family, tile, reason = choose_family(families, draft)
+    family, tile, reason = chosen(families, draft, tiles)
     tile = family.configured(tile, draft)
     draft.tiles = (tile,)
     draft.defines |= NO_GRADIENTS

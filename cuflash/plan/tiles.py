@@ -77,6 +77,15 @@ def chunked_bytes(rows: int, columns: int) -> int:
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
+# Candidates for the strongest keys of a row, where at most a quarter as many keys are wanted; else twice as many.
+FEW_CANDIDATES = 64
+
+
+def candidate_bytes(capacity: int, element_bytes: int) -> int:
+    """Shared memory of a warp for its candidates; kernels/common/softmax/candidates.cuh has the same."""
+    return 32 * capacity * max(element_bytes, 4)
+
+
 @dataclass(frozen=True)
 class Tile:
     """A way to cut a pass into tiles: a row of a table, which serves head dimensions up to its `max_dim`.

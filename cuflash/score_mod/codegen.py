@@ -65,20 +65,11 @@ def integer_literal(value: int) -> str:
 
 
 class Writer:
-    """The lines of a function body that compute nodes, each once.
+    """The lines of a function body that compute the nodes `roots`, each once.
 
-    Parameters
-    ----------
-    roots : sequence of Node
-        All nodes that the body computes.
-    arrays : mapping of str to (int, str)
-        By the name of an array, its number among the parameters, and its dtype.
-    known : mapping of Node to str
-        Nodes that are computed already, and how they are written.
-    tables : mapping of str to str
-        By the name of a table, the source of the pointer to position 0 of its row.
-    exact : bool
-        Whether no function is approximated, even where its last bits decide nothing.
+    `arrays` has the number among the parameters and the dtype of each array, `known` nodes that are computed already,
+    and how they are written, `tables` the source of the pointer to position 0 of the row of a table. With `exact`, no
+    function is approximated, even where its last bits decide nothing.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,184 +17,70 @@ def _apply(op: str, function: Any, *args: Any) -> Any:
     return operation(op, *args) if builtins.any(isinstance(x, Symbol) for x in args) else function(*args)
 
 
-def exp(x: Any) -> Any:
-    """The exponential function.
+_UNARY_DOC = """{summary}
 
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        The exponent.
+Parameters
+----------
+x : traced value, number or numpy.ndarray
+    {x}
 
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
+Returns
+-------
+traced value, number or numpy.ndarray
+    {returns}
 
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
+Raises
+------
+TypeError
+    `x` is neither a traced value, nor a number, nor an array of numbers.
 
-    See Also
-    --------
-    log : Its inverse.
-    FlashAttention : The options `score` and `mask`.
-    """
-    return _apply("exp", np.exp, x)
+See Also
+--------
+{see}
+"""
 
 
-def log(x: Any) -> Any:
-    """The natural logarithm.
+def _unary(
+    name: str, summary: str, see: str, *, x: str = "A number.", returns: str = "Of the type and shape of `x`."
+) -> Callable[[Any], Any]:
+    """The function of this name, as NumPy has it; the other arguments are the parts of its docstring."""
+    of_numbers = getattr(np, name)
 
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        A number; of a negative one the result is NaN, of 0 it is -inf.
+    def function(x: Any) -> Any:
+        return _apply(name, of_numbers, x)
 
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    exp : Its inverse.
-    sqrt
-    """
-    return _apply("log", np.log, x)
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = _UNARY_DOC.format(summary=summary, x=x, returns=returns, see=see)
+    return function
 
 
-def sqrt(x: Any) -> Any:
-    """The square root; its derivative at 0 is infinite, but that of ``sqrt(x * x)`` is 0.
-
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        A number; of a negative one the result is NaN.
-
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    exp
-    log
-    """
-    return _apply("sqrt", np.sqrt, x)
-
-
-def tanh(x: Any) -> Any:
-    """The hyperbolic tangent.
-
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        A number.
-
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`, within -1 and 1.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    FlashAttention : The option `softcap`, which is ``c * tanh(s / c)``.
-    clip
-    """
-    return _apply("tanh", np.tanh, x)
-
-
-def sin(x: Any) -> Any:
-    """The sine.
-
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        An angle in radians.
-
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    cos
-    """
-    return _apply("sin", np.sin, x)
-
-
-def cos(x: Any) -> Any:
-    """The cosine.
-
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        An angle in radians.
-
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    sin
-    """
-    return _apply("cos", np.cos, x)
-
-
-def abs(x: Any) -> Any:
-    """The absolute value; its derivative at 0 is 0.
-
-    Parameters
-    ----------
-    x : traced value, number or numpy.ndarray
-        A number.
-
-    Returns
-    -------
-    traced value, number or numpy.ndarray
-        Of the type and shape of `x`.
-
-    Raises
-    ------
-    TypeError
-        `x` is neither a traced value, nor a number, nor an array of numbers.
-
-    See Also
-    --------
-    maximum
-    sqrt
-    """
-    return _apply("abs", np.abs, x)
+exp = _unary(
+    "exp",
+    "The exponential function.",
+    "log : Its inverse.\nFlashAttention : The options `score` and `mask`.",
+    x="The exponent.",
+)
+log = _unary(
+    "log",
+    "The natural logarithm.",
+    "exp : Its inverse.\nsqrt",
+    x="A number; of a negative one the result is NaN, of 0 it is -inf.",
+)
+sqrt = _unary(
+    "sqrt",
+    "The square root; its derivative at 0 is infinite, but that of ``sqrt(x * x)`` is 0.",
+    "exp\nlog",
+    x="A number; of a negative one the result is NaN.",
+)
+tanh = _unary(
+    "tanh",
+    "The hyperbolic tangent.",
+    "FlashAttention : The option `softcap`, which is ``c * tanh(s / c)``.\nclip",
+    returns="Of the type and shape of `x`, within -1 and 1.",
+)
+sin = _unary("sin", "The sine.", "cos", x="An angle in radians.")
+cos = _unary("cos", "The cosine.", "sin", x="An angle in radians.")
+abs = _unary("abs", "The absolute value; its derivative at 0 is 0.", "maximum\nsqrt")
 
 
 def minimum(x: Any, y: Any) -> Any:

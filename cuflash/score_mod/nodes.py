@@ -27,29 +27,17 @@ LOGICAL = ("and", "or", "xor")
 
 
 class Node:
-    """An operation on other nodes. Made by `node` alone, which gives the same object for the same operation.
-
-    Attributes
-    ----------
-    op : str
-        "constant", "input", "load", a name of `FUNCTIONS` or `INFIX`, "neg", "abs", "min", "max", "floor", "not",
-        "where", "cast" (to the node's type), and "product" of derivatives: 0 wherever its first factor is 0.
-    args : tuple of Node
-    payload : str, or a number
-        The number of a constant, the name of an input or of the array of a load.
-    type : {None, "bool", "int", "float"}
-        None before the dtypes of arrays are known.
-    location : str
-        File and line where the expression was first written; no part of what makes nodes equal.
-    """
+    """An operation on other nodes. Made by `node` alone, which gives the same object for the same operation."""
 
     __slots__ = ("__weakref__", "args", "location", "op", "payload", "type")
 
+    # "constant", "input", "load", a name of `FUNCTIONS` or `INFIX`, "neg", "abs", "min", "max", "floor", "not",
+    # "where", "cast" (to the node's type), and "product" of derivatives: 0 wherever its first factor is 0.
     op: str
     args: tuple[Node, ...]
-    payload: Constant | str | None
-    type: NodeType | None
-    location: str
+    payload: Constant | str | None  # the number of a constant, the name of an input or of the array of a load
+    type: NodeType | None  # None before the dtypes of arrays are known
+    location: str  # file and line where the expression was first written; no part of what makes nodes equal
 
     def __reduce__(self) -> tuple[object, ...]:
         return node, (self.op, self.args, self.payload, self.type, self.location)

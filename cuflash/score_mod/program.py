@@ -150,34 +150,18 @@ def _typed(traced: Traced, types: tuple[tuple[str, tuple[int, str]], ...]) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The expressions that a call computes, for the dtypes of its arrays.
+    """The expressions that a call computes, for the dtypes of its arrays."""
 
-    Attributes
-    ----------
-    score, mask : Node or None
-        The score, and whether a pair is visible, typed. That of CUDA source is None, too.
-    by_s : Node or None
-        The derivative of the score by the scaled product.
-    arrays : tuple of (str, int, str)
-        Name, number of axes and dtype of every array that the functions read.
-    loads : mapping of str to tuple of Loaded
-        By the name of an array of real numbers, how the score reads it.
-    tables : tuple of Table
-        The tables, which are filled before the main kernel runs. They are the last of `arrays`.
-    moved : tuple of str or None
-        The arrays that have tangents, in a pass that takes some. These tangents are the last of `arrays` then.
-    tangents : ScoreTangents or None
-        The expressions of such a pass; CUDA source has none.
-    """
-
-    score: Node | None
+    score: Node | None  # the score, and whether a pair is visible, typed. That of CUDA source is None, too.
     mask: Node | None
-    by_s: Node | None
-    arrays: tuple[tuple[str, int, str], ...]
-    loads: Mapping[str, tuple[Loaded, ...]]
+    by_s: Node | None  # the derivative of the score by the scaled product
+    arrays: tuple[tuple[str, int, str], ...]  # name, number of axes and dtype of every array that the functions read
+    loads: Mapping[str, tuple[Loaded, ...]]  # by the name of an array of real numbers, how the score reads it
+    # The tables, which are filled before the main kernel runs. They are the last of `arrays`.
     tables: tuple[Table, ...] = ()
+    # The arrays that have tangents, in a pass that takes some. These tangents are the last of `arrays` then.
     moved: tuple[str, ...] | None = None
-    tangents: ScoreTangents | None = None
+    tangents: ScoreTangents | None = None  # the expressions of such a pass; CUDA source has none
 
     @property
     def changes_slope(self) -> bool:

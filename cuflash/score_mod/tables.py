@@ -32,29 +32,15 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The values of a subexpression of a score, for each i - j, each i or each j.
+    """The values of a subexpression of a score, for each i - j, each i or each j."""
 
-    Attributes
-    ----------
-    name : str
-        Used like the name of a score_mod args. It is no identifier, so that no array of a caller has it.
-    of : Node
-        The expression, typed.
-    by : {"i", "j", "i - j"}
-    of_batch, of_head : bool
-        Whether it differs between batch entries, and between heads.
-    dtype : str
-    loads : mapping of str to tuple of Loaded
-        By the name of an array of real numbers, how the subexpression reads it.
-    """
-
-    name: str
-    of: Node
+    name: str  # used like the name of a score_mod args. It is no identifier, so that no array of a caller has it.
+    of: Node  # the expression, typed
     by: By
-    of_batch: bool
+    of_batch: bool  # whether it differs between batch entries, and between heads
     of_head: bool
     dtype: str
-    loads: Mapping[str, tuple[Loaded, ...]]
+    loads: Mapping[str, tuple[Loaded, ...]]  # by the name of an array of real numbers, how the subexpression reads it
 
     @property
     def load(self) -> Node:

@@ -25,15 +25,7 @@ SERVED: Mapping[NodeType | None, tuple[str, ...]] = {
 
 
 def bounds_source(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
-    """The function that gives the bounds of a mask over a range of rows and a range of keys.
-
-    Parameters
-    ----------
-    mask : Node
-        Typed.
-    arrays : mapping of str to (int, str)
-        By the name of an array, its number among the parameters, and its dtype.
-    """
+    """The function that gives the bounds of a typed mask over a range of rows and a range of keys."""
     names: dict[Node, str] = {}
     lines: list[str] = []
     for at in in_order([mask]):

@@ -31,7 +31,14 @@ from cuflash.shards.reductions import RunningReductions, entropy_of
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
 from cuflash.spec.outputs import OUTPUTS, NamedForwardResult
-from cuflash.spec.results import JvpResult, MergeGradients, MergeGradientTangents, MergeResult, named_tuple_of_results
+from cuflash.spec.results import (
+    ForwardResult,
+    JvpResult,
+    MergeGradients,
+    MergeGradientTangents,
+    MergeResult,
+    named_tuple,
+)
 from cuflash.spec.type_variables import ArrayT, LseT
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
@@ -161,7 +168,7 @@ def merge(
             _merge_reductions([arrays[x] for x in names[1]], splits, totals)
     exported = [imported.export(x, None) if has_values or _is_of_rows(name) else None for name, x in results.items()]
     if of_reductions:
-        return named_tuple_of_results((*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
+        return named_tuple(ForwardResult, (*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
     return MergeResult(*exported) if tangents is None else JvpResult(*exported)
 
 
@@ -460,17 +467,10 @@ def _merge_backward_tangents(into: Sequence[Array], own: Sequence[Array], merged
 class RunningMerge:
     """Merges partial results one after the other, as they come: the same sums as in `merge`, in their order.
 
-    Parameters
-    ----------
-    total : array
-        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which partial outputs are
-        added.
-    scores : sequence of (array, array or None), optional
-        (num_heads,) each, dtype of lse: scores of additional keys that every row attends to, and whose values are zero;
-        and their tangents.
-    tangent : array, optional
-        Like total: the array in which tangents of partial outputs are added, if results come with tangents. They are
-        sums about the tangent of lse so far, which moves with each partial result.
+    Partial outputs are added in `total`, (batch, num_heads, seqlen_q, head_dim_v) of the dtype of lse, and their
+    tangents, if results come with some, in `tangent`: sums about the tangent of lse so far, which moves with each
+    partial result. `scores` are those, (num_heads,) each, of additional keys that every row attends to, and whose
+    values are zero; and their tangents.
     """
 
     def __init__(
@@ -553,17 +553,8 @@ class RunningMerge:
 class LargeRows:
     """Merges partial results once more, in the rows whose merged lse is large, as they come.
 
-    Parameters
-    ----------
-    lse : array
-        (batch, num_heads, seqlen_q): that of all splits.
-    bound : float
-        From which |lse| on rows are large.
-    head_dim_v : int
-    scores : sequence of (array, array or None), optional
-        As `RunningMerge` takes them.
-
-    Such rows are rare, so that all of this is in host memory.
+    `lse` is that of all splits, `bound` that from which |lse| on rows are large; `scores` are as `RunningMerge` takes
+    them. Such rows are rare, so that all of this is in host memory.
     """
 
     def __init__(

@@ -28,12 +28,8 @@ Array = Any
 class RunningReductions:
     """Merges the row reductions of splits, one after the other.
 
-    Parameters
-    ----------
-    results : mapping of str to array
-        The results of a call by name, of which "max" and "entropy", (batch, num_heads, seqlen_q), are filled.
-    sinks : iterable of array, optional
-        (num_heads,) each: scores of additional keys that every row attends to, which count for entropies alone.
+    Of the `results` of a call by name, "max" and "entropy", (batch, num_heads, seqlen_q), are filled. `sinks` are
+    scores, (num_heads,) each, of additional keys that every row attends to, which count for entropies alone.
     """
 
     def __init__(self, results: Mapping[str, Array], sinks: Iterable[Array] = ()) -> None:
@@ -146,10 +142,9 @@ _KERNELS = {
 
 @functools.lru_cache(maxsize=16)
 def _kernel(name: str, dtype: str) -> Any:
-    text = (x.replace("LOWEST", repr(float(np.finfo(dtype).min))).replace("T ", f"{dtype} ") for x in _KERNELS[name])
-    reads, writes, code = text
-    kernel = importlib.import_module("cupy").ElementwiseKernel
-    return kernel(reads, writes, code.replace("(T)", f"({dtype})"), f"cuflash_reduce_{name}")
+    lowest = repr(float(np.finfo(dtype).min))
+    reads, writes, code = (x.replace("LOWEST", lowest) for x in _KERNELS[name])
+    return importlib.import_module("cupy").ElementwiseKernel(reads, writes, code, f"cuflash_reduce_{name}")
 
 
 def merge_top_keys(indices: Array, weights: Array, own_indices: Array, own_weights: Array) -> None:

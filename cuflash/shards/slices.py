@@ -128,8 +128,7 @@ class Slices:
         options = self.options_of(queries, keys, wide)
         names = (*pass_.default, *pass_.row_reductions_of(reductions))
         of_call = dict.fromkeys((*NAMES, *names)) | self.of_all(options, queries, keys, arrays["q"], pass_)
-        call = getattr(self.backend, pass_.name)
-        found = call(options, self._packed(of_call | arrays), self.random, names)
+        found = self.backend.compute(pass_, options, self._packed(of_call | arrays), names, self.random)
         return self._unpacked(dict(zip(names, found, strict=True)))
 
     def backward(
@@ -145,8 +144,7 @@ class Slices:
         ordered = tuple(name for name in pass_.results_of(self.options) if name in need)
         of_call = absent | self.of_all(options, queries, keys, arrays["q"], pass_) | arrays
         results = {name: arrays.get(name) for name in ordered}
-        call = getattr(self.backend, pass_.name)
-        found = call(options, self._packed(of_call | results), ordered, self.random)
+        found = self.backend.compute(pass_, options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
     def row_sums(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -169,8 +167,7 @@ class Slices:
         into = {name: arrays.pop(name) for name in pass_.default if name in arrays}
         of_call = self.score_args(options, queries, keys, arrays["q"]) | arrays
         given = {name: x for name, x in self._packed(of_call).items() if x is not None}
-        results = getattr(self.reductions, pass_.name)(options, given, *count)
-        results = results if isinstance(results, tuple) else (results,)
+        results = self.reductions.compute(pass_, options, given, *count)
         found = dict(zip(pass_.default, results, strict=True))
         found = found if self.starts is None else {name: x[None] for name, x in found.items()}
         for name, x in into.items():

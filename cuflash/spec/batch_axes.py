@@ -318,19 +318,9 @@ def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: i
 class Calls:
     """The calls that make up one call on arrays with batch axes.
 
-    Parameters
-    ----------
-    axes : Axes
-    options : Options
-    arrays : Mapping
-        The arrays of the pass by name, including results to write to; None stands for an absent one.
-    results : tuple of str
-        The names of what the pass returns.
-    xp : module
-        numpy or cupy, whose array q is.
-    gives_partials : bool
-        Whether passes can give dq, dk and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16
-        bits are converted to this dtype before such gradients are summed.
+    `arrays` are those of the pass, including results to write to. `gives_partials` says whether passes can give dq, dk
+    and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16 bits are converted to this dtype
+    before such gradients are summed.
     """
 
     def __init__(

@@ -106,25 +106,14 @@ def bind(
 ) -> Binding:
     """Validate the arrays of one pass against each other, and find how they lie in memory.
 
-    Parameters
-    ----------
-    pass_ : Pass
-    options : Options
-    arrays : Mapping
-        By name: q, k, v and those of `cuflash.spec.inputs`, out and lse, and for the backward pass dout, dlse and the
-        gradients. None stands for an absent one. If results are absent, or dout, out and lse of a backward pass that is
-        only planned, they are assumed to be C-contiguous and aligned.
-    need : collection of str, optional
-        Results that the pass returns, by default `Pass.default`; those with an array are returned too.
-    address_of : callable, optional
-        A function that gives the address of the first element of an array. Without it, all arrays are assumed to be
-        aligned to 16 bytes.
+    `arrays` are q, k, v, optional inputs, what else the pass takes, and results, by name; None stands for an absent
+    one. If results are absent, or dout, out and lse of a backward pass that is only planned, they are assumed to be
+    C-contiguous and aligned. `need` are results that the pass returns, by default `Pass.default`; those with an array
+    are returned too. `address_of` gives the address of the first element of an array; without it, all are taken as
+    aligned to 16 bytes.
 
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As `make_problem` does; also if the shape or dtype of an array does not follow from the problem, if elements of
-        a result share memory, or if the elements of an array are not aligned to their size.
+    Raises what `make_problem` does; also if the shape or dtype of an array does not follow from the problem, if
+    elements of a result share memory, or if the elements of an array are not aligned to their size.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)

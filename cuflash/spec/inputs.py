@@ -21,47 +21,27 @@ SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalInput:
-    """One optional array, named as the argument of `cuflash.FlashAttention.forward`.
-
-    Attributes
-    ----------
-    dtypes : tuple of str
-        The dtypes that it may have; "input" stands for that of q, "softmax" for that of lse.
-    hint : str
-        What a message about a wrong dtype adds.
-    shapes : tuple
-        The shapes that it may have, as names of axes. With `broadcasts` there is one, to which the array is broadcast.
-        Empty where the shape follows from more than the sizes of the problem: then `cuflash.spec.problem` checks it.
-    strides : int
-        How many strides the kernels get.
-    own_axes : int, optional
-        How many of its axes are not batch axes. None where it goes with no batch axes.
-    gradient_via : {"", "scores", "softmax"}
-        What its gradient flows through: it is added to the scores, or to the sum of exponentials whose logarithm is
-        lse. The gradient has its shape and dtype. Empty where there is none.
-    goes_packed : bool
-        Whether it may be given with packed sequences.
-    has_keys : bool
-        Whether one of its axes is as long as there are keys, or blocks of them.
-    acts : int
-        Its position in the order in which inputs act on a score; the names of kernels list options in this order. 0 for
-        one that does not act on scores.
-    define : str
-        The macro that tells kernels of it. It is 0 where the input is absent. Where it is given, it is 1, or the
-        size of an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
-    """
+    """One optional array, named as the argument of `cuflash.FlashAttention.forward`."""
 
     name: str
-    dtypes: tuple[str, ...]
-    hint: str = ""
+    dtypes: tuple[str, ...]  # the dtypes that it may have; "input" stands for that of q, "softmax" for that of lse
+    hint: str = ""  # what a message about a wrong dtype adds
+    # The shapes that it may have, as names of axes. With `broadcasts` there is one, to which the array is broadcast.
+    # Empty where the shape follows from more than the sizes of the problem: then `cuflash.spec.problem` checks it.
     shapes: tuple[tuple[str, ...], ...] = ()
     broadcasts: bool = False
-    strides: int
-    own_axes: int | None = None
+    strides: int  # how many strides the kernels get
+    own_axes: int | None = None  # how many of its axes are not batch axes. None where it goes with no batch axes.
+    # What its gradient flows through: it is added to the scores, or to the sum of exponentials whose logarithm is lse.
+    # The gradient has its shape and dtype. Empty where there is none.
     gradient_via: Literal["", "scores", "softmax"] = ""
-    goes_packed: bool = False
-    has_keys: bool = False
+    goes_packed: bool = False  # whether it may be given with packed sequences
+    has_keys: bool = False  # whether one of its axes is as long as there are keys, or blocks of them
+    # Its position in the order in which inputs act on a score; the names of kernels list options in this order. 0 for
+    # one that does not act on scores.
     acts: int = 0
+    # The macro that tells kernels of it. It is 0 where the input is absent. Where it is given, it is 1, or the size of
+    # an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
     define: str = ""
 
     def dtypes_with(self, dtype: str) -> tuple[str, ...]:
@@ -170,17 +150,11 @@ class Number:
     in the dtype of the softmax. So that no ordinary product overflows on the way, each of these factors is at most a
     power of two: 2**48 in float32, 2**384 in float64. Two of them take three quarters of the exponents of the dtype,
     and leave range for products up to 2**31 in float32.
-
-    Attributes
-    ----------
-    is_positive : bool
-        Whether it has to be greater than 0.
-    exponents : Mapping
-        A lower exponent of the largest number, for inputs of these dtypes.
     """
 
     name: str
-    is_positive: bool = False
+    is_positive: bool = False  # whether it has to be greater than 0
+    # A lower exponent of the largest number, for inputs of these dtypes.
     exponents: Mapping[str, int] = field(default_factory=dict)
 
     def range_of(self, dtype: str) -> tuple[float, float, str]:

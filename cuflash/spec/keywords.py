@@ -99,15 +99,9 @@ _MEANT = {name: (argument, note) for argument, note, names in _FOREIGN for name 
 def unexpected_keyword(method: str, name: str, accepted: Collection[str]) -> TypeError | NotImplementedError:
     """The error about a keyword that a method does not take: in the words of Python, and what to write in its place.
 
-    NotImplementedError for tangents of tangents, and of what is made of tangents: those are of a higher order. Likewise
-    for row reductions in calls of passes that do not give them.
-
-    Parameters
-    ----------
-    method : str
-        As users write it, without parentheses.
-    accepted : collection of str
-        Keywords that it takes, besides those that are known as its arguments.
+    `accepted` are keywords that it takes, besides those that are known as its arguments. NotImplementedError for
+    tangents of tangents, and of what is made of tangents: those are of a higher order. Likewise for row reductions in
+    calls of passes that do not give them.
     """
     if method in ("jvp", "backward_jvp") and name.startswith("tt") and name[1:] in {*_OF_SECOND_ORDER, *accepted}:
         return NotImplementedError(

@@ -31,44 +31,25 @@ _HEAD_DIMS = ("head_dim", "head_dim_v")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One result of a pass, named as `cuflash.FlashAttention` names it.
-
-    Attributes
-    ----------
-    axes : tuple of str, optional
-        Sizes of a problem: the axes as kernels read them. None where the result has the shape of what it is the
-        gradient of.
-    dtype : {"input", "softmax", "index", "like"}
-        That of q, that of the softmax, int32, or that of what it is the gradient of.
-    gradient_of : str
-        The array or number whose gradient it is; empty for results of the forward pass.
-    gradient_via : {"", "scores", "softmax"}
-        As `OptionalInput.gradient_via`, where this is such a gradient; those of numbers flow through the scores.
-    needs : str
-        The optional array or number that a problem must have, so that it has this result.
-    strides : int
-        How many strides the kernels get.
-    is_default : bool
-        Whether a call returns it by default.
-    upstream : {"", "gradient", "optional", "required"}
-        Whether the backward pass reads the result, and its gradient if there is one ("optional") or always; or, with
-        "gradient", its gradient alone. A result that is no default is read only where its gradient is.
-    of_no_keys : float
-        Its value in a row that attends to no key.
-    scratch : tuple of str
-        What kernels store for each row on the way to its gradient: arrays in memory, one number a row.
-    """
+    """One result of a pass, named as `cuflash.FlashAttention` names it."""
 
     name: str
+    # Sizes of a problem: the axes as kernels read them. None where the result has the shape of what it is the gradient
+    # of.
     axes: tuple[str, ...] | None = None
+    # That of q, that of the softmax, int32, or that of what it is the gradient of.
     dtype: Literal["input", "softmax", "index", "like"] = "like"
-    gradient_of: str = ""
+    gradient_of: str = ""  # the array or number whose gradient it is; empty for results of the forward pass
+    # As `OptionalInput.gradient_via`, where this is such a gradient; those of numbers flow through the scores.
     gradient_via: Literal["", "scores", "softmax"] = ""
-    needs: str = ""
-    strides: int = 3
-    is_default: bool = False
+    needs: str = ""  # the optional array or number that a problem must have, so that it has this result
+    strides: int = 3  # how many strides the kernels get
+    is_default: bool = False  # whether a call returns it by default
+    # Whether the backward pass reads the result, and its gradient if there is one ("optional") or always; or, with
+    # "gradient", its gradient alone. A result that is no default is read only where its gradient is.
     upstream: Literal["", "gradient", "optional", "required"] = ""
-    of_no_keys: float = 0.0
+    of_no_keys: float = 0.0  # its value in a row that attends to no key
+    # What kernels store for each row on the way to its gradient: arrays in memory, one number a row.
     scratch: tuple[str, ...] = ()
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import (
@@ -14,7 +15,6 @@ from cuflash.spec.outputs import (
     FORWARD_ROWS,
     GRADIENT_ROWS,
     GRADIENT_TANGENT_ROWS,
-    GRADIENTS,
     MOVABLE,
     REQUIRED_BY_BACKWARD,
     REQUIRED_BY_BACKWARD_JVP,
@@ -37,50 +37,20 @@ _JVP_ROWS = (*(row for row in FORWARD_ROWS if row.is_default), *TANGENT_ROWS)
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Pass:
-    """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity.
+    """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity."""
 
-    Attributes
-    ----------
-    name : str
-        As users and plans spell it.
-    rows : tuple of Output
-        Its results, except gradients of arrays that a score reads.
-    required : tuple of str
-        What it cannot do without, besides q, k and v.
-    takes : tuple of str
-        All that it takes besides q, k, v and the optional inputs.
-    results_of : callable
-        The names of all results for some options, in the order in which it gives them.
-    results_in : callable
-        The same for a problem, whose dtypes tell which arrays of a score have no gradients.
-    check : callable
-        Raises NotImplementedError for a problem that does not have this pass.
-    flops : callable
-        Floating-point operations of its products over visible pairs of a problem.
-    least_bytes : callable
-        Fewest bytes that it moves through device memory for a problem.
-    any_length : bool
-        Whether a plan may serve other values of seqlen_k than that of its problem.
-    reads_keys_once : bool
-        Whether decode kernels read each key once, so that it may stay in host memory.
-    adds_to_memory : bool
-        Whether blocks add to results in memory, in an order that `deterministic` fixes.
-    has_tangents : bool
-        Whether it takes tangents of inputs and numbers, `outputs.MOVABLE` and arrays of a score.
-    """
-
-    name: str
-    rows: tuple[Output, ...]
-    required: tuple[str, ...]
-    takes: tuple[str, ...]
-    results_of: Callable[[Options], tuple[str, ...]]
-    results_in: Callable[[Problem], tuple[str, ...]]
-    check: Callable[[Problem], None]
-    flops: Callable[[Problem], int]
-    least_bytes: Callable[[Problem], int]
-    any_length: bool
-    reads_keys_once: bool
-    adds_to_memory: bool
+    name: str  # as users and plans spell it
+    rows: tuple[Output, ...]  # its results, except gradients of arrays that a score reads
+    required: tuple[str, ...]  # what it cannot do without, besides q, k and v
+    takes: tuple[str, ...]  # all that it takes besides q, k, v and the optional inputs
+    flops: Callable[[Problem], int]  # floating-point operations of its products over visible pairs of a problem
+    least_bytes: Callable[[Problem], int]  # fewest bytes that it moves through device memory for a problem
+    # Raises NotImplementedError for a problem that does not have this pass.
+    check: Callable[[Problem], None] = lambda problem: None
+    any_length: bool = False  # whether a plan may serve other values of seqlen_k than that of its problem
+    reads_keys_once: bool = False  # whether decode kernels read each key once, so that it may stay in host memory
+    adds_to_memory: bool = False  # whether blocks add to results in memory, in an order that `deterministic` fixes
+    # Whether it takes tangents of inputs and numbers, `outputs.MOVABLE` and arrays of a score.
     has_tangents: bool = False
 
     def __repr__(self) -> str:
@@ -91,14 +61,27 @@ class Pass:
         """The names of the results that it gives by default."""
         return _names(tuple(row for row in self.rows if row.is_default))
 
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether its results are gradients, or tangents of these."""
+        return bool(self.rows[0].gradient_of)
+
+    def results_of(self, options: Options) -> tuple[str, ...]:
+        """The names of all results for some options, in the order in which it gives them."""
+        return (*_names(self.rows), *(self.results_for(options.score_gradients) if self.gives_gradients else ()))
+
+    def results_in(self, problem: Problem) -> tuple[str, ...]:
+        """The same for a problem, whose dtypes tell which arrays of a score have no gradients."""
+        return (*_names(self.rows), *(self.results_for(problem.score_arg_gradients) if self.gives_gradients else ()))
+
     def row_reductions_of(self, names: Collection[str]) -> tuple[str, ...]:
         """The row reductions that a call with results and arrays of these names makes, or whose gradients it takes."""
-        taken = self.rows[0].gradient_of
+        taken = self.gives_gradients
         return _names(tuple(row for row in ROW_REDUCTION_ROWS if (row.gradient if taken else row.name) in names))
 
     def results_for(self, need: Collection[str]) -> tuple[str, ...]:
         """The names of its results in a call that wants these gradients: they, their tangents, or the default."""
-        if not self.rows[0].gradient_of:
+        if not self.gives_gradients:
             return self.default
         return tuple(f"t{name}" if self.has_tangents else name for name in need)
 
@@ -119,27 +102,19 @@ FORWARD = Pass(
     rows=FORWARD_ROWS,
     required=(),
     takes=(),
-    results_of=lambda options: _names(FORWARD_ROWS),
-    results_in=lambda problem: _names(FORWARD_ROWS),
-    check=lambda problem: None,
     flops=attrgetter("forward_flops"),
     least_bytes=attrgetter("forward_bytes"),
     any_length=True,
     reads_keys_once=True,
-    adds_to_memory=False,
 )
 BACKWARD = Pass(
     name="backward",
     rows=GRADIENT_ROWS,
     required=REQUIRED_BY_BACKWARD,
     takes=TAKEN_BY_BACKWARD,
-    results_of=lambda options: (*GRADIENTS, *options.score_gradients),
-    results_in=attrgetter("gradients"),
     check=check_differentiable,
     flops=attrgetter("backward_flops"),
     least_bytes=attrgetter("backward_bytes"),
-    any_length=False,
-    reads_keys_once=False,
     adds_to_memory=True,
 )
 JVP = Pass(
@@ -147,14 +122,10 @@ JVP = Pass(
     rows=_JVP_ROWS,
     required=(),
     takes=tuple(f"t{name}" for name in MOVABLE),
-    results_of=lambda options: _names(_JVP_ROWS),
-    results_in=lambda problem: _names(_JVP_ROWS),
     check=check_movable,
     flops=attrgetter("jvp_flops"),
-    least_bytes=attrgetter("jvp_bytes"),
-    any_length=False,
-    reads_keys_once=False,
-    adds_to_memory=False,
+    # The forward pass, tangents, tout and tlse.
+    least_bytes=lambda problem: problem.forward_bytes + problem.tangent_bytes + problem.results_bytes,
     has_tangents=True,
 )
 BACKWARD_JVP = Pass(
@@ -162,20 +133,22 @@ BACKWARD_JVP = Pass(
     rows=GRADIENT_TANGENT_ROWS,
     required=REQUIRED_BY_BACKWARD_JVP,
     takes=(*TAKEN_BY_BACKWARD_JVP, *JVP.takes),
-    results_of=lambda options: tuple(f"t{name}" for name in BACKWARD.results_of(options)),
-    results_in=lambda problem: tuple(f"t{name}" for name in problem.gradients),
     check=check_differentiable,
     flops=attrgetter("backward_jvp_flops"),
-    least_bytes=attrgetter("backward_jvp_bytes"),
-    any_length=False,
-    reads_keys_once=False,
+    least_bytes=lambda problem: problem.backward_bytes + problem.tangent_bytes + problem.results_bytes,
     adds_to_memory=True,
     has_tangents=True,
 )
 
 
+def _bytes_of_columns(problem: Problem) -> int:
+    """Those of a reduction over queries: inputs and lse are read, and columns written. Factors are not counted."""
+    columns = problem.array_batch * problem.num_heads * problem.seqlen_k
+    return problem.forward_bytes + columns * ITEMSIZE[problem.softmax_dtype]
+
+
 def _reduction(
-    name: str, rows: tuple[Output, ...], *takes: str, least_bytes: Callable[[Problem], int] = attrgetter("column_bytes")
+    name: str, rows: tuple[Output, ...], *takes: str, least_bytes: Callable[[Problem], int] = _bytes_of_columns
 ) -> Pass:
     """A pass that reduces the attention weights, which it recomputes from lse."""
     return Pass(
@@ -183,14 +156,8 @@ def _reduction(
         rows=rows,
         required=("lse",),
         takes=("lse", *takes),
-        results_of=lambda options: _names(rows),
-        results_in=lambda problem: _names(rows),
-        check=lambda problem: None,
         flops=lambda problem: 2 * problem.visible_pairs * problem.head_dim,
         least_bytes=least_bytes,
-        any_length=False,
-        reads_keys_once=False,
-        adds_to_memory=False,
     )
 
 

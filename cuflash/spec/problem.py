@@ -423,32 +423,20 @@ class Problem(Given):
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k
             keys_bytes = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.k.dtype]
-        return sum(x.nbytes for x in inputs if x is not None) + keys_bytes + self._out_bytes + self._lse_bytes
+        return sum(x.nbytes for x in inputs if x is not None) + keys_bytes + self.results_bytes
 
     @property
     def backward_bytes(self) -> int:
         """Fewest bytes the backward pass moves: its inputs, out, dout and lse read once, dq, dk and dv written once."""
-        gradients = self.q.nbytes + self.k.nbytes + self.v.nbytes
-        return self.forward_bytes + self._out_bytes + gradients
+        dout = math.prod(self.out_shape) * ITEMSIZE[self.dtype]
+        return self.forward_bytes + dout + self.q.nbytes + self.k.nbytes + self.v.nbytes
 
     @property
-    def jvp_bytes(self) -> int:
-        """Fewest bytes jvp moves: those of the forward pass, tangents read once, tout and tlse written once."""
-        return self.forward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
-
-    @property
-    def backward_jvp_bytes(self) -> int:
-        """Fewest bytes backward_jvp moves: as many as the backward pass, and tangents, tout and tlse read once."""
-        return self.backward_bytes + self.tangent_bytes + self._out_bytes + self._lse_bytes
-
-    @property
-    def column_bytes(self) -> int:
-        """Fewest bytes a reduction over queries moves, without values: inputs and lse read once, columns written once.
-
-        The factors of queries are not counted.
-        """
-        columns = self.array_batch * self.num_heads * self.seqlen_k
-        return self.forward_bytes + columns * ITEMSIZE[self.softmax_dtype]
+    def results_bytes(self) -> int:
+        """Bytes of out and lse."""
+        return (
+            math.prod(self.out_shape) * ITEMSIZE[self.dtype] + math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
+        )
 
     @property
     def tangent_bytes(self) -> int:
@@ -466,14 +454,6 @@ class Problem(Given):
         if self.is_packed:
             return self.batch * self.mean_sequence.naive_bytes
         return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
-
-    @property
-    def _out_bytes(self) -> int:
-        return math.prod(self.out_shape) * ITEMSIZE[self.dtype]
-
-    @property
-    def _lse_bytes(self) -> int:
-        return math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
 
 
 def make_problem(

@@ -277,7 +277,7 @@ class ColumnSums:
             given = self.given
             of_rows = {"lse": self.lse, "out": module_of(given["q"]).zeros_like(given["dout"])}
             arrays = {**given, **of_rows, **self._absent("dlse")}
-            found += self.backend.backward(self.call.options, arrays, self.call.need)
+            found += self.backend.compute(BACKWARD, self.call.options, arrays, self.call.need)
         if own:
             means = self._means()
             found += [-self.factors * means if name == "dlse" else means for name in own]
@@ -290,7 +290,7 @@ class ColumnSums:
     def _means(self) -> Array:
         """``sum_j P[i, j] * dsums[j]`` of each row."""
         arrays = {**self.inputs, **self._absent("out", "lse")}
-        out, lse = self.backend.forward(self.call.options, arrays, need=OUTPUTS)
+        out, lse = self.backend.compute(FORWARD, self.call.options, arrays, OUTPUTS)
         xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
         is_empty = self.lse == -xp.inf
         return xp.where(is_empty, 0, means * xp.exp(xp.where(is_empty, -xp.inf, lse) - xp.where(is_empty, 0, self.lse)))

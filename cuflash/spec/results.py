@@ -230,28 +230,15 @@ if TYPE_CHECKING:
     class NumpyJvpResult(JvpResult[NDArray[ScalarT], NDArray[Any]], Generic[ScalarT]): ...
 
 
-@functools.cache
-def named_tuple_of_results(names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of results of the forward pass."""
-    if names == ForwardResult._fields:
-        return ForwardResult
-    return type("ForwardResult", (namedtuple("ForwardResult", names), NamedForwardResult), {"__slots__": ()})
+_NAMED = {ForwardResult: NamedForwardResult, Gradients: NamedGradients, GradientTangents: NamedGradientTangents}
 
 
 @functools.cache
-def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of some gradients."""
-    if names == Gradients._fields:
-        return Gradients
-    return type("Gradients", (namedtuple("Gradients", names), NamedGradients), {"__slots__": ()})
-
-
-@functools.cache
-def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of the tangents of some gradients."""
-    if names == GradientTangents._fields:
-        return GradientTangents
-    return type("GradientTangents", (namedtuple("GradientTangents", names), NamedGradientTangents), {"__slots__": ()})
+def named_tuple(kind: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The named tuple of results of these names: `kind`, or one like it with other fields."""
+    if names == kind._fields:
+        return kind  # type: ignore[no-any-return]
+    return type(kind.__name__, (namedtuple(kind.__name__, names), _NAMED[kind]), {"__slots__": ()})
 
 
 def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:

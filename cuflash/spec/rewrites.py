@@ -30,22 +30,13 @@ _LOOKED_AT = (*_PACKED, "block_table", *SCORE_OPTIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalent:
-    """What a call computes in place of its functions.
+    """What a call computes in place of its functions."""
 
-    Attributes
-    ----------
-    options : Options
-        The options of the call, with options in place of functions.
-    becomes : mapping of str to (str, tuple)
-        By the name of an array that the score reads, the optional input that it becomes, and the index that turns its
-        axes into those of the input.
-    unread : tuple of str
-        Arrays of the functions that nothing reads any more.
-    """
-
-    options: Options
+    options: Options  # the options of the call, with options in place of functions
+    # By the name of an array that the score reads, the optional input that it becomes, and the index that turns its
+    # axes into those of the input.
     becomes: Mapping[str, tuple[str, Index]]
-    unread: tuple[str, ...]
+    unread: tuple[str, ...]  # arrays of the functions that nothing reads any more
 
     def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a call, with the gradients that it writes to, by their new names."""

@@ -26,9 +26,10 @@ from cuflash.spec.outputs import (
     MOVABLE_OVER_HEAD_DIM,
     MOVABLE_OVER_ROWS,
     OUTPUTS,
+    Output,
     model_of,
 )
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.streamed import OF_KEYS, TANGENTS
 from cuflash.streaming import memory
@@ -67,12 +68,22 @@ class Call:
         given = self.given.get(name)
         return dlpack.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
 
-    def host_result(self, name: str, device: Cuda | None) -> Host:
-        """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
-        if name in self.hosts:
-            return self.hosts[name]
-        like = self.hosts[model_of(name)]
-        return self.new_host(model_of(name), like.shape, like.dtype, device)
+    def result_of_rows(self, row: Output) -> Array:
+        """The array that a result of queries is written to."""
+        if row.is_of_rows:
+            return self.result(row.name, self.problem.lse_shape, numpy_dtype(self.problem.softmax_dtype))
+        return self.result(row.name, self.problem.out_shape, self.given["q"].dtype)
+
+    def gradient(self, name: str, run: StreamedPass) -> Array:
+        """The array that a gradient is written to; that of keys is in host memory, pinned if its input (k or v) is."""
+        model = model_of(name)
+        if name in OF_KEYS:
+            like = self.hosts[model]
+            return self.hosts[name] if name in self.hosts else self.new_host(model, like.shape, like.dtype, run.device)
+        own = self.given.get(model)
+        if own is None:  # the gradient of a number
+            return self.result(name, (), run.slices.softmax_dtype)
+        return self.result(name, own.shape, own.dtype)
 
     def new_host(self, like: str, shape: tuple[int, ...], dtype: Any, device: Cuda | None) -> Host:
         """A new array in host memory, pinned if one that is given is."""
@@ -103,72 +114,23 @@ class Call:
         return view_4d(array, self.options.layout) if name in MOVABLE_OVER_HEAD_DIM else array
 
 
-def forward(
-    options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
-) -> tuple[Array, ...]:
-    """The results `need` of arrays by name: q, k, v, and the optional inputs, out and lse that are given."""
-    return _forward(FORWARD, options, arrays, random, need)
-
-
-def backward(
-    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Array, ...]:
-    """The gradients `need` of arrays by name, in the order of `GRADIENTS`, with the arrays to write to."""
-    return _backward(BACKWARD, options, arrays, need, random)
-
-
-def jvp(
-    options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
-) -> tuple[Array, ...]:
-    """The results `need` of arrays and tangents by name, as `forward` gives its own; tk and tv are in host memory."""
-    return _forward(JVP, options, arrays, random, need)
-
-
-def backward_jvp(
-    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
-) -> tuple[Array, ...]:
-    """The tangents of gradients `need` of arrays and tangents by name, as `backward` gives gradients."""
-    return _backward(BACKWARD_JVP, options, arrays, need, random)
-
-
 @np.errstate(all="ignore")
-def _forward(
-    pass_: Pass, options: Options, arrays: Mapping[str, Any], random: tuple[int, int], need: tuple[str, ...]
+def compute(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
+    """The results `need` of a pass over arrays by name: its inputs, and the results that are given."""
     if calls := _over_axes(options, arrays, need):
-        return calls.run(lambda own, found: _forward(pass_, own, _streamed(found, arrays), random, need))
-    call = checked(pass_, options, arrays, need)
-    problem, dtype = call.problem, numpy_dtype(call.problem.softmax_dtype)
-    with dlpack.on_device(call.given["q"]):
-        results = {
-            row.name: call.result(row.name, problem.lse_shape, dtype)
-            if row.is_of_rows
-            else call.result(row.name, problem.out_shape, call.given["q"].dtype)
-            for row in pass_.rows
-            if row.is_default or row.name in need
-        }
-        call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
-    return tuple(results.values())
-
-
-@np.errstate(all="ignore")
-def _backward(
-    pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
-) -> tuple[Array, ...]:
-    if calls := _over_axes(options, arrays, need):
-        return calls.run(lambda own, found: _backward(pass_, own, _streamed(found, arrays), need, random))
+        return calls.run(lambda own, found: compute(pass_, own, _streamed(found, arrays), need, random))
     call = checked(pass_, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
-        run = call.run(pass_, random)
-        results = {}
-        for name in need:
-            if name in OF_KEYS:
-                results[name] = call.host_result(name, run.device)
-                continue
-            like = call.given.get(model_of(name))
-            shape, dtype = ((), run.slices.softmax_dtype) if like is None else (like.shape, like.dtype)
-            results[name] = call.result(name, shape, dtype)
-        run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
+        if pass_.gives_gradients:
+            run = call.run(pass_, random)
+            results = {name: call.gradient(name, run) for name in need}
+            run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
+        else:
+            rows = [row for row in pass_.rows if row.is_default or row.name in need]
+            results = {row.name: call.result_of_rows(row) for row in rows}
+            call.run(pass_, random).forward({name: call.seen(name, x) for name, x in results.items()})
     return tuple(results.values())
 
 
@@ -199,9 +161,9 @@ def compile(
     """Compile what passes over these keys need, by running them once; of arrays in host memory only check them."""
     if set(plan(options, arrays, need, passes).ways.values()) == {"views"}:  # nothing moves to a device
         return
-    out, lse = forward(options, arrays)
+    out, lse = compute(FORWARD, options, arrays, OUTPUTS)
     if BACKWARD in passes:
-        backward(options, {**arrays, "dout": out, "out": out, "lse": lse}, need)
+        compute(BACKWARD, options, {**arrays, "dout": out, "out": out, "lse": lse}, need)
 
 
 def tune(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuflash.arrays.memory_ranges import Span, cut_evenly
 from cuflash.cpu.jobs import available_cores
+from cuflash.shards.cuda import Cuda
 
 if TYPE_CHECKING:
     from typing import Self
@@ -26,38 +27,10 @@ SMALLEST_BLOCK = 2**14  # bytes of contiguous host memory that are worth a copy 
 MAX_THREADS = 8  # threads that copy within host memory
 
 
-class Device(Protocol):
-    """The functions of a device that copy pipelines need. The stream None is the one that computes."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Device memory."""
-
-    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Host:
-        """Page-locked host memory, which the device can read and write by itself."""
-
-    def is_pinned(self, array: Host) -> bool:
-        """Whether an array is in page-locked host memory."""
-
-    def stream(self) -> Any:
-        """A stream besides the one that computes."""
-
-    def copy(self, target: Array, source: Array, stream: Any) -> None:
-        """Copy a contiguous array to another one, on a stream; one of the two is in host memory."""
-
-    def mark(self, stream: Any) -> Any:
-        """An event after all work that the stream has been given so far."""
-
-    def follow(self, stream: Any, event: Any) -> None:
-        """Let a stream wait for an event."""
-
-    def wait(self, event: Any) -> None:
-        """Let this thread wait for an event."""
-
-
 class Lane:
     """One array in host memory, and two buffers for its chunks on the device, with the same order of axes in memory."""
 
-    def __init__(self, device: Device, array: Host, longest: int) -> None:
+    def __init__(self, device: Cuda, array: Host, longest: int) -> None:
         self.array = array  # (batch, heads, rows, dim)
         self.order = lying(array)
         self.is_direct = is_direct(device, array)
@@ -69,12 +42,12 @@ class Lane:
         """The view of a chunk on the device, as (batch, heads, rows, dim)."""
         return self._lying(self.buffers[number % 2], span).transpose(*np.argsort(self.order).tolist())
 
-    def load(self, device: Device, number: int, span: Span, stream: Any) -> None:
+    def load(self, device: Cuda, number: int, span: Span, stream: Any) -> None:
         """Copy a chunk to the device, from the staging buffer if there is one."""
         for target, source in self._blocks(number, span):
             device.copy(target, source, stream)
 
-    def unload(self, device: Device, number: int, span: Span, stream: Any) -> None:
+    def unload(self, device: Cuda, number: int, span: Span, stream: Any) -> None:
         """Copy a chunk from the device, to the staging buffer if there is one."""
         for source, target in self._blocks(number, span):
             device.copy(target, source, stream)
@@ -123,7 +96,7 @@ class Workers:
         self.pool = concurrent.futures.ThreadPoolExecutor(count) if is_needed else None
         self.count = count
 
-    def copy(self, device: Device, pairs: Sequence[tuple[Lane, Host, Host]], after: Any) -> list[Any]:
+    def copy(self, device: Cuda, pairs: Sequence[tuple[Lane, Host, Host]], after: Any) -> list[Any]:
         """Begin to copy the first array of each pair to the second one, after an event."""
         assert self.pool is not None
 
@@ -147,7 +120,7 @@ class Workers:
 class Transfer:
     """Chunks of arrays between the host and two buffers on the device, on a stream of its own."""
 
-    def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
+    def __init__(self, device: Cuda, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
         longest = max((stop - start for start, stop in spans), default=0)
         self.device, self.spans = device, spans
         self.lanes = {name: Lane(device, array, longest) for name, array in arrays.items()}
@@ -165,7 +138,7 @@ class Feed(Transfer):
     When this context is left, all copies from host memory are done.
     """
 
-    def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
+    def __init__(self, device: Cuda, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
         super().__init__(device, arrays, spans)
         self.arrived: list[Any] = [None, None]  # for each buffer, an event after the copy of its chunk
         self.used = [device.mark(None)] * 2  # for each buffer, an event after its last use, by earlier owners, too
@@ -211,7 +184,7 @@ class Feed(Transfer):
 class Drain(Transfer):
     """Copies chunks of results to the host while the next are computed. When it is left, all copies are done."""
 
-    def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
+    def __init__(self, device: Cuda, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
         super().__init__(device, arrays, spans)
         self.left: list[Any] = [None, None]  # for each buffer, an event after its chunk was copied out
         self.emptied: list[list[Any]] = [[], []]  # for each staging buffer, the copies out of it that are under way
@@ -265,7 +238,7 @@ def contiguous_axes(array: Host) -> int:
     return array.ndim
 
 
-def is_direct(device: Device, array: Host) -> bool:
+def is_direct(device: Cuda, array: Host) -> bool:
     """Whether an array is copied without staging: it is pinned, and its contiguous pieces are worth a copy each."""
     there = array.transpose(lying(array))
     pieces = there.shape[there.ndim - contiguous_axes(there) :]

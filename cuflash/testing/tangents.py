@@ -281,16 +281,9 @@ class _TangentCollector(Collector):
 
 
 class _HeadSquares:
-    """Squares of the terms that the results of a head are sums of, and of their noise, pair by pair or row by row.
+    """Squares of the terms that the results of a head are sums of, and of their noise (`..._moved`), by pair or by row.
 
-    Attributes
-    ----------
-    P2, U2, tS2, Z2, kept2, kept_U2 : array
-        Of P, U, tS, Z, Z o P and Z o P o U.
-    P_moved, U_moved, tL_moved, O_moved, tO_moved : array
-        The noise of P, U, tL, O and tO.
-    O2, tO2 : array
-        The terms of O and tO, or these where they are larger.
+    `kept2` and `kept_U2` are those of Z o P and Z o P o U; `O2` and `tO2` the terms of O and tO, or these if larger.
     """
 
     def __init__(self, collector: _TangentCollector, head: Head, t: HeadTangents) -> None:

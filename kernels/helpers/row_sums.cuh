@@ -101,13 +101,24 @@ CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, 
 #endif
 }
 
+struct ExactProducts {
+  const RowFragments q, k;
+  const int first_row;
+
+  CUFLASH_DEVICE ExactProducts(const RowFragments& q_, const RowFragments& k_, int first_row_)
+      : q(q_), k(k_), first_row(first_row_) {}
+  CUFLASH_DEVICE void multiply(int first_key, Real (&s)[1][2][4]) const {
+    multiply_rows(q, k, first_row, first_key, s);
+  }
+};
+
 // Warp. Calls visit(s, key, exponent_scale) for the scores of 16 rows from `first_row` on and the 16 keys from `key` on.
-template <class Visit>
+template <class Products = ExactProducts, class Visit>
 CUFLASH_DEVICE void visit_scores(const Params& params, Entry batch, int head, int first_row, int row_stop,
                                  Visit visit) {
   const int head_kv = head / (params.num_heads / params.num_heads_kv), key_stop = key_stop_of(params, batch);
-  const RowFragments q = {queries_of(params.q, batch, head), params.q.row_stride, row_stop};
-  const RowFragments k = {keys_of(params, params.k, batch, head_kv), params.k.row_stride, key_stop};
+  const Products products({queries_of(params.q, batch, head), params.q.row_stride, row_stop},
+                          {keys_of(params, params.k, batch, head_kv), params.k.row_stride, key_stop}, first_row);
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
   const TileRange tiles = key_tiles(params, batch, first_row, min_of(first_row + 16, row_stop) - 1, key_stop);
@@ -115,7 +126,7 @@ CUFLASH_DEVICE void visit_scores(const Params& params, Entry batch, int head, in
 #pragma unroll 1
   for (int key = tiles.start * kBlockN; key < min_of(tiles.stop * kBlockN, key_stop); key += 16) {
     Real s[1][2][4];
-    multiply_rows(q, k, first_row, key, s);
+    products.multiply(key, s);
     to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, key + fragment_column(), true);
     visit(s, key, score.exponent_scale());
   }
@@ -137,12 +148,58 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
 }
 
 #if CUFLASH_ROW_REDUCTIONS
+// The same products where their last bits do not matter. Where elements have 16 bits, a lane reads 8 adjacent columns of
+// a row at once, so that the columns of both operands are permuted, in the same way. Q stays in registers.
+template <class E, bool permutes>
+struct ProductsOfMaxima : ExactProducts {
+  using ExactProducts::ExactProducts;
+};
+template <class E>
+struct ProductsOfMaxima<E, true> {
+  static constexpr int kVectors = ceil_div(kDim, 32);  // of a row, for each of its lanes
+  const RowFragments k;
+  Bytes16 q[kVectors][2];
+
+  CUFLASH_DEVICE ProductsOfMaxima(const RowFragments& q_, const RowFragments& k_, int first_row) : k(k_) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) q[i][half] = vector_of(q_, first_row + fragment_row() + 8 * half, i);
+  }
+  CUFLASH_DEVICE void multiply(int first_key, Real (&s)[1][2][4]) const {
+    Bytes16 keys[kVectors][2];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) keys[i][n] = vector_of(k, first_key + fragment_row() + 8 * n, i);
+    set_zero(s);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int word = 0; word < 4; word += 2) {
+        const u32 a[4] = {q[i][0].word[word], q[i][1].word[word], q[i][0].word[word + 1], q[i][1].word[word + 1]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          ptx::mma_m16n8k16(E{}, s[0][n], a, keys[i][n].word[word], keys[i][n].word[word + 1]);
+      }
+  }
+
+ private:
+  CUFLASH_DEVICE static Bytes16 vector_of(const RowFragments& rows, int row, int i) {
+    const int column = 32 * i + 4 * fragment_column();
+    if (row >= rows.stop || column >= kHeadDim) return {};
+    return *(const Bytes16*)(rows.head + row * rows.row_stride + column);
+  }
+};
+constexpr bool kPermutesColumns = kElementBytes == 2 && kLoadBytes == 16 && kHeadDim % 8 == 0 && kDim <= 256;
+
 // Warp. Stores the first key that has the largest score of each of 16 rows from `first_row` on, -1 where there is none.
 CUFLASH_DEVICE void store_first_maxima(const Params& params, Entry batch, int head, int first_row, int row_stop,
                                        i32* first_max) {
   Real largest[2] = {-ptx::infinity(), -ptx::infinity()};
   int found[2] = {-1, -1};
-  visit_scores(params, batch, head, first_row, row_stop, [&](Real(&s)[1][2][4], int key, Real) {
+  using Products = ProductsOfMaxima<Element, kPermutesColumns>;
+  visit_scores<Products>(params, batch, head, first_row, row_stop, [&](Real(&s)[1][2][4], int key, Real) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll

@@ -7,13 +7,14 @@ import pytest
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, TopTile
-from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES
+from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, TOP_SM90_TILES, TopSm90Tile
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.testing import Case
 from tests.compile.test_plans import SERIALIZED
 from tests.sampling import sample
 
+SM90_TILES = (*COLUMN_SM90_TILES, *TOP_SM90_TILES)
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 # Bytes that a thread spills, by bytes of an element, max_dim, block_m and block_n.
 SPILLS: dict[tuple[int, ...], int] = {}
@@ -33,11 +34,11 @@ def main_kernel(tile, arch, pass_, **options):
 @pytest.mark.one_of("arch")
 @pytest.mark.parametrize("options", [{}, {"causal": True, "alibi_slopes": (1,)}], ids=str)
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
-@pytest.mark.parametrize("tile", sample((*COLUMN_TILES, *TOP_TILES, *COLUMN_SM90_TILES), 4), ids=str)
+@pytest.mark.parametrize("tile", sample((*COLUMN_TILES, *TOP_TILES, *SM90_TILES), 4), ids=str)
 def test_every_row_compiles(tile, arch, options):
-    is_sm90 = tile in COLUMN_SM90_TILES
+    is_sm90 = tile in SM90_TILES
     own: dict[str, Any] = {} if is_sm90 else options
-    for pass_ in (TOP_KEYS,) if isinstance(tile, TopTile) else (COLUMN_SUMS, COLUMN_MAX):
+    for pass_ in (TOP_KEYS,) if isinstance(tile, (TopTile, TopSm90Tile)) else (COLUMN_SUMS, COLUMN_MAX):
         kernel = main_kernel(tile, "9.0" if is_sm90 else arch, pass_, **own)
         if kernel is None:
             continue

@@ -14,6 +14,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import backend as cpu_backend
 from cuflash.spec import batch_axes
+from cuflash.spec.passes import BACKWARD
 from tests.sampling import examples
 
 
@@ -311,7 +312,7 @@ def test_keys_in_host_memory_beside_queries_on_a_device_stay_there(case):
         for name, x in own.items():
             assert x is None or (type(x) is np.ndarray) == (name in ("k", "v", "dk", "dv")), name
         of_host = {name: x.view(np.ndarray) for name, x in own.items() if x is not None}
-        return cpu_backend.backward(options, of_host, names, tuple(case.random.values()) or (0, 0))
+        return cpu_backend.compute(BACKWARD, options, of_host, names, tuple(case.random.values()) or (0, 0))
 
     found = dict(zip(names, calls.run(call), strict=True))
     assert {name for name, x in found.items() if type(x) is np.ndarray} == {"dk", "dv"}

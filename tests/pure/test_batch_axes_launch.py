@@ -13,6 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import backend as cpu_backend
 from cuflash.plan import DeviceSpec
+from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD
 
 ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 20, 30), "mask": (2, 3, 1, 1, 30)}
@@ -76,10 +77,10 @@ def launch(monkeypatch):
         plain = {name: x.view(np.ndarray) for name, x in arrays.items() if x is not None}
         options = binding.problem.options
         if launch.plan.pass_ is FORWARD:
-            found = cpu_backend.forward(options, plain, random)
+            found = cpu_backend.compute(FORWARD, options, plain, OUTPUTS, random)
         else:
             narrow = {name: x for name, x in plain.items() if name not in binding.problem.wide}
-            found = cpu_backend.backward(replace(options, wide=()), narrow, binding.results, random)
+            found = cpu_backend.compute(BACKWARD, replace(options, wide=()), narrow, binding.results, random)
             found = tuple(
                 x.astype(np.float32) if name in binding.problem.wide else x
                 for name, x in zip(binding.results, found, strict=True)

@@ -205,7 +205,7 @@ def test_what_a_plan_says(pass_):
     assert (" of dq atomics " in line) == (pass_ in (BACKWARD, BACKWARD_JVP))
 
 
-@pytest.mark.parametrize("pass_", PASSES_WITHOUT_TANGENTS)
+@pytest.mark.parametrize("pass_", PASSES)
 def test_no_model_is_no_number(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, dtype="float32"), H200, pass_)
     assert plan.traffic is None and "memory model" not in plan.describe(verbose=True, width=0)

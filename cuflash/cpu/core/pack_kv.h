@@ -103,8 +103,8 @@ template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks)
 }
 
 template <class T>
-inline Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                         int64_t terms, ForwardBuffers<T> &buffers) {
+NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                           int64_t terms, ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
@@ -134,8 +134,8 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, 
 // Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
 // do: the slice of rows `begin` to `end` among `rows` rows.
 template <class T>
-inline void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t begin,
-                               int64_t end, int64_t rows) {
+ALWAYS_INLINE void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
+                                      int64_t begin, int64_t end, int64_t rows) {
     const Call &call = work.call;
     if (MAY_SHARE_PACKED && work.packed_keys) {
         if (first >= entry.seqlen_k) return;

@@ -28,8 +28,7 @@ class Backward(BackwardFamily[BackwardTile]):
     """Each tile of keys has a block, or several, each of which takes some of the query heads."""
 
     kernel = "sm80/backward"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     row_reductions = ROW_REDUCTIONS
     rows = BACKWARD_TILES
     model = "keys"
@@ -37,22 +36,17 @@ class Backward(BackwardFamily[BackwardTile]):
 
 class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     row_reductions = ROW_REDUCTIONS
     rows = DQ_TILES
     model = "queries of dq"
-
-    def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
 
 
 class BackwardChunked(BackwardFamily[BackwardChunkedTile]):
     """dk of heads so long that no tile of whole rows fits. dq has a kernel of its own."""
 
     kernel = "sm80/backward_chunked"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     makes_dq = shares_tiles = False
     rows = BACKWARD_CHUNKED_TILES
 
@@ -72,8 +66,7 @@ class DqChunked(DqFamily[DqChunkedTile]):
     """dq of heads so long that no tile of whole rows fits."""
 
     kernel = "sm80/backward_dq_chunked"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = DQ_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
@@ -82,14 +75,12 @@ class DqChunked(DqFamily[DqChunkedTile]):
     def add(
         self, draft: Draft, tile: DqChunkedTile, blocks: int, makes: Collection[str], options: Mapping[str, int]
     ) -> None:
-        blocks *= tile.slices(draft.problem)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
+        super().add(draft, tile, blocks * tile.slices(draft.problem), makes, options)
 
 
 class Scores(ScoresFamily[ScoresTile]):
     kernel = "sm80/backward_scores"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     row_reductions = ROW_REDUCTIONS
     rows = SCORES_TILES
 
@@ -98,8 +89,7 @@ class ScoresChunked(ScoresFamily[ScoresChunkedTile]):
     """Score gradients of heads so long that no tile of whole rows fits, by the kernel of `Scores`."""
 
     kernel = "sm80/backward_scores"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = SCORES_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:

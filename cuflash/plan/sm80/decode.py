@@ -50,11 +50,6 @@ class DecodeTile(Sm80Tile):
         """Warps of a warp_group: each has 16 rows, or a share of the columns of the output of 16 rows."""
         return self.block_m // 16 * self.warps_d
 
-    @property
-    def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
-        return 16 * self.warps_d
-
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         if rows_of(problem) > self.block_m:
             return f"for up to {self.block_m} queries of the heads that share keys"
@@ -120,8 +115,7 @@ class Decode(ForwardFamily[DecodeTile]):
     """Blocks take equal splits of the keys of all heads."""
 
     kernel = "sm80/decode"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     has_float8 = True
     model = "splits of keys"
     reads_keys_once = True

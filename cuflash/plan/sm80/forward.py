@@ -22,8 +22,7 @@ class Forward(ForwardFamily[ForwardTile]):
     """Each tile of queries has a block."""
 
     kernel = "sm80/forward"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     has_float8 = True
     row_reductions = ROW_REDUCTIONS
     model = "queries"
@@ -41,8 +40,7 @@ class ForwardChunked(ForwardFamily[ChunkedTile]):
     """lse of heads so long that no tile of whole rows fits: q and k arrive by chunks of columns."""
 
     kernel = "sm80/forward_chunked"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = FORWARD_CHUNKED_TILES
 
     def why_not(self, draft: Draft) -> str | None:
@@ -53,8 +51,7 @@ class ForwardNarrow(ForwardFamily[NarrowTile]):
     """lse of float32 heads so narrow that lanes multiply their columns in less time than tensor cores."""
 
     kernel = "sm80/forward_narrow"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = FORWARD_NARROW_TILES
 
     def why_not(self, draft: Draft) -> str | None:

@@ -21,8 +21,7 @@ class Jvp(ForwardFamily[JvpTile]):
     """Each tile of queries has a block."""
 
     kernel = "sm80/jvp"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     model = "queries"
     serves_all_tangents = True
     rows = JVP_TILES
@@ -33,8 +32,7 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     """Each tile of keys has a block, which makes the tangents of dk and dv and, in most rows, adds to that of dq."""
 
     kernel = "sm80/backward_jvp"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     model = "keys"
     serves_all_tangents = True
     rows = BACKWARD_JVP_TILES
@@ -43,19 +41,12 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpTile]):
     def adds_to_tdq(self, draft: Draft, main: BackwardJvpTile) -> bool:
         return main.shares and super().adds_to_tdq(draft, main)
 
-    def draft(self, draft: Draft, tile: BackwardJvpTile) -> None:
-        draft.add_block_index(tile, "query_index")
-        problem = draft.problem
-        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
-
 
 class DqJvp(ForwardFamily[DqJvpTile]):
     """Each tile of queries has a block, which makes the tangent of dq."""
 
     kernel = "sm80/backward_jvp_dq"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     model = "queries of dq"
     serves_all_tangents = True
     rows = DQ_JVP_TILES
@@ -64,6 +55,5 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 
 class ScoresJvp(ScoresFamily[ScoresJvpTile]):
     kernel = "sm80/backward_jvp_scores"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = SCORES_JVP_TILES

@@ -7,19 +7,30 @@ from typing import ClassVar
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
+from cuflash.plan.tiles import FEW_CANDIDATES, Tile
 from cuflash.plan.traffic import Model
 from cuflash.spec.passes import COLUMN_MAX
 
-# Of more keys than these, tiles have at most 32 keys, so that a buffer may keep half as many again: bisection seldom
-# finds a threshold that exactly as many candidates reach as are wanted.
-MOST_OF_WIDE_TILES = 32
+
+def wants_many(draft: Draft) -> bool:
+    """Whether so many of the strongest keys are wanted that rows have many candidates."""
+    return "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > FEW_CANDIDATES // 4
 
 
-def reduced_columns(draft: Draft) -> tuple[tuple[str, ...], dict[str, int]]:
-    """What a reduction over queries makes, and the macros that tell its kernel."""
+def add_columns(draft: Draft, source: str, tile: Tile) -> None:
+    """Add the kernel of a reduction over queries, after the one that finds row statistics."""
+    draft.add_block_index(tile, "query_index")
+    blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
     is_max, has_factors = draft.pass_ is COLUMN_MAX, "dlse" in draft.arrays
     makes = ("max",) if is_max else ("weighted",) if has_factors else ()
-    return makes, {"CUFLASH_COLUMN_MAX": int(is_max), "CUFLASH_COLUMN_FACTORS": int(has_factors)}
+    defines = {"CUFLASH_COLUMN_MAX": int(is_max), "CUFLASH_COLUMN_FACTORS": int(has_factors)}
+    draft.add_main(source, tile, blocks, makes, **defines)
+
+
+def add_top(draft: Draft, source: str, tile: Tile) -> None:
+    """Add the kernel of the strongest keys, after the one that finds row statistics."""
+    draft.add_block_index(tile, "key_index")
+    draft.add_main(source, tile, draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m))
 
 
 class Columns(ReductionFamily[ColumnTile]):
@@ -27,32 +38,22 @@ class Columns(ReductionFamily[ColumnTile]):
 
     kernel = "sm80/column_sums"
     model: ClassVar[Model | None] = "keys of query heads"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = COLUMN_TILES
 
     def draft(self, draft: Draft, tile: ColumnTile) -> None:
-        """Add the kernel, after the one that finds row statistics."""
-        draft.add_block_index(tile, "query_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
-        makes, defines = reduced_columns(draft)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **defines)
+        add_columns(draft, self.source, tile)
 
 
 class Top(ReductionFamily[TopTile]):
-    """Each tile of queries has a block, whose warps sort the buffers of their rows."""
+    """Each tile of queries has a block, whose warps keep candidates of their rows."""
 
     kernel = "sm80/top_keys"
-    has_functions = True
-    serves_no_values = True
+    has_functions = serves_no_values = True
     rows = TOP_TILES
 
     def configured(self, tile: TopTile, draft: Draft) -> TopTile:
-        many = "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > MOST_OF_WIDE_TILES
-        return tile.changed(block_n=min(tile.block_n, 32)) if many else tile
+        return tile if wants_many(draft) else tile.changed(capacity=FEW_CANDIDATES)
 
     def draft(self, draft: Draft, tile: TopTile) -> None:
-        """Add the kernel, after the one that finds row statistics."""
-        draft.add_block_index(tile, "key_index")
-        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        add_top(draft, self.source, tile)

@@ -10,12 +10,14 @@ from typing import ClassVar
 
 from cuflash.plan.tiles import (
     ARITHMETIC,
+    FEW_CANDIDATES,
     MEDIUM,
     MEDIUM_OR_SMALL,
     SMALL,
     TINY,
     Role,
     Tile,
+    candidate_bytes,
     float64,
     h200,
     maker,
@@ -38,6 +40,13 @@ class Sm80Tile(Tile):
     fragments_ahead: int = 0
     origin: str = field(compare=False)
 
+    warps_d = 1  # warps along the columns of the products of a row
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
+        return 16 * self.warps_d
+
     def tiles_bytes(self, rows: int, *dims: int) -> int:
         """Shared memory of tiles of so many rows, one for each number of columns."""
         return sum(tile_bytes(rows, d, self.element_bytes) for d in dims)
@@ -58,11 +67,6 @@ class ForwardTile(Sm80Tile):
             (self.num_warps % self.warps_d == 0, "warps_d divides num_warps"),
             (self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp"),
         )
-
-    @property
-    def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
-        return 16 * self.warps_d
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
@@ -164,11 +168,6 @@ class JvpTile(Sm80Tile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return ((self.block_m * self.warps_d == 16 * self.num_warps, "one fragment of rows for every warp"),)
 
-    @property
-    def dim_multiple(self) -> int:
-        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
-        return 16 * self.warps_d
-
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         operands = self.tiles_bytes(self.block_m, max(dim, dim_v)) + self.tiles_bytes(self.block_n, dim, dim_v)
         # Warps of the same rows share the scores that each makes, where there are 16 keys for more than one of them.
@@ -190,7 +189,7 @@ class DqJvpTile(JvpTile):
 class BackwardTile(Sm80Tile):
     """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
 
-    warps_d: int  # warps along the columns of dk and dv
+    warps_d: int = field()  # warps along the columns of dk and dv
     dq_warps_m: int  # warps along the rows of dq; the others share its columns
 
     defined: ClassVar[tuple[str, ...]] = ("warps_d", "warps_q", "dq_warps_m")
@@ -255,7 +254,7 @@ class DqTile(Sm80Tile):
     role = "dq"
     defined = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
-    warps_d = warps_q = 1  # of dk and dv, which it does not make
+    warps_q = 1  # of dk and dv, which it does not make, as warps_d
 
     @property
     def dq_warps_m(self) -> int:
@@ -283,8 +282,6 @@ class ColumnTile(Sm80Tile):
 
     variations: ClassVar = {"block_m": (16, 32, 64), "block_n": (32, 64, 128), "num_stages": (1, 2)}
 
-    dim_multiple = 16
-
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_n % (16 * self.num_warps) == 0, "whole fragments of keys for every warp"),
@@ -297,27 +294,22 @@ class ColumnTile(Sm80Tile):
         return tile_bytes(self.block_n, dim, size) + self.num_stages * stage
 
 
-TOP_CAPACITY = 128  # candidates of a row; kernels/sm80/top_keys.cu has the same
-
-
 @dataclass(frozen=True, kw_only=True)
 class TopTile(Sm80Tile):
     """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
 
+    capacity: int = 2 * FEW_CANDIDATES  # candidates of a row
+
+    defined = ("capacity",)
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
 
-    dim_multiple = 16
-
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),
-            (self.block_n <= 64, "space for a tile in each buffer"),
-        )
+        return ((self.block_m == 16 * self.num_warps, "one fragment of rows for every warp"),)
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         tiles = tile_bytes(self.block_m, dim, size) + self.num_stages * tile_bytes(self.block_n, dim, size)
-        return tiles + self.block_m * (TOP_CAPACITY + 1) * (max(size, 4) + 4)
+        return tiles + self.num_warps * candidate_bytes(self.capacity, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,8 +319,6 @@ class ScoresTile(Sm80Tile):
     role = "scores"
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
     copies: ClassVar[int] = 1  # arrays for each operand
-
-    dim_multiple = 16
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return ((self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp"),)
@@ -349,7 +339,7 @@ class ScoresChunkedTile(ScoresTile):
     variations: ClassVar = {"block_n": (16, 32, 64)}
 
     @property
-    def dim_multiple(self) -> int:  # type: ignore[override]
+    def dim_multiple(self) -> int:
         """Head dimensions are padded to whole chunks."""
         return self.chunk_columns
 

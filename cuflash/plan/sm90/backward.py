@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
-from cuflash.plan.families import BACK_SECTION, BackwardFamily
+from cuflash.plan.families import BACK_SECTION, BackwardFamily, Family, KeysFamily
 from cuflash.plan.scores import is_of_keys
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, BackwardTile
 from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
@@ -21,7 +21,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
 )
-from cuflash.plan.tiles import Tile, choose_row, why_too_large
+from cuflash.plan.tiles import Row, Tile, choose_row, why_too_large
 from cuflash.score_mod import KINDS_OF_READS
 from cuflash.spec.inputs import CAPS
 from cuflash.spec.problem import Problem
@@ -58,7 +58,60 @@ CLEAR_WAVES = 2
 _OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 
 
-class Backward(BackwardFamily[BackwardSm90Tile]):
+class OfWarpgroups(Family[Row]):
+    """A family whose results lie in memory as fragments of the warps of one warpgroup, one below the other."""
+
+    def accumulator_layout(self, main: Row) -> BackwardTile:
+        return BackwardTile(
+            element_bytes=main.element_bytes,
+            max_dim=main.max_dim,
+            block_m=main.block_m,
+            block_n=main.block_n,
+            num_warps=4,
+            num_stages=1,
+            min_blocks=1,
+            warps_d=1,
+            dq_warps_m=4,
+            fragments_ahead=0,
+            origin=main.origin,
+        )
+
+
+class InOrder(OfWarpgroups[Row], KeysFamily[Row]):
+    """A family whose blocks add to dq, or to tdq, in a fixed order where the row has `dq_in_order`."""
+
+    def dq_in_order(self, main: Any) -> bool:
+        return bool(main.dq_in_order)
+
+    def reversed_one_in(self, problem: Problem, main: Any) -> int:
+        if not main.dq_in_order or problem.batch_invariant:  # which heads go back depends on how many there are
+            return 0
+        if problem.window_right is None or problem.window_left is not None:
+            return 0
+        if problem.group_size > 1:
+            return GROUPED_REVERSED_ONE_IN
+        return SPLIT_ROLES_REVERSED_ONE_IN if main.splits_roles else 0
+
+    def clear_ahead(self, draft: Draft, main: Any) -> int:
+        problem, run_time = draft.problem, draft.run_time
+        ahead = max(run_time.head_section, BACK_SECTION if self.reversed_one_in(problem, main) else 0)
+        heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
+        is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
+        return ahead if ahead < heads and is_large else 0
+
+    def head_section(self, draft: Draft, main: Any) -> int:
+        """That of blocks that add in order, so that those of a head start `STEPS_APART`."""
+        problem, group_splits = draft.problem, draft.run_time.group_splits
+        if problem.window_right is None:
+            resident, steps = draft.device.num_sms * main.min_blocks, draft.steps_of_tile(main) // group_splits
+            return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
+        most = PACKED_IN_ORDER_SECTION if problem.is_packed else CAUSAL_HEAD_SECTION
+        heads = problem.group_size // group_splits
+        return max(min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most), 1)
+
+
+class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
     has_functions = True
     rows = BACKWARD_SM90_TILES
@@ -99,12 +152,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             )
         return _with_rows(tile, draft)
 
-    def dq_in_order(self, main: BackwardSm90Tile) -> bool:
-        return main.dq_in_order
-
-    def accumulator_layout(self, main: BackwardSm90Tile) -> BackwardTile:
-        return fragments_of_a_warpgroup(main)
-
     def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
         if not main.dq_in_order or draft.problem.window_right is None:
             return draft.problem.group_size
@@ -112,7 +159,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
     def head_section(self, draft: Draft, main: BackwardSm90Tile) -> int:
         if main.dq_in_order:
-            return head_section_in_order(draft, main)
+            return super().head_section(draft, main)
         problem = draft.problem
         most = CAUSAL_HEAD_SECTION
         if problem.window_right is None or problem.has_window:
@@ -122,9 +169,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if problem.window_right is None:
             return most
         return max(min(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), most), 2)
-
-    def reversed_one_in(self, problem: Problem, main: BackwardSm90Tile) -> int:
-        return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
 
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
@@ -161,9 +205,6 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         )
         return _with_rows(summing, draft)
 
-    def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
-        return heads_cleared_ahead(draft, main, bool(self.reversed_one_in(draft.problem, main)))
-
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n
         add_copies(draft, main, _mapped(draft))
@@ -176,7 +217,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             add_mask_bits(draft, main, transposed=True)
 
 
-class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
+class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
     rows = BACKWARD_FLOAT32_SM90_TILES
     tf32_rows = BACKWARD_TF32_SM90_TILES
@@ -192,9 +233,6 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 
     def configured(self, main: BackwardFloat32Sm90Tile, draft: Draft) -> BackwardFloat32Sm90Tile:
         return main.loading_bias(draft.problem, draft.device)
-
-    def accumulator_layout(self, main: BackwardFloat32Sm90Tile) -> BackwardTile:
-        return fragments_of_a_warpgroup(main)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         read = _read(draft)
@@ -239,53 +277,6 @@ def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     with_numbers = replace(main, per_row_values=rows, per_warp_key_values=keys)
     too_large = why_too_large(with_numbers, draft.problem, draft.device)
     return replace(main, per_row_values=0, per_warp_key_values=0) if too_large else with_numbers
-
-
-def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
-    """A tile whose fragments are those of the warps of one warpgroup, one below the other."""
-    return BackwardTile(
-        element_bytes=main.element_bytes,
-        max_dim=main.max_dim,
-        block_m=main.block_m,
-        block_n=main.block_n,
-        num_warps=4,
-        num_stages=1,
-        min_blocks=1,
-        warps_d=1,
-        dq_warps_m=4,
-        fragments_ahead=0,
-        origin=main.origin,
-    )
-
-
-def head_section_in_order(draft: Draft, main: Tile) -> int:
-    """How many heads have their blocks side by side in launch order where blocks add to dq, or to tdq, in order."""
-    problem, group_splits = draft.problem, draft.run_time.group_splits
-    if problem.window_right is None:
-        resident, steps = draft.device.num_sms * main.min_blocks, draft.steps_of_tile(main) // group_splits
-        return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
-    most = PACKED_IN_ORDER_SECTION if problem.is_packed else CAUSAL_HEAD_SECTION
-    heads = problem.group_size // group_splits
-    return max(min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most), 1)
-
-
-def heads_cleared_ahead(draft: Draft, main: Tile, some_go_back: bool) -> int:
-    """`BackwardFamily.clear_ahead` of blocks that add to dq, or to tdq."""
-    problem, run_time = draft.problem, draft.run_time
-    ahead = max(run_time.head_section, BACK_SECTION if some_go_back else 0)
-    heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
-    blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
-    is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
-    return ahead if ahead < heads and is_large else 0
-
-
-def reversed_one_in_order(problem: Problem, splits_roles: bool) -> int:
-    """One head of this many runs backwards from the last query, where blocks add to dq, or to tdq, in order."""
-    if problem.window_right is None or problem.window_left is not None or problem.batch_invariant:
-        return 0  # which heads go back depends on how many there are
-    if problem.group_size > 1:
-        return GROUPED_REVERSED_ONE_IN
-    return SPLIT_ROLES_REVERSED_ONE_IN if splits_roles else 0
 
 
 def _head_bytes(draft: Draft, main: Tile) -> int:

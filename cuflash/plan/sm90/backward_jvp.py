@@ -5,19 +5,12 @@ One kernel adds to those of dq, dk and dv.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BackwardJvpFamily
-from cuflash.plan.sm80.tiles import BackwardTile
-from cuflash.plan.sm90.backward import (
-    BACKWARD_HEAD_SECTION,
-    fragments_of_a_warpgroup,
-    head_section_in_order,
-    heads_cleared_ahead,
-    reversed_one_in_order,
-)
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups
 from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
@@ -26,17 +19,15 @@ from cuflash.plan.sm90.tiles import (
     BACKWARD_JVP_TF32_SM90_TILES,
     BackwardJvpFloat32Sm90Tile,
 )
-from cuflash.plan.tiles import Tile, choose_row, chunked_bytes, maker, why_too_large
+from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
-from cuflash.spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardJvpSm90Tile(Sm90Tile):
     """One way to cut the tangents of gradients for compute capability 9.0. A warpgroup, or two, own 64 of the keys."""
 
-    max_dim: int
     block_m: int = 64
     block_n: int
     num_stages: int  # stages of queries
@@ -45,7 +36,6 @@ class BackwardJvpSm90Tile(Sm90Tile):
     ping_pong: bool  # consumers take turns to issue products
     dq_in_order: bool = False  # blocks add to tdq one after another, in a fixed order
     has_tdout: bool = False  # stages of queries hold tdout, too
-    origin: str = field(compare=False)
 
     defined = ("dx_stages", "schedule", "ping_pong", "has_tdout")
     variations: ClassVar = {"num_stages": (2, 3), "dx_stages": (1, 2), "ping_pong": (False, True)}
@@ -94,18 +84,39 @@ class BackwardJvpSm90Tile(Sm90Tile):
         return 2 * keys + queries + self.dx_stages * dx + p + barriers
 
 
-class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
+_backward_jvp_sm90 = maker(BackwardJvpSm90Tile, "max_dim block_n num_stages dx_stages schedule ping_pong origin")
+
+
+def _measured(here: str, in_order: str, of_sm80: str, tdout: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s of 10 products; adding to tdq in order {in_order}, sm80/backward_jvp with "
+        f"sm80/backward_jvp_dq {of_sm80}; with tdout {tdout} of 12 (seqlen 4096 full / causal; bfloat16, "
+        "batch x seqlen 16384, heads x head_dim 2048)"
+    )
+
+
+# fmt: off
+BACKWARD_JVP_SM90_TILES = (
+    #                  max_dim n    stages dX schedule       ping-pong
+    _backward_jvp_sm90(64,     128, 2,     2, "kOwnKeys",    True,
+                       _measured("562 / 508", "516 / 477", "179 / 169", "563 / 528")),
+    _backward_jvp_sm90(128,    64,  2,     2, "kSplitRoles", True,
+                       _measured("509 / 488", "496 / 492", "162 / 151", "417 / 420")),
+    _backward_jvp_sm90(256,    64,  2,     1, "kHalfStages", False,
+                       _measured("406 / 391", "396 / 401", "104 / 100", "407 / 414")),
+)
+# fmt: on
+
+
+class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm90Tile]):
     kernel = "sm90/backward_jvp"
+    rows = BACKWARD_JVP_SM90_TILES
     model = "keys"
-    tile = BackwardJvpSm90Tile
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
     serves_tdq_alone = True
     has_functions = True
     unknown = ("pages",)
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardJvpSm90Tile, ...]:
-        return BACKWARD_JVP_SM90_TILES
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -131,21 +142,9 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
         has_order = draft.problem.deterministic and "tdq" in draft.need and not _has_separate_tdq(draft)
         return _with_tdout(replace(main, dq_in_order=has_order), draft)
 
-    def dq_in_order(self, main: BackwardJvpSm90Tile) -> bool:
-        return main.dq_in_order
-
-    def reversed_one_in(self, problem: Problem, main: BackwardJvpSm90Tile) -> int:
-        return reversed_one_in_order(problem, main.splits_roles) if main.dq_in_order else 0
-
-    def clear_ahead(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
-        return heads_cleared_ahead(draft, main, bool(self.reversed_one_in(draft.problem, main)))
-
-    def accumulator_layout(self, main: BackwardJvpSm90Tile) -> BackwardTile:
-        return fragments_of_a_warpgroup(main)
-
     def head_section(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
         if main.dq_in_order:
-            return head_section_in_order(draft, main)
+            return super().head_section(draft, main)
         return BACKWARD_HEAD_SECTION if draft.problem.window_right is None else CAUSAL_HEAD_SECTION
 
     def draft(self, draft: Draft, tile: BackwardJvpSm90Tile) -> None:
@@ -161,25 +160,18 @@ class BackwardJvp(BackwardJvpFamily[BackwardJvpSm90Tile]):
                 "expected a BackwardJvpTile and a DqJvpTile"
             )
         draft.map_tensors({name: rows[name] for name in _mapped(draft)})
-        draft.add_block_index(tile, "query_index")
-        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        super().draft(draft, tile)
 
 
-class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
+class BackwardJvpFloat32(OfWarpgroups[BackwardJvpFloat32Sm90Tile], BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
     """float32, of operands as bf16 terms."""
 
     kernel = "sm90/backward_jvp_fp32"
-    tile = BackwardJvpFloat32Sm90Tile
+    rows = BACKWARD_JVP_FLOAT32_SM90_TILES
+    tf32_rows = BACKWARD_JVP_TF32_SM90_TILES
     outputs = BackwardJvp.outputs
     serves_tdq_alone = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1, "CUFLASH_PLAIN_FRAGMENTS": 1}
-
-    def table(self, problem: Problem) -> tuple[BackwardJvpFloat32Sm90Tile, ...]:
-        return {"highest": BACKWARD_JVP_FLOAT32_SM90_TILES, "tf32": BACKWARD_JVP_TF32_SM90_TILES}[problem.precision]
-
-    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*BACKWARD_JVP_FLOAT32_SM90_TILES, *BACKWARD_JVP_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         why_not = why_not_split(draft, self.table(draft.problem))
@@ -188,9 +180,6 @@ class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
         if why_not is None and draft.problem.deterministic and "tdq" in draft.need:
             return "it adds to tdq in no fixed order"
         return why_not
-
-    def accumulator_layout(self, main: BackwardJvpFloat32Sm90Tile) -> BackwardTile:
-        return fragments_of_a_warpgroup(main)
 
     def draft(self, draft: Draft, tile: BackwardJvpFloat32Sm90Tile) -> None:
         problem, arrays = draft.problem, ("q", "k", "v", "dout")
@@ -202,9 +191,7 @@ class BackwardJvpFloat32(BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
         tangents = tuple(f"t{name}" for name in INPUTS if name in (problem.moved or ()))
         add_bf16_split(draft, tile, arrays, tangents)
         draft.map_tensors(dict.fromkeys(arrays, tile.block_m))
-        draft.add_block_index(tile, "query_index")
-        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
-        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        super().draft(draft, tile)
 
 
 def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
@@ -229,27 +216,3 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
     tangents = (f"t{name}" for name in INPUTS if name in (draft.problem.moved or ()))
     tdout = ["tdout"] if "tdout" in draft.arrays else []
     return (*INPUTS, "dout", *tangents, *tdout, *(name for name in ("tdk", "tdv") if name in draft.need))
-
-
-_backward_jvp_sm90 = maker(BackwardJvpSm90Tile, "max_dim block_n num_stages dx_stages schedule ping_pong origin")
-
-
-def _measured(here: str, in_order: str, of_sm80: str, tdout: str) -> str:
-    return (
-        f"on an H200 {here} TFLOP/s of 10 products; adding to tdq in order {in_order}, sm80/backward_jvp with "
-        f"sm80/backward_jvp_dq {of_sm80}; with tdout {tdout} of 12 (seqlen 4096 full / causal; bfloat16, "
-        "batch x seqlen 16384, heads x head_dim 2048)"
-    )
-
-
-# fmt: off
-BACKWARD_JVP_SM90_TILES = (
-    #                  max_dim n    stages dX schedule       ping-pong
-    _backward_jvp_sm90(64,     128, 2,     2, "kOwnKeys",    True,
-                       _measured("562 / 508", "516 / 477", "179 / 169", "563 / 528")),
-    _backward_jvp_sm90(128,    64,  2,     2, "kSplitRoles", True,
-                       _measured("509 / 488", "496 / 492", "162 / 151", "417 / 420")),
-    _backward_jvp_sm90(256,    64,  2,     1, "kHalfStages", False,
-                       _measured("406 / 391", "396 / 401", "104 / 100", "407 / 414")),
-)
-# fmt: on

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BackwardFamily, DqFamily, Family
-from cuflash.plan.sm80.tiles import BackwardTile
-from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
+from cuflash.plan.families import BackwardFamily, DqFamily
+from cuflash.plan.sm90.backward import OfWarpgroups
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
 from cuflash.plan.sm90.wide_tiles import (
@@ -22,7 +21,7 @@ from cuflash.plan.tiles import Row, tiles_at_once
 GRADIENTS = ("dq", "dk", "dv")
 
 
-class Wide(Family[Row]):
+class Wide(OfWarpgroups[Row]):
     """What the kernels of the three gradients have in common."""
 
     kernel = "sm90/backward_wide"
@@ -36,9 +35,6 @@ class Wide(Family[Row]):
             return unknown
         mapped = ("q", "k", "v", "dout", *(name for name in GRADIENTS if name in draft.need))
         return why_not_16_bit(draft, mapped, BACKWARD_WIDE_SM90_TILES)
-
-    def accumulator_layout(self, main: Row) -> BackwardTile:
-        return fragments_of_a_warpgroup(main)
 
 
 class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Tile]):
@@ -95,5 +91,4 @@ def _map_tensors(draft: Draft) -> None:
 def _add(
     draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
 ) -> None:
-    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)
+    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, makes, **options)

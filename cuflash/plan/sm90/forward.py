@@ -288,7 +288,7 @@ def add_persistent(
         "CUFLASH_BATCH_FIRST": int(batch_first),
         "CUFLASH_DYNAMIC_TILES": int(claimed_heads > 0),
     }
-    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add_main(source, tile, blocks * cluster, **order)
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from cuflash.plan.draft import Draft
@@ -32,16 +32,13 @@ CONDITIONS = by_name(
 class JvpSm90Tile(Sm90Tile):
     """One way to cut attention with its tangent for compute capability 9.0. A consumer owns 64 of its queries."""
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue the products of scores
     q_stages: int  # tiles of queries in shared memory
     overlaps_tiles: bool  # the products of values of a tile are in flight with those of the scores of the next
     out_columns: int = 64  # columns of a result that are stored at a time
     serves: str = "any"
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages", "overlaps_tiles", "out_columns")
     conditions: ClassVar = CONDITIONS
@@ -75,9 +72,7 @@ class JvpWideSm90Tile(Sm90Tile):
     Two consumers have the same queries, and half of the keys of a tile each.
     """
 
-    max_dim: int
     num_stages: int  # 64 columns of k and of its tangent, or 32 rows of v and of its tangent
-    origin: str = field(compare=False)
 
     variations: ClassVar = {"num_stages": (3, 4)}
 
@@ -184,7 +179,6 @@ class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
     rows = JVP_FLOAT32_SM90_TILES
     tf32_rows = JVP_TF32_SM90_TILES
     outputs = JVP.default
-    model = "queries"
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_split(draft, self.table(draft.problem))

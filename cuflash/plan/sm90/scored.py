@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cuflash.arrays.array_info import ITEMSIZE
@@ -72,6 +72,10 @@ def claimed_waves(problem: Problem, device: DeviceSpec, tile: ScoredTile) -> flo
 @dataclass(frozen=True, kw_only=True)
 class Sm90Tile(Tile):
     """A tile of warpgroups: what their rows have where they do not say otherwise."""
+
+    max_dim: int
+    num_stages: int
+    origin: str = field(compare=False)
 
     min_blocks = 1
     fragments_ahead = 0

@@ -19,7 +19,16 @@ from cuflash.plan.sm90.scored import (
     bias_tile_bytes,
 )
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
-from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker
+from cuflash.plan.tiles import (
+    ARITHMETIC,
+    FEW_CANDIDATES,
+    Tile,
+    candidate_bytes,
+    chunked_bytes,
+    float32,
+    h200,
+    maker,
+)
 from cuflash.spec.problem import Problem
 
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
@@ -29,14 +38,11 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 class ForwardSm90Tile(ScoredTile):
     """One way to cut the forward pass for compute capability 9.0. A consumer owns 64 of the block_m queries."""
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products, and the softmax overlaps a product
     q_stages: int  # tiles of queries in shared memory
     serves: str = "any"
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
     conditions: ClassVar = FORWARD
@@ -85,15 +91,12 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
     packs_masks = False
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
     splits_operands: bool = False  # the producer splits operands, not an earlier kernel
     serves: str = "any"
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_terms", "splits_operands")
     conditions: ClassVar = FORWARD_FLOAT32
@@ -133,13 +136,10 @@ class JvpFloat32Sm90Tile(Sm90Tile):
     A consumer owns 64 of the 128 queries.
     """
 
-    max_dim: int
     block_m: int = 128
     block_n: int
-    num_stages: int
     ping_pong: bool  # consumers take turns to issue products
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_terms")
     variations: ClassVar = {"block_n": (16, 32, 48, 64), "num_stages": (1, 2), "ping_pong": (False, True)}
@@ -165,7 +165,6 @@ class JvpFloat32Sm90Tile(Sm90Tile):
 class ForwardFloat8Sm90Tile(Sm90Tile):
     """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
-    max_dim: int
     block_m: int
     block_n: int
     num_stages: int  # stages of keys, and of transposed values
@@ -174,7 +173,6 @@ class ForwardFloat8Sm90Tile(Sm90Tile):
     overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
     ping_pong: bool  # consumers take turns to make exponentials
     serves: str = "any"
-    origin: str = field(compare=False)
 
     conditions: ClassVar = FORWARD_FLOAT8
     serves_nothing_else = True
@@ -221,10 +219,8 @@ class ForwardFloat8Sm90Tile(Sm90Tile):
 class BackwardSm90Tile(ScoredTile):
     """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
-    max_dim: int
     block_m: int
     block_n: int
-    num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
     keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
@@ -237,7 +233,6 @@ class BackwardSm90Tile(ScoredTile):
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
     serves: str = "any"
-    origin: str = field(compare=False)
 
     conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
@@ -314,17 +309,47 @@ class ColumnSm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopSm90Tile(Tile):
+    """One way to find the strongest keys on compute capability 9.0. A consumer owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    min_blocks: int
+    capacity: int = FEW_CANDIDATES  # candidates of a row
+    origin: str = field(compare=False)
+
+    defined = ("capacity",)
+    variations: ClassVar = {"block_m": (64, 128, 192, 256), "block_n": (64, 128), "num_stages": (2, 3)}
+
+    element_bytes = 2
+    dim_multiple = 16
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m in (64, 128, 192, 256), "64 queries for each consumer"),)
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and the producer."""
+        return 4 * self.block_m // 64 + 1
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tiles = chunked_bytes(self.block_m, dim) + self.num_stages * (chunked_bytes(self.block_n, dim) + 16)
+        return tiles + (self.num_warps - 1) * candidate_bytes(self.capacity, self.element_bytes) + 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class BiasSm90Tile(ScoredTile):
     """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
-    max_dim: int
     block_m: int = 128
     block_n: int = 128
     bias_of_pairs: int  # bytes of an element of the bias that it serves
     num_stages: int  # stages of the operands of a product
     bias_stages: int  # stages of tiles of bias
     bf16_terms: int = 1  # bf16 terms of an element: three for float32, or two for TF32's precision
-    origin: str = field(compare=False)
 
     role = "bias"
     defined = ("bias_stages", "bf16_terms")
@@ -365,14 +390,11 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
     packs_masks = False
 
-    max_dim: int
     block_m: int = 64
     block_n: int = 64
-    num_stages: int
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
@@ -407,14 +429,12 @@ class BackwardJvpFloat32Sm90Tile(Sm90Tile):
     Warpgroups own the same 64 keys.
     """
 
-    max_dim: int
     block_m: int = 64
     block_n: int = 64
     num_stages: int  # of q and its tangent
     do_stages: int  # of dout
     num_buffers: int  # buffers in which weights and gradients of scores are handed from warpgroup to warpgroup
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    origin: str = field(compare=False)
 
     defined = ("do_stages", "num_buffers", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "do_stages": (1, 2), "num_buffers": (1, 2)}
@@ -444,6 +464,7 @@ _forward_float8_sm90 = maker(
 )
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
+_top_sm90 = maker(TopSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 _backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
@@ -637,4 +658,10 @@ BACKWARD_JVP_TF32_SM90_TILES = (
 COLUMN_SM90_TILES = (
     _columns_sm90(64, 128, 128, 3, 2, "0.85 / 0.84; 256 keys and one block an SM 0.85 / 0.88; 64 queries 0.93 / 0.93"),
     _columns_sm90(128, 128, 128, 2, 2, "0.64 / 0.62; 256 keys and one block an SM 0.63 / 0.64; 64 queries 0.79 / 0.74"),
+)
+
+# On an H200, as above, in times of the forward pass, full / causal, for the 16 strongest keys.
+TOP_SM90_TILES = (
+    _top_sm90(64, 64, 64, 3, 4, "2.1 / 3.0; 128 queries 2.2 / 3.2, 256 2.3 / 3.4, 192 x 128 2.6 / 3.7"),
+    _top_sm90(128, 256, 64, 2, 1, "1.8 / 2.5; 192 x 128 2.1 / 2.8, 128 x 128 2.2 / 3.2, 192 x 64 2.3 / 2.9"),
 )

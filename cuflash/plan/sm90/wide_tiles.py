@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cuflash.plan.device import DeviceSpec
@@ -22,11 +22,9 @@ class ForwardWideSm90Tile(Sm90Tile):
     Blocks that share a tile of queries are a cluster.
     """
 
-    max_dim: int
     block_m: int
     block_n: int
     num_stages: int  # boxes of block_n keys and 64 columns of k or v
-    origin: str = field(compare=False)
 
     defined: ClassVar[tuple[str, ...]] = ("wide_sum", "column_blocks")
     num_warps = 16  # four each for the two halves of the output, for scores and for the producer
@@ -84,12 +82,10 @@ class BackwardWideSm90Tile(Sm90Tile):
     A block owns block_n keys, and its share of their columns; blocks that share keys are a cluster.
     """
 
-    max_dim: int
     num_stages: int  # boxes of 64 queries and 64 columns of q or dout, besides 64 rows of k and v
     dv_stages: int  # the same with rows of k alone
     column_blocks: int = 1
     wide_sum: str = "kDk"
-    origin: str = field(compare=False)
 
     defined = ("wide_sum", "column_blocks")
     block_m = 64
