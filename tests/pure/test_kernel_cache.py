@@ -159,11 +159,11 @@ def fetch_and_load_forever(kernel_dir, cache_dir, stop_after_s, calls):
 def test_no_process_loses_what_it_just_chose(kernel_dir, tmp_path):
     context, cache = multiprocessing.get_context("spawn"), tmp_path / "cache"
     calls = context.Value("i", 0)
-    arguments = (kernel_dir, cache, 5, calls)
+    arguments = (kernel_dir, cache, 3, calls)
     processes = [context.Process(target=fetch_and_load_forever, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert calls.value > 400, "nothing was removed"
+    assert calls.value > 300, "nothing was removed"
