@@ -27,6 +27,7 @@ def pytest_configure(config):
     os.environ.setdefault("CUFLASH_NO_CORE_WARNING", "1")  # tests switch the core off on purpose
     # JAX would otherwise take three quarters of the device's memory in each process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # XLA compiles far longer than small arrays take
     if config.getoption("numprocesses", None):
         # NumPy's products in many processes, on as many threads each as there are cores, take several times as long.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

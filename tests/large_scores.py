@@ -14,9 +14,11 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+import cuflash.testing as ct
 from cuflash import FlashAttention
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 Backend = Callable[[Options, dict[str, Any], tuple[str, ...]], tuple[Any, Any, Mapping[str, Any]]]
 
@@ -93,6 +95,14 @@ class Large:
         arrays["dout"] = np.ones((1, self.heads, self.seqlen_q, self.head_dim), dtype)
         return arrays
 
+    def judge(self, arrays: dict[str, Any], **results: Any) -> dict[str, ct.Yardstick]:
+        """Hold results for these arrays to the oracle rule; returns what it says of each."""
+        others = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout")}
+        rule = ct.yardsticks(make_problem(self.attention.options, *ct.qkv(arrays), **others), arrays)
+        measured = [ct.measure(name, x, rule[name]) for name, x in results.items()]
+        assert not any(one.failure for one in measured), "\n".join(map(str, measured))
+        return rule
+
 
 def check_sums_of_weights(large: Large, backend: Backend) -> None:
     """The weights of a row sum to one in the backward pass: dv of dout = 1 has all of them."""
@@ -128,15 +138,10 @@ def check_mean(dtype: str, bias: float, backend: Backend) -> None:
     arrays = large.arrays()
     arrays["q"][...] = 0
     out, lse, gradients = backend(large.attention.options, arrays, ("dv",))
+    rule = large.judge(arrays, out=out, lse=lse, **gradients)
     v = np.asarray(arrays["v"], np.float64)
-    mean = v.mean(axis=2, keepdims=True)
-    eps = eps_of(dtype)
-    np.testing.assert_allclose(np.asarray(out, np.float64), np.broadcast_to(mean, out.shape), atol=2 * eps)
-    expected = bias + np.log(large.seqlen_k)
-    np.testing.assert_allclose(np.asarray(lse, np.float64), expected, rtol=2.0**-22)
-    np.testing.assert_allclose(
-        np.asarray(gradients["dv"], np.float64), large.heads * large.seqlen_q / large.seqlen_k, rtol=2 * eps
-    )
+    np.testing.assert_allclose(rule["out"].expected - v.mean(axis=2, keepdims=True), 0, atol=1e-12)
+    np.testing.assert_allclose(rule["dv"].expected, large.heads * large.seqlen_q / large.seqlen_k, rtol=1e-12)
 
 
 def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backend: Backend) -> None:
@@ -153,9 +158,9 @@ def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backen
         arrays["v"][0, 0, groups == group, group] = 1
     arrays["bias"] = np.full((1, 1, large.seqlen_q, seqlen_k), bias, wide)
     out, _, _ = backend(large.attention.options, arrays, ())
+    expected = large.judge(arrays, out=out)["out"].expected[0, 0, :, :4]
     fractions = np.bincount(groups, minlength=4) / seqlen_k
-    expected = np.tile(fractions, (large.seqlen_q, 1))
-    np.testing.assert_allclose(np.asarray(out, np.float64)[0, 0, :, :4], expected, atol=2 * eps_of(dtype))
+    np.testing.assert_allclose(expected, np.tile(fractions, (large.seqlen_q, 1)), atol=1e-12)
 
 
 def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **inputs: Any) -> None:

@@ -77,14 +77,13 @@ def chunked_bytes(rows: int, columns: int) -> int:
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
-# Places of a small buffer of candidates for the strongest keys, of half as many wanted keys; a large one has two times.
+# Candidates for the strongest keys of a row, where at most a quarter as many keys are wanted; else twice as many.
 FEW_CANDIDATES = 64
 
 
 def candidate_bytes(capacity: int, element_bytes: int) -> int:
     """Shared memory of a warp for its candidates; kernels/common/softmax/candidates.cuh has the same."""
-    size = max(element_bytes, 4)
-    return max(64 * 32 * size, 16 * capacity * (size + 4))
+    return 32 * capacity * max(element_bytes, 4)
 
 
 @dataclass(frozen=True)

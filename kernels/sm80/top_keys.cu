@@ -71,8 +71,9 @@ CUFLASH_DEVICE void top_keys(const Params& params) {
   };
 
   const u32 s_candidates = s_k + kNumStages * kBytesK + warp_index() * kBytesCandidates;
-  Candidates candidates(s_candidates, (int)params.dv.row_stride);  // results are contiguous
-  if ((tiles.stop - tiles.start) * kBlockN > kCapacity) {
+  const int count = (int)params.dv.row_stride;  // results are contiguous
+  Candidates candidates(s_candidates, count, tiles.stop - tiles.start);
+  if (needs_threshold(tiles.stop - tiles.start)) {
     candidates.clear_maxima();
     visit_tiles([&](const Real(&s)[kNTiles][4], int) { candidates.find_maxima(s); });
     candidates.find_thresholds();

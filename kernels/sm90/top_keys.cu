@@ -52,9 +52,6 @@ struct Shared {
   }
 };
 
-// Whether keys may outnumber the places of a buffer, so that a threshold is needed.
-CUFLASH_DEVICE bool needs_thresholds(const KeyTiles& keys) { return (keys.stop - keys.start) * kBlockN > kCapacity; }
-
 // The producer: one thread.
 CUFLASH_DEVICE void produce(const TopParams& params, const Shared& shared, const QueryTile& tile) {
   if (tile.keys.start >= tile.keys.stop) return;
@@ -64,7 +61,7 @@ CUFLASH_DEVICE void produce(const TopParams& params, const Shared& shared, const
                              tile.work.head, batch);
   Position<kNumStages> at;
 #pragma unroll 1
-  for (int pass = needs_thresholds(tile.keys) ? 0 : 1; pass < 2; ++pass)
+  for (int pass = needs_threshold(tile.keys.stop - tile.keys.start) ? 0 : 1; pass < 2; ++pass)
 #pragma unroll 1
     for (int n_block = tile.keys.start; n_block < tile.keys.stop; ++n_block, at.advance()) {
       const KeyTile keys(params.common, batch, tile.head_kv, tile.keys.at(n_block), tile.key_stop,
@@ -101,9 +98,10 @@ CUFLASH_DEVICE void consume(const Params& params, const Shared& shared, const Qu
   };
 
   const u32 s_candidates = shared.candidates + warp_index() * kBytesCandidates;
-  Candidates candidates(s_candidates, (int)params.dv.row_stride);  // results are contiguous
+  const int count = (int)params.dv.row_stride;  // results are contiguous
+  Candidates candidates(s_candidates, count, tile.keys.stop - tile.keys.start);
   if (tile.keys.start < tile.keys.stop) shared.q_full.wait(0);
-  if (needs_thresholds(tile.keys)) {
+  if (needs_threshold(tile.keys.stop - tile.keys.start)) {
     candidates.clear_maxima();
     visit_tiles([&](const float (&s)[kNTiles][4], int) { candidates.find_maxima(s); });
     candidates.find_thresholds();

@@ -60,7 +60,7 @@ def test_every_row(tile, options):
 
 
 @pytest.mark.parametrize("options", sample(OPTIONS, 3), ids=str)
-@pytest.mark.parametrize("tile", BACKWARD_JVP_SM90_TILES, ids=str)
+@pytest.mark.parametrize("tile", sample(BACKWARD_JVP_SM90_TILES, 3), ids=str)
 def test_every_row_in_order(tile, options):
     """The warpgroup of tdq has as many registers less as those that keep the order have."""
     if tile.schedule == "kHalfStages" and "cu_seqlens_q" in options:

@@ -38,6 +38,7 @@ def spec_of(operation, arch, partial, result, last=64):
     )
 
 
+@pytest.mark.one_of("arch")
 @pytest.mark.parametrize("arch", ["7.5", "9.0"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -88,7 +88,13 @@ def inputs_of(case: Case, **options: Any) -> tuple[Problem, dict[str, Any]]:
 
 
 def by_calls(
-    case: Case, arrays: Mapping[str, Any], pass_: str, *, arch: str, need: Sequence[str] = (), **options: Any
+    case: Case,
+    arrays: Mapping[str, Any],
+    pass_: str,
+    *,
+    arch: str | DeviceSpec,
+    need: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """The results of one pass of a case with axes of its own by name: of the calls that a CuPy call would be made of.
 

@@ -173,9 +173,15 @@ def assert_only_noise(frames, count):
 SANITIZED = replace(CASE, bias=(150,), mask=(70, 150), softcap=5.0, alibi_slopes=(2,), bias_dtype="input", dropout=0.2)
 
 
-def judge_row_reductions(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
-    """Both passes of a case with row reductions, and the gradients of these."""
+def judge_both_passes(case: ct.Case, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
+    """Hold both passes of a case to the oracle rule: all gradients, row reductions and their gradients, too."""
     arrays, problem, want = case.arrays(), replace(case.problem, deterministic=deterministic), case.row_reductions
+    if case.axes is not None:
+        options |= {"arch": arch, "deterministic": deterministic}
+        ct.assert_forward(case, **attention.by_calls(case, arrays, "forward", **options))
+        need = ct.gradients_of(problem)
+        ct.assert_backward(case, **attention.by_calls(case, arrays, "backward", need=need, **options))
+        return
     options |= {"arch": arch, **case.random}
     of_rows = ("dout", "dlse", *(f"d{name}" for name in want))
     found = passes.forward(

@@ -9,7 +9,7 @@ import numpy as np
 from cuflash.emulator import passes
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.spec.problem import make_problem
-from tests.reductions import attention_of, inputs_of, lse_of
+from tests.reductions import attention_of, inputs_of, lse_of, weights_of
 
 
 def reduced(case, arch, count, deterministic=False, precision="highest", **options):
@@ -20,9 +20,7 @@ def reduced(case, arch, count, deterministic=False, precision="highest", **optio
     optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     static = replace(case.options, dropout=0.0, deterministic=deterministic, precision=precision)
     problem = make_problem(static, arrays["q"], arrays["k"], arrays["v"], **optional)
-    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
-    if case.seed % 2:
-        weights[...] = 1
+    weights = weights_of(case, lse)
     inputs = {**arrays, "lse": lse}
     call: Any = functools.partial(passes._call, arch=arch, **options)
     factors = {} if case.seed % 2 else {"dlse": weights}

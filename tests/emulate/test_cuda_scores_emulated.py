@@ -11,6 +11,7 @@ from tests.cuda_scores import CUDA_SCORES, HEAD
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.emulate.test_scored import by_own_kernels
+from tests.sampling import examples
 from tests.scored import Scored, few_tiles, scored
 
 
@@ -30,7 +31,7 @@ def test_kernels_of_9_0_obey_the_oracle(source, head_dim):
     judge_functions(case, "9.0")
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(40))
 @given(
     scored(max_seqlen=130, min_seqlen=40, scores=(*CUDA_SCORES,)).filter(lambda case: case.problem.score is not None)
 )

@@ -11,7 +11,7 @@ from cuflash.spec.passes import JVP
 from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz
 from tests.emulate import attention
-from tests.emulate.checks import judge_row_reductions
+from tests.emulate.checks import judge_both_passes
 from tests.emulate.reduced import reduced
 from tests.pairs import Setting, judge, judge_weights, with_row_reductions
 
@@ -111,7 +111,7 @@ def assert_agrees(trial, arch):
         options = {"deterministic": trial.deterministic, "precision": trial.precision}
         setting = Setting(case=case, chosen={}, **options)
         if trial.precision == "highest":
-            judge_row_reductions(with_row_reductions(setting), arch, trial.deterministic)
+            judge_both_passes(with_row_reductions(setting), arch, trial.deterministic)
         judge_weights(setting, *reduced(case, arch, 16, **options))
         return
     problem = trial.problem

@@ -6,7 +6,7 @@ import pytest
 
 from cuflash.emulator import find_compiler
 from tests import pairs
-from tests.emulate.checks import judge_row_reductions
+from tests.emulate.checks import judge_both_passes
 from tests.emulate.reduced import reduced
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_reductions_agree_with_the_oracle(setting, arch):
     setting = pairs.served(setting, arch)
     options: dict[str, Any] = {"deterministic": setting.deterministic, "precision": setting.precision}
     if setting.case.axes is None and setting.precision == "highest":
-        judge_row_reductions(pairs.with_row_reductions(setting), arch, setting.deterministic)
+        judge_both_passes(pairs.with_row_reductions(setting), arch, setting.deterministic)
     if pairs.reduces_weights(setting, arch):
         pairs.judge_weights(setting, *reduced(setting.case, arch, 16, **options))
 

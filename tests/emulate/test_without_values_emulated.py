@@ -29,18 +29,6 @@ from tests.sampling import examples, sample
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
 SIZES: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": True, "dropout": 0.2, "sinks": True},
-    {"softcap": 5.0, "alibi_slopes": (4,), "window": (40, 9)},
-    {"bias": (1, 4, 113, 1), "causal": True},
-    {"bias": (1, 4, 113, 203), "mask": (113, 203), "head_dim": 3},
-    {"block_mask": (4,), "block_size": (32, 64), "head_dim": 192},
-    {"cu_seqlens_q": (0, 40, 113), "cu_seqlens_k": (0, 90, 200), "head_dim": 1},
-    {"seqlen_q": 1, "seqlen_k": 1300, "num_heads": 8, "num_heads_kv": 1},  # decode, whose blocks share heads
-    {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "seqlen_q": 3, "seqlen_k": 900},
-    {"page_size": 16, "seqlen_k": 208},
-)
 
 
 def of(**options: Any) -> ct.Case:
@@ -63,30 +51,6 @@ def check(
     need = ct.gradients_of(problem)
     found = passes.backward(problem, arrays, out, lse, need=need, arch=arch, tiles=backward, **case.random)
     ct.assert_backward(case, **dict(zip(need, found, strict=True)))
-
-
-@pytest.mark.parametrize(
-    ("case", "arch"),
-    sample(
-        [
-            (of(dtype=dtype, **options), arch)
-            for options in OPTIONS
-            for dtype in ("bfloat16", "float32", "float64")
-            for arch in ("8.0", "7.5", "9.0")
-            if (dtype, arch) != ("float64", "7.5") and ("kv_dtype" not in options or dtype == "bfloat16")
-        ],
-        24,
-    ),
-    ids=str,
-)
-def test_every_option(case, arch):
-    check(case, arch)
-
-
-@settings(max_examples=examples(8))
-@given(ct.cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**13), st.sampled_from(("8.0", "9.0")))
-def test_options_together(case, arch):
-    check(replace(case, has_values=False, dlse=True), arch)
 
 
 @settings(max_examples=examples(8))

@@ -29,9 +29,6 @@ BACKENDS = {
     "device": DTYPES,
 }
 every_backend = on_backends(BACKENDS)
-# Bounds of sums that tensor cores and threads make in many short parts, which those of the CPU may exceed.
-of_kernels = on_backends({name: own for name, own in BACKENDS.items() if name not in ("core", "fallback")})
-of_short_sums = on_backends({name: own for name, own in BACKENDS.items() if name != "fallback"})
 HEAD_DIMS = (64, 128, 256, 288)
 
 
@@ -66,13 +63,13 @@ def test_sinks(backend, dtype, sink):
     check_sinks(dtype, sink, backend)
 
 
-@of_kernels
+@every_backend
 @pytest.mark.parametrize("bias", [1e9, *MASKED])
 def test_the_mean_of_keys_with_one_bias(backend, dtype, bias):
     check_mean(dtype, bias, backend)
 
 
-@of_short_sums
+@every_backend
 def test_equal_scores_have_equal_weights(backend, dtype):
     backend.draw(
         200,

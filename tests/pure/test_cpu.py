@@ -82,7 +82,7 @@ def test_longer_sequences(case):
 def test_no_worse_than_the_plain_formula(options):
     ratios = []
     for seed in range(24):
-        case = ct.Case(num_heads=2, seqlen_q=391, seqlen_k=257, head_dim=64, seed=seed, **options)
+        case = ct.Case(seqlen_q=263, seqlen_k=257, head_dim=64, seed=seed, **options)
         ratios.append([measurement.strict_ratio for measurement in judge(case, run(case))])
     # The formula's own errors are those of the products of NumPy, which are other ones on other processors.
     deviation = np.std(ratios, axis=0, ddof=1) / np.sqrt(len(ratios))
@@ -175,6 +175,7 @@ def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3000), (3000, 1), (2, 900), (900, 2), (64, 64), (128, 128)])
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_way
 def test_few_queries_and_few_keys(sizes, dtype):

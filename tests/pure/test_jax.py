@@ -154,8 +154,8 @@ def test_first_and_second_derivatives(name, compiled):
     """Reverse and forward mode, reverse over reverse, forward over reverse and reverse over forward."""
     f, xs = problem(OPTIONS[name])
     f, every = jax.jit(f) if compiled else f, tuple(range(len(xs)))
-    check_grads(f, xs, order=1)
-    check_grads(f, xs, order=2, modes=["rev"])
+    check_grads(f, xs, order=1, modes=["fwd"])
+    check_grads(f, xs, order=2, modes=["rev"])  # of first order, too
     check_grads(jax.grad(f, every), xs, order=1, modes=["fwd"])
     direction = tuple(jnp.cos(jnp.arange(x.size, dtype=float)).reshape(x.shape) for x in xs)
     check_grads(lambda *xs: jax.jvp(f, xs, direction)[1], xs, order=1, modes=["rev"])

@@ -99,6 +99,7 @@ def check_equal_scores(dtype: str, arrays: dict[str, Any], results: dict[str, An
 
 
 @dtypes
+@pytest.mark.one_of("ranks")
 @pytest.mark.parametrize("level", MASKED)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -60,6 +60,7 @@ def inputs_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arrays[name] for name in ("q", "k", "v")}
 
 
+@pytest.mark.one_of("common")
 @pytest.mark.parametrize("common", [0.0, 10.0])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_several_tiles_by_the_oracle_rule(case, common, monkeypatch):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import main
-from cuflash.gpu import tuning
+from cuflash.gpu import compiler, tuning
 from cuflash.gpu.compiler import CompileError
 from cuflash.gpu.tuning import MARGIN, candidates, size_class, tune, tuned_plan
 from cuflash.plan import DeviceSpec, choose_plan
@@ -580,7 +580,8 @@ def test_candidates_on_the_command_line(capsys):
     assert "ping_pong False" in output
 
 
-def test_the_plan_of_the_command_line_is_the_tuned_one(capsys):
+def test_the_plan_of_the_command_line_is_the_tuned_one(capsys, monkeypatch):
+    monkeypatch.setattr(compiler, "with_resources", lambda plan: plan)
     main(["plan", "--arch", "9.0", "--pass", "forward"])
     problem = problem_of(4096, 4096, 128, 128, batch=1, heads=16, heads_kv=16)
     assert "tuned" not in capsys.readouterr().out

@@ -15,7 +15,7 @@ namespace {
 // that jobs which begin together do not wait for each other.
 struct Steps {
     int64_t rows, heads, in_head, count, group;
-    Steps(const Work &work, const Entry &entry) {
+    NOINLINE Steps(const Work &work, const Entry &entry) {
         const Call &call = work.call;
         group = group_of(call);
         rows = rows_in_blocks(call, entry.seqlen_q, work.rows_per_block);
@@ -23,7 +23,7 @@ struct Steps {
         in_head = ceil_div(entry.seqlen_q, rows);
         count = group ? in_head * ceil_div(group, heads) : 0;
     }
-    Block block(const Entry &entry, const KeyTile &tile, int64_t step) const {
+    NOINLINE Block block(const Entry &entry, const KeyTile &tile, int64_t step) const {
         Block block = {};
         const int64_t head = step / in_head * heads, row = (in_head - 1 - step % in_head) * rows;
         block.entry = tile.entry;
@@ -44,7 +44,7 @@ struct AddingOrder {
     const int64_t KeyTile::*before;  // null if there is no such sum
 
     // How many steps all jobs before this one have done, and `most` if that is less or there are none.
-    int64_t steps_before(int64_t job, int64_t most) const {
+    NOINLINE int64_t steps_before(int64_t job, int64_t most) const {
         while (before && (job = work.tiles[job].*before) >= 0) {
             const int64_t steps = work.progress[job].load(std::memory_order_acquire);
             if (steps != DONE) return smaller(steps, most);
@@ -52,7 +52,7 @@ struct AddingOrder {
         return most;
     }
     // Waits until they have done `steps`. Returns false if the call has been stopped.
-    bool wait(int64_t job, int64_t steps) const {
+    NOINLINE bool wait(int64_t job, int64_t steps) const {
         for (int64_t n = 0; steps_before(job, steps) < steps; ++n) {
             if (work.stopped.load(std::memory_order_relaxed)) return false;
             if (n > 100) yield_core();
@@ -71,7 +71,8 @@ template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row ro
 }
 
 template <class T>
-inline void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq, int64_t dim) {
+NOINLINE void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq,
+                     int64_t dim) {
     const Call &call = work.results();
     const T scale = T(call.scale);
     for (int64_t r = range.first; r < range.stop; ++r) {
@@ -90,8 +91,8 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
 
 // Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
-inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Visible &visible, int64_t first,
-                     int64_t count, const T *ds) {
+NOINLINE void add_bias(const Call &call, const Entry &entry, const Block &block, const Visible &visible, int64_t first,
+                       int64_t count, const T *ds) {
     const int64_t step = call.strides[DBIAS][3];
     const int64_t stop = smaller(visible.keys.stop, count);
     for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r) {
@@ -108,18 +109,17 @@ inline void add_bias(const Call &call, const Entry &entry, const Block &block, c
 // C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. Neighbouring sections that
 // the same rows attend to are one product. With bf16x2, everything is transposed: C^T += B^T A.
 template <class T>
-inline void add_to_keys(const Call &call, const Visible &visible, int64_t count, const T *a, const T *b, int64_t dim,
-                        T *c, int64_t keys_stride) {
+NOINLINE void add_to_keys(const Call &call, const Visible &visible, int64_t count, const T *a, const T *b, int64_t dim,
+                          T *c, int64_t keys_stride) {
     constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     auto add = [&](RowRange rows, int64_t first, int64_t stop) {
         if (rows.stop <= rows.first || stop <= first) return;
-        if constexpr (MAY_USE_BF16X2<T>)
-            if (uses_bf16x2<T>(call)) {
-                const int64_t pair = rows.first / 2;
-                return bf16x2_product(dim, round_up(stop - first, LANES<T>), bf16x2_count(rows.stop) - pair, b + pair,
-                                      QUERIES_BF16X2_STRIDE, a + pair * STRIDE + first, STRIDE, c + first, keys_stride,
-                                      true);
-            }
+        if constexpr (BACKWARD_IN_BF16X2<T>) {
+            const int64_t pair = rows.first / 2;
+            return bf16x2_product(dim, round_up(stop - first, LANES<T>), bf16x2_count(rows.stop) - pair, b + pair,
+                                  QUERIES_BF16X2_STRIDE, a + pair * STRIDE + first, STRIDE, c + first, keys_stride,
+                                  true);
+        }
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
     };
@@ -133,19 +133,18 @@ inline void add_to_keys(const Call &call, const Visible &visible, int64_t count,
 
 // dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys k of a tile.
 template <class T>
-inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, int64_t first,
-                             int64_t count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
+NOINLINE void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, int64_t first,
+                               int64_t count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
     const int64_t dim = buffers.sizes.dim;
     for (int64_t r0 = range.first, n; r0 < range.stop; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const int64_t here = keys.stop - keys.first;
-        if constexpr (MAY_USE_BF16X2<T>)
-            if (uses_bf16x2<T>(call)) {
-                bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
-                               KEYS_BF16X2_STRIDE, k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
-                continue;
-            }
+        if constexpr (BACKWARD_IN_BF16X2<T>) {
+            bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
+                           KEYS_BF16X2_STRIDE, k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
+            continue;
+        }
         // Long sums are made of partial sums, which keeps rounding errors down. Rows that attend to no key get zeros.
         int64_t j = keys.first;
         do {
@@ -168,26 +167,25 @@ template <class T>
 inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, int64_t count,
                              BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
-    const bool is_bf16x2 = uses_bf16x2<T>(call);
-    if (is_bf16x2) pack_scores(block, visible, buffers);
+    if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
     if (is_wanted(call, DV))
-        add_to_keys(call, visible, count, buffers.p, is_bf16x2 ? buffers.dout_t : buffers.dout, sizes.dim_v, buffers.dv,
-                    buffers.keys_stride);
+        add_to_keys(call, visible, count, buffers.p, BACKWARD_IN_BF16X2<T> ? buffers.dout_t : buffers.dout, sizes.dim_v,
+                    buffers.dv, buffers.keys_stride);
     if (is_wanted(call, DK))
-        add_to_keys(call, visible, count, is_bf16x2 ? buffers.ds_columns : buffers.ds,
-                    is_bf16x2 ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
+        add_to_keys(call, visible, count, BACKWARD_IN_BF16X2<T> ? buffers.ds_columns : buffers.ds,
+                    BACKWARD_IN_BF16X2<T> ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
 }
 
 // Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.
 template <class T>
-inline void finish_key_tile(const Work &work, const KeyTile &tile, int64_t job, BackwardBuffers<T> &buffers) {
+NOINLINE void finish_key_tile(const Work &work, const KeyTile &tile, int64_t job, BackwardBuffers<T> &buffers) {
     const Call &call = work.results();
     const Entry &entry = work.entries[tile.entry];
     const Sizes<T> &sizes = buffers.sizes;
     const T scale = T(size_of_scale(call));
     const int64_t group = group_of(call);
     T *all_dk = buffers.dk, *all_dv = buffers.dv;
-    if (uses_bf16x2<T>(call)) {
+    if (BACKWARD_IN_BF16X2<T>) {
         const int64_t padded = round_up(tile.num_keys, LANES<T>);
         all_dk = buffers.k_t, all_dv = buffers.v_t;
         transpose(buffers.dk, buffers.keys_stride, sizes.dim, padded, all_dk, sizes.dim);
@@ -229,9 +227,8 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
     auto steps_before = [&](int64_t most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
-    const bool is_bf16x2 = uses_bf16x2<T>(call);
-    clear(buffers.dk, is_bf16x2 ? sizes.dim * buffers.keys_stride : count * sizes.dim);
-    clear(buffers.dv, is_bf16x2 ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
+    clear(buffers.dk, BACKWARD_IN_BF16X2<T> ? sizes.dim * buffers.keys_stride : count * sizes.dim);
+    clear(buffers.dv, BACKWARD_IN_BF16X2<T> ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
     if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
     for (int64_t step = 0; step < steps.count; ++step) {
@@ -242,7 +239,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
             keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
             for (int64_t r = 0; r < rows_of(block); ++r)
-                clear_bias<T>(work.results(), entry, row_of(block, r), first, count);
+                clear_bias(work.results(), entry, row_of(block, r), first, count);
         if (is_hidden) continue;
         // Hidden steps before this one count as done.
         if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
@@ -291,7 +288,7 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
-        if (uses_bf16x2<T>(call)) pack_scores(block, visible, buffers);
+        if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
         multiply_into_dq(call, entry, block, visible.rows, first, count, true, buffers);
     }
     for (int64_t r = 0; r < rows_of(block); ++r) {
@@ -306,14 +303,10 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
 template <class T> void clear_job(Work &work, char *, int64_t job) {
     const Call &call = work.call, &results = work.results();
     const int64_t heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
-    const T zero[MAX_KEYS] = {};
     auto clear_head = [&](Array array, int64_t dtype, int64_t num_heads, int64_t seqlen, int64_t dim) {
         if (!is_wanted(results, array) || h >= num_heads) return;
-        const int64_t size = size_of(dtype), step = results.strides[array][3];
         for (int64_t i = 0; i < seqlen; ++i)
-            for (int64_t d = 0; d < dim; d += MAX_KEYS)
-                store_row(zero, dtype, step, smaller(MAX_KEYS, dim - d),
-                          address(results, array, size, b, h, i) + d * step * size);
+            clear_row(address(results, array, size_of(dtype), b, h, i), dtype, results.strides[array][3], dim);
     };
     // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
     if (!has_dq_accum(call) || call.arrays[CU_SEQLENS_Q])
@@ -350,7 +343,7 @@ template <class T> void round_job(Work &work, char *, int64_t job) {
 // How many tiles all entries have, and how many one head has at most.
 struct TileCount {
     int64_t all = 0, in_head = 0;
-    explicit TileCount(const Work &work) {
+    NOINLINE explicit TileCount(const Work &work) {
         for (int64_t e = 0; e < work.num_entries; ++e) {
             const int64_t own = ceil_div(work.entries[e].seqlen_k, work.keys_per_tile);
             all += own * work.call.num_heads_kv;
@@ -361,7 +354,7 @@ struct TileCount {
 
 // Makes the tiles of all heads: the first tile of each head, then the second of each, so that a job seldom waits for
 // another.
-inline bool make_tiles(Work &work) {
+NOINLINE bool make_tiles(Work &work) {
     const Call &call = work.call;
     const int64_t keys = work.keys_per_tile, num_heads = call.num_heads_kv;
     const int64_t *bias_strides = work.results().strides[DBIAS];
@@ -389,7 +382,7 @@ inline bool make_tiles(Work &work) {
 
 // Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
 // threads of different speeds end at about the same time, or if their length must not depend on other entries.
-template <class T, class Buffers> void choose_backward_tiles(Work &work) {
+template <class T, class Buffers> NOINLINE void choose_backward_tiles(Work &work) {
     for (int64_t keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, Buffers::MOST_ROWS, keys);
         if (work.call.batch_invariant || TileCount(work).all >= 2 * ENOUGH_JOBS) break;

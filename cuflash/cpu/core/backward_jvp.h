@@ -89,8 +89,8 @@ template <class T> struct JvpSums {
 // Replaces the scores p of a row by weights, their tangents ts by those of the weights, both with dropout; the gradients
 // ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
-inline void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
-                        const RowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
+NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
+                          const RowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
     if (row.lse == T(-__builtin_inf())) {
         for (T *x : {of.p, of.ts, of.ds, of.tds}) clear(x, columns);
         if (of.dbias) clear(of.dbias, columns);
@@ -131,9 +131,8 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, const Backw
             store(of.tds + j, add_product(tangent * scale, gradient, of_scale));
         }
     };
-    with_weights(scaling, row.lse, row.sum, [&](auto weight_of) {
-        call.dropout_steps ? recompute_p(weight_of, std::true_type()) : recompute_p(weight_of, std::false_type());
-    });
+    with_weights(scaling, row.lse, row.sum,
+                 [&](auto weight_of, auto) { recompute_p(weight_of, call.dropout_steps != 0); });
 }
 
 // Computes weights p and gradients ds, and the tangents of both, of a block and a tile that are loaded.
@@ -148,7 +147,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const bool has_sums = !for_bias && buffers.scores.has_sums;
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (!for_bias && buffers.bias == BiasGradient::PAIRS)
-            clear_bias<T>(tangents, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
+            clear_bias(tangents, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         if (is_wanted(tangents, DBIAS)) clear_scores(computed, r, begin, end, buffers.dbias);
         for (T *x : {buffers.p, buffers.ts, buffers.ds, buffers.tds}) clear_scores(computed, r, begin, end, x);
     };

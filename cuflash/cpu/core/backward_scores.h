@@ -26,7 +26,7 @@ inline int64_t bytes_of_bias_sums(const Call &call, int64_t size) {
     return call.batch * call.num_heads * round_up(call.seqlen_k, MAX_KEYS) * size;
 }
 
-template <class T> inline BiasGradient bias_gradient(const Work &work) {
+template <class T> NOINLINE BiasGradient bias_gradient(const Work &work) {
     const Call &call = work.call;
     if (!is_wanted(work.results(), DBIAS)) return BiasGradient::NONE;
     const int64_t *strides = work.results().strides[DBIAS];
@@ -61,7 +61,7 @@ template <class T> struct BackwardBuffers {
     int64_t *first_max;
     BiasGradient bias;
 
-    BackwardBuffers(const Work &work, char *memory)
+    NOINLINE BackwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const Call &call = work.call;
         const int64_t rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
@@ -71,13 +71,12 @@ template <class T> struct BackwardBuffers {
         k_t = scratch.template take<T>(sizes.dim * keys_stride);
         v_t = scratch.template take<T>(sizes.dim_v * keys_stride);
         // With bf16x2, dk and dv are transposed.
-        const bool is_bf16x2 = uses_bf16x2<T>(call);
-        dk = scratch.template take<T>(is_bf16x2 ? sizes.dim * keys_stride : keys * sizes.dim);
-        dv = scratch.template take<T>(is_bf16x2 ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
-        q_t = scratch.template take<T>(is_bf16x2 ? sizes.dim * QUERIES_BF16X2_STRIDE : 0);
-        dout_t = scratch.template take<T>(is_bf16x2 ? sizes.dim_v * QUERIES_BF16X2_STRIDE : 0);
-        ds_columns = scratch.template take<T>(is_bf16x2 ? bf16x2_count(rows) * SCORES_STRIDE<T> : 0);
-        ds_rows = scratch.template take<T>(is_bf16x2 ? rows * KEYS_BF16X2_STRIDE : 0);
+        dk = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim * keys_stride : keys * sizes.dim);
+        dv = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
+        q_t = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim * QUERIES_BF16X2_STRIDE : 0);
+        dout_t = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * QUERIES_BF16X2_STRIDE : 0);
+        ds_columns = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? bf16x2_count(rows) * SCORES_STRIDE<T> : 0);
+        ds_rows = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? rows * KEYS_BF16X2_STRIDE : 0);
         q = scratch.template take<T>(rows * sizes.dim);
         dout = scratch.template take<T>(rows * sizes.dim_v);
         dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
@@ -104,7 +103,7 @@ template <class T> struct BackwardBuffers {
 
 // rowsum(dout o out) of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
 template <class T>
-inline T dot_with_out(const Call &call, const Entry &entry, Row row, const T *dout, int64_t dim, T *values) {
+NOINLINE T dot_with_out(const Call &call, const Entry &entry, Row row, const T *dout, int64_t dim, T *values) {
     load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
     clear(values + call.head_dim_v, dim - call.head_dim_v);
     Vector<T> sum = {};
@@ -122,7 +121,7 @@ template <class T> inline T of_row_gradients(const Call &call, const Entry &entr
 
 // The same with what gradients with respect to numbers of the row add.
 template <class T>
-inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, int64_t dim, T *values) {
+NOINLINE T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, int64_t dim, T *values) {
     return dot_with_out(call, entry, row, dout, dim, values) + of_row_gradients(call, entry, row, lse);
 }
 
@@ -154,7 +153,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
     const bool has_dout = call.arrays[DOUT];
-    if (uses_bf16x2<T>(call)) {
+    if (BACKWARD_IN_BF16X2<T>) {
         load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
         if (has_dout)
             load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
@@ -165,12 +164,12 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     }
     T *values = buffers.dq,
       *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where bf16x2 are loaded
-    if (uses_bf16x2<T>(call)) clear(numbers, sizes.dim_v);
+    if (BACKWARD_IN_BF16X2<T>) clear(numbers, sizes.dim_v);
     for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
-        const T *dout = uses_bf16x2<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
-        if (uses_bf16x2<T>(call) && has_dout)
+        const T *dout = BACKWARD_IN_BF16X2<T> ? numbers : buffers.dout + r * sizes.dim_v;
+        if (BACKWARD_IN_BF16X2<T> && has_dout)
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
         if (has_dout) buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
         buffers.lse[r] = lse;
@@ -186,8 +185,8 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
 
 // Loads rows of k or v of a tile, and the same transposed.
 template <class T>
-inline void load_and_transpose(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                               int64_t count, int64_t dim, T *rows, T *transposed, int64_t keys_stride) {
+NOINLINE void load_and_transpose(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                                 int64_t count, int64_t dim, T *rows, T *transposed, int64_t keys_stride) {
     const int64_t padded = round_up(count, LANES<T>), whole = round_up(dim, LANES<T>);
     load_keys(call, array, entry, head_kv, first, count, dim, rows, whole, padded);
     transpose(rows, whole, padded, whole, transposed, keys_stride);
@@ -197,7 +196,7 @@ inline void load_and_transpose(const Call &call, Array array, const Entry &entry
 template <class T>
 inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
                           BackwardBuffers<T> &buffers) {
-    if (uses_bf16x2<T>(call)) {
+    if (BACKWARD_IN_BF16X2<T>) {
         load_keys_bf16x2(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
                          buffers.keys_stride);
         load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
@@ -215,12 +214,11 @@ inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv,
 template <class T>
 inline void multiply_rows(const Call &call, const T *rows, int64_t dim, const T *keys_t, int64_t keys_stride,
                           int64_t r0, int64_t num_rows, int64_t num_keys, T *c) {
-    if constexpr (MAY_USE_BF16X2<T>)
-        if (uses_bf16x2<T>(call)) {
-            const int64_t stride = bf16x2_stride<T>(dim);
-            return bf16x2_product(num_rows, num_keys, bf16x2_count(dim), rows + r0 * stride, stride, keys_t,
-                                  keys_stride, c, SCORES_STRIDE<T>, false);
-        }
+    if constexpr (BACKWARD_IN_BF16X2<T>) {
+        const int64_t stride = bf16x2_stride<T>(dim);
+        return bf16x2_product(num_rows, num_keys, bf16x2_count(dim), rows + r0 * stride, stride, keys_t, keys_stride, c,
+                              SCORES_STRIDE<T>, false);
+    }
     const int64_t stride = round_up(dim, LANES<T>);
     product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, keys_stride, c, SCORES_STRIDE<T>);
 }
@@ -231,10 +229,9 @@ inline char *bias_address(const Call &call, Array array, const Entry &entry, Row
 }
 
 // Clears dbias of a row, for `count` keys from `first` on.
-template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, int64_t first, int64_t count) {
-    const T zeros[MAX_KEYS] = {};
+inline void clear_bias(const Call &call, const Entry &entry, Row row, int64_t first, int64_t count) {
     if (count > 0)
-        store_row(zeros, call.bias_dtype, call.strides[DBIAS][3], count, bias_address(call, DBIAS, entry, row, first));
+        clear_row(bias_address(call, DBIAS, entry, row, first), call.bias_dtype, call.strides[DBIAS][3], count);
 }
 
 struct RowRange {
@@ -256,8 +253,8 @@ struct Visible {
 
 // Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at once.
 template <class T>
-inline void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, int64_t first,
-                               int64_t count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
+NOINLINE void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, int64_t first,
+                                 int64_t count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
     const int64_t columns = round_up(keys.stop - keys.first, LANES<T>);
     if (buffers.bias == BiasGradient::PAIRS)
         store_row(ds, results.bias_dtype, results.strides[DBIAS][3], smaller(columns, count - keys.first),
@@ -305,17 +302,22 @@ template <class T> inline void clear_scores(Keys computed, int64_t r, int64_t be
     if (begin < end) clear(scores + r * SCORES_STRIDE<T> + begin, end - begin);
 }
 
-// Calls `run` with the function that makes weights of scores of a row.
+// Calls `run` with the function that makes weights of scores of a row, and whether it is the usual one: code for the
+// other need not be specialised on options.
 template <class T, class F>
 inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, F run) {
     if (row_sum.is_found()) {
-        run([&](Vector<T> s) {
-            return exp2<T>(s - splat(row_sum.row_max), splat(scaling.factor)) * splat(row_sum.inverse);
-        });
+        run(
+            [&](Vector<T> s) {
+                return exp2<T>(s - splat(row_sum.row_max), splat(scaling.factor)) * splat(row_sum.inverse);
+            },
+            std::false_type());
     } else {
-        run([&](Vector<T> s) {
-            return exp2<T>(s * splat(T(scaling.natural)) - splat(lse), splat(T(1.4426950408889634)));
-        });
+        run(
+            [&](Vector<T> s) {
+                return exp2<T>(s * splat(T(scaling.natural)) - splat(lse), splat(T(1.4426950408889634)));
+            },
+            std::true_type());
     }
 }
 
@@ -324,8 +326,8 @@ inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_
 // gradient with respect to the entropy of the row; then there are no `tanhs`. A row of lse -inf attends to no key: it has
 // no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
-inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
-                        const T *dentropy, int64_t columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
+                          const T *dentropy, int64_t columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
     if (lse == T(-__builtin_inf())) {
         clear(p, columns);
         return clear(ds, columns);
@@ -339,17 +341,18 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
             const Vector<T> s = load(p + j), weight = weight_of(s);
             store(p + j, kept_of(weight, j));
             Vector<T> gradient = kept_of(load(ds + j), j) - splat(delta);
-            if constexpr (has_entropy) gradient -= splat(*dentropy) * log_of_weight(s);
+            if (has_entropy) gradient -= splat(*dentropy) * log_of_weight(s);
             gradient *= weight;
             store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
         }
     };
-    auto softmax_by = [&](auto weight_of) {
+    const bool drops = call.dropout_steps;
+    auto softmax_by = [&](auto weight_of, auto is_usual) {
         const std::true_type yes;
         const std::false_type no;
-        if (dentropy)
-            return call.dropout_steps ? recompute_p(weight_of, yes, no, yes) : recompute_p(weight_of, no, no, yes);
-        if (call.dropout_steps) {
+        if (!is_usual || dentropy) {
+            recompute_p(weight_of, drops, tanhs != nullptr, dentropy != nullptr);
+        } else if (drops) {
             tanhs ? recompute_p(weight_of, yes, yes, no) : recompute_p(weight_of, yes, no, no);
         } else {
             tanhs ? recompute_p(weight_of, no, yes, no) : recompute_p(weight_of, no, no, no);
@@ -361,8 +364,8 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
 // The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
 // whose errors would not average out. `values` has space for both rows.
 template <class T>
-inline double exact_product(const Call &call, const Entry &entry, Row row, int64_t head_kv, int64_t key, int64_t dim,
-                            T *values) {
+NOINLINE double exact_product(const Call &call, const Entry &entry, Row row, int64_t head_kv, int64_t key, int64_t dim,
+                              T *values) {
     load_row(row_address(call, Q, entry, row), call.dtype, call.strides[Q][3], call.head_dim, values);
     load_keys(call, K, entry, head_kv, key, 1, call.head_dim, values + dim, dim, 1);
     double sum = 0;
@@ -388,7 +391,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP) && !call.arrays[DMAX] &&
                                 !call.arrays[DENTROPY];
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
-        if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
+        if (writes_bias) clear_bias(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         clear_scores(computed, r, begin, end, buffers.p);
         clear_scores(computed, r, begin, end, buffers.ds);
     };
@@ -455,7 +458,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
 // Packs weights and gradients of scores as bf16x2 of two rows, in place of p and in ds_columns, and packs gradients
 // as bf16x2 of two keys, too, in ds_rows.
 template <class T> inline void pack_scores(const Block &block, const Visible &visible, BackwardBuffers<T> &buffers) {
-    if constexpr (MAY_USE_BF16X2<T>) {
+    if constexpr (BACKWARD_IN_BF16X2<T>) {
         constexpr int64_t STRIDE = SCORES_STRIDE<T>;
         const int64_t at = visible.keys.first, count = visible.keys.stop - at;
         const T zeros[MAX_KEYS] = {};
@@ -517,7 +520,7 @@ template <class T> struct RowSumsSoFar {
     RowSumsSoFar() {
         for (T &x : row_max) x = T(-__builtin_inf());
     }
-    void add(const Scaling<T> &scaling, int64_t r, const T *s, int64_t columns) {
+    NOINLINE void add(const Scaling<T> &scaling, int64_t r, const T *s, int64_t columns) {
         add_exponentials(scaling, s, columns, row_max[r], sums[r]);
     }
 };

@@ -111,7 +111,7 @@ template <class T> void bias_sums_job(Work &work, char *, int64_t job) {
 struct BiasJobs {
     int64_t entries, heads, blocks, tiles;  // how many, 1 where they are summed over
     int64_t rows, num_blocks, num_tiles;
-    BiasJobs(const Work &work) {
+    NOINLINE BiasJobs(const Work &work) {
         const Call &call = work.call;
         const int64_t *strides = work.results().strides[DBIAS];
         rows = rows_in_blocks(call, call.seqlen_q, work.rows_per_block);
@@ -123,7 +123,7 @@ struct BiasJobs {
         tiles = strides[3] && !strides[2] ? num_tiles : 1;
     }
     // Block i of a head of an entry.
-    Block block(const Call &call, int64_t entry, int64_t head, int64_t i) const {
+    NOINLINE Block block(const Call &call, int64_t entry, int64_t head, int64_t i) const {
         Block block = {};
         block.entry = entry;
         block.head_kv = head / group_of(call);

@@ -16,8 +16,10 @@ template <class T> inline void apply_cap(const Call &call, int64_t padded, T *s,
         auto apply = [&](int64_t j, auto count) {
             constexpr int COUNT = count;
             Vector<T> x[COUNT];
+#pragma GCC unroll 4
             for (int u = 0; u < COUNT; ++u) x[u] = load(s + j + u * LANES<T>) * inner;
             tanh_of(x);
+#pragma GCC unroll 4
             for (int u = 0; u < COUNT; ++u) {
                 if (tanhs) store(tanhs + j + u * LANES<T>, x[u]);
                 store(s + j + u * LANES<T>, x[u] * outer);
@@ -43,6 +45,7 @@ template <class T> inline Vector<T> derivative_by_softcap(const Call &call, Vect
     const Vector<T> one = splat(T(1)), slope = slope_of_cap<T>(tanh), size = x < Vector<T>{} ? -x : x;
     const Vector<T> square = size < splat(T(0.5)) ? x * x : Vector<T>{};
     Vector<T> series = one;
+#pragma GCC unroll 8
     for (int n = 18; n > 3; n -= 2) series = one + splat(T(4.0 / (n * (n + 1)))) * square * series;
     return size < splat(T(0.5)) ? splat(T(2.0 / 3)) * x * square * series * slope : tanh - x * slope;
 }

@@ -41,14 +41,17 @@ Target target_of_processor(int limit) {
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
-// forward pass of float16; but no tangents, and no reductions of the weights, which are computed in float32.
+// forward pass of float16; but no tangents, no reductions of the weights and no small heads, which are computed in
+// float32.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = target_of_processor(limit).kernels;
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     // Whether float16 can be split follows from all numbers of a call.
     const bool is_split =
         kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward && !call.batch_invariant;
-    const bool is_served = (call.dtype == BFLOAT16 || is_split) && !call.has_tangents && !reduces_weights(call);
+    const bool is_float32 = call.has_tangents || reduces_weights(call) || (is_small(call) && !call.finds_row_sums);
+    const bool is_served =
+        (call.dtype == BFLOAT16 || is_split) && !is_float32 && !(call.is_backward && has_float8(call));
     if (is_only_bfloat16 && !is_served) kernels = target_of_processor(2).kernels;
     return *kernels;
 }

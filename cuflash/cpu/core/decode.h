@@ -39,7 +39,7 @@ struct Coming {
     int64_t offset;
 
     // Into the second level of the cache: a tile is too large for the first.
-    void fetch(int64_t j) const {
+    ALWAYS_INLINE void fetch(int64_t j) const {
         for (int64_t x = 0; x < rows.bytes; x += 64) __builtin_prefetch(rows.at[j] + offset + x, 0, 2);
     }
 };
@@ -102,12 +102,14 @@ __attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, i
 
 // s[r][j] = dot(q[r], k[j]) for R rows. The rest of the last vector gets products of the last key.
 template <class T, class S, int R>
-inline void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
+NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
     constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
     Vector<T> lanes[R * GROUP_OF_KEYS];
     for (int64_t j = 0; j < num_keys; j += GROUP_OF_KEYS) {
+#pragma GCC unroll 8
         for (int n = 0; n < GROUP_OF_KEYS; n += FEW_KEYS) {
             const char *rows[FEW_KEYS];
+#pragma GCC unroll 4
             for (int x = 0; x < FEW_KEYS; ++x) {
                 const int64_t key = smaller(j + n + x, num_keys - 1);
                 rows[x] = k.at[key];
@@ -115,7 +117,9 @@ inline void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_
             }
             lanes_of_products<T, S, R>(q, dim, dim, rows, (T *)(lanes + n), GROUP_OF_KEYS * N);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
             for (int n = 0; n < GROUP_OF_KEYS; n += N)
                 store(s + r * SCORES_STRIDE<T> + j + n, sums_of_lanes<T>(lanes + r * GROUP_OF_KEYS + n));
     }
@@ -153,7 +157,7 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, int64_
 }
 
 template <class T, class S, int R>
-inline void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_t dim, const Coming *coming, T *o) {
+NOINLINE void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_t dim, const Coming *coming, T *o) {
     constexpr int MOST = (NUM_REGISTERS == 32 ? 2 : 1) * (R > 4 ? 1 : R > 2 ? 2 : 4);
     int64_t d = 0;
     auto run = [&](auto vectors) {
@@ -171,7 +175,8 @@ inline void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int64_
 template <int MOST, class F> inline void for_decode(int64_t num_rows, F run) {
     int64_t r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
-    for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
+    if constexpr (MOST > 4)
+        for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
     if (num_rows - r == 3) run(r, std::integral_constant<int, 3>());
     if (num_rows - r == 2) run(r, std::integral_constant<int, 2>());
     if (num_rows - r == 1) run(r, std::integral_constant<int, 1>());

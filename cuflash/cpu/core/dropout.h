@@ -16,6 +16,7 @@ struct DrawsOfRows {
     DrawsOfRows(Words c0, Words c1, Words c2, Words c3) {
         constexpr int RUN = WORDS < 4 ? WORDS : 4;
         Integers<float> in_order;
+#pragma GCC unroll 16
         for (int p = 0; p < 2 * WORDS; ++p)
             in_order[p] = 2 * (p / (2 * RUN) * RUN + p % RUN) + p / RUN % 2 * LANES<float>;
         const Words32 low = Words32{} + 0xFFFFu;
@@ -34,11 +35,13 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, int64_t 
                          int64_t stride) {
     constexpr uint64_t MULTIPLIER0 = 0xD2511F53, MULTIPLIER1 = 0xCD9E8D57;
     uint64_t key0[ROUNDS], key1[ROUNDS];
+#pragma GCC unroll 8
     for (int round = 0; round < ROUNDS; ++round) {
         key0[round] = uint32_t(seed) + uint32_t(round) * 0x9E3779B9;
         key1[round] = uint32_t(seed >> 32) + uint32_t(round) * 0xBB67AE85;
     }
     Words lanes;
+#pragma GCC unroll 16
     for (int i = 0; i < WORDS; ++i) lanes[i] = i;
     const int64_t num_counters = (num_columns + 15) / 16 * 4;
     const uint64_t of_head = (head & 0xFFFFFFFF) * MULTIPLIER1;
@@ -47,6 +50,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, int64_t 
         // exclusive or. One of the products of the third round depends on the column alone, too. Several chains of
         // multiplications run at once, since each waits for its own results.
         Words by_column1[AT_ONCE], by_column2[AT_ONCE], product0[AT_ONCE], upper0[AT_ONCE];
+#pragma GCC unroll 4
         for (int u = 0; u < AT_ONCE; ++u) {
             const Words first = multiply_words(lanes + uint64_t(first_column / 4 + x + u * WORDS), MULTIPLIER0);
             by_column1[u] = multiply_words((first >> 32) ^ (Words{} + (offset ^ key1[0])), MULTIPLIER1);
@@ -64,12 +68,14 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, int64_t 
                 const uint32_t row = uint32_t(of_head >> 32) ^ uint32_t(first / 2 + i % 8) ^ uint32_t(key0[0]);
                 const uint64_t of_row = row * MULTIPLIER0;
                 Words c0[AT_ONCE], c1[AT_ONCE], c2[AT_ONCE], c3[AT_ONCE];
+#pragma GCC unroll 4
                 for (int u = 0; u < AT_ONCE; ++u) {
                     c1[u] = multiply_words(by_column2[u] ^ (Words{} + (of_row >> 32)), MULTIPLIER1);
                     c0[u] = (c1[u] >> 32) ^ by_column1[u];
                     c2[u] = upper0[u] ^ (Words{} + of_row);
                     c3[u] = product0[u];
                 }
+#pragma GCC unroll 8
                 for (int round = 3; round < ROUNDS; ++round) {
 #pragma GCC unroll 4
                     for (int u = 0; u < AT_ONCE; ++u) {
@@ -81,6 +87,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, int64_t 
                         c3[u] = low0;
                     }
                 }
+#pragma GCC unroll 4
                 for (int u = 0; u < AT_ONCE; ++u) {
                     const int64_t at = x + u * WORDS;
                     if (at >= num_counters) break;

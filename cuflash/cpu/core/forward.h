@@ -40,7 +40,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
-        softmax_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, [] {});
+        softmax_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, DoNothing());
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
                                 o, dim_v, true);
     }
@@ -85,7 +85,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     }
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
     softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
-                    is_bf16x2, [] {});
+                    is_bf16x2, DoNothing());
     if constexpr (MAY_USE_TILES<T>) {
         if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
     } else if constexpr (MAY_USE_BF16X2<T>) {
@@ -201,7 +201,7 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
 // ---- which blocks there are -----------------------------------------------------------------------------------------
 
 // Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
-template <class T> inline void choose_tiles(Work &work, int64_t most_rows, int64_t most_keys) {
+template <class T> NOINLINE void choose_tiles(Work &work, int64_t most_rows, int64_t most_keys) {
     const Sizes<T> sizes(work.call);
     const int64_t bytes = larger(sizes.dim, sizes.dim_v) * int64_t(sizeof(T));
     while (most_keys > FEWEST_KEYS && most_keys * bytes > TILE_BYTES) most_keys /= 2;
@@ -225,7 +225,7 @@ inline int64_t heads_of_block(const Work &work, const Entry &entry) {
 // How many blocks all entries have, and how many one head has at most.
 struct BlockCount {
     int64_t all = 0, in_head = 0;
-    explicit BlockCount(const Work &work) {
+    NOINLINE explicit BlockCount(const Work &work) {
         const Call &call = work.call;
         const int64_t group = group_of(call);
         for (int64_t e = 0; e < work.num_entries; ++e) {
@@ -276,7 +276,7 @@ inline Splits splits_of_entry(const Work &work, const Entry &entry) {
 }
 
 // Makes the blocks of all entries. Those of the last rows, which may attend to the most keys, come first.
-inline bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
+NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     const Call &call = work.call;
     const int64_t group = group_of(call), most = work.rows_per_block;
     const BlockCount blocks(work);

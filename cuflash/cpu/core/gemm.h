@@ -16,11 +16,12 @@ template <class T> struct Numbers {
 // Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do
 // not grow with the number of tiles.
 template <class T, int R, int N, Order ORDER, class M>
-inline void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
-                          int64_t c_stride, bool adds) {
+ALWAYS_INLINE void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
+                                 int64_t c_stride, bool adds) {
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (R + 2) / 3;  // three rows share an address
     const T *rows[GROUPS];
+#pragma GCC unroll 4
     for (int g = 0; g < GROUPS; ++g) rows[g] = a + (ORDER == Order::ROWS ? 3 * g * a_stride : 3 * g);
     const int64_t row_stride = ORDER == Order::ROWS ? a_stride : 1;
 #pragma GCC unroll 2
@@ -51,14 +52,15 @@ inline void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_st
 // The same where there are products with one lane of a vector: an element of A needs no register of its own, but shares
 // one with its neighbours.
 template <class T, int R, int N, Order ORDER>
-inline void product_block_by_lanes(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
-                                   int64_t c_stride, bool adds) {
+ALWAYS_INLINE void product_block_by_lanes(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length,
+                                          T *c, int64_t c_stride, bool adds) {
     constexpr int L = LANES<T>, TERMS = ORDER == Order::ROWS ? L : 1, LOADS = ORDER == Order::ROWS ? R : R / L;
     constexpr int STEP = ORDER == Order::ROWS ? 4 : 1;  // with fewer, GCC moves sums from register to register
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (LOADS + 2) / 3;
     const T *from[GROUPS];
     const int64_t next = ORDER == Order::ROWS ? a_stride : L;
+#pragma GCC unroll 4
     for (int g = 0; g < GROUPS; ++g) from[g] = a + 3 * g * next;
     int64_t k = 0;
     for (; k + STEP <= length; k += STEP)
@@ -103,8 +105,8 @@ template <class T, int N, Order ORDER> constexpr int most_rows() {
 }
 
 template <class T, int N, Order ORDER, class M>
-inline void product_columns(int64_t num_rows, const T *a, int64_t a_stride, const T *b, int64_t b_stride,
-                            int64_t length, T *c, int64_t c_stride, bool adds) {
+NOINLINE void product_columns(int64_t num_rows, const T *a, int64_t a_stride, const T *b, int64_t b_stride,
+                              int64_t length, T *c, int64_t c_stride, bool adds) {
     constexpr int MOST = most_rows<T, N, ORDER>();
     const int64_t step = ORDER == Order::ROWS ? a_stride : 1;
     auto run = [&](auto rows) {

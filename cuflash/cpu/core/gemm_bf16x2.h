@@ -37,13 +37,18 @@ struct Bf16x2Product {
 
     // Does all steps that are left, and multiplies what does not fill a whole tile.
     void finish() {
-        const int64_t rows = tile_rows(), whole = length / TILE * TILE;
+        const int64_t rows = tile_rows(), columns = tile_columns(), whole = length / TILE * TILE;
         if constexpr (HAS_TILES)
             while (i < rows) step();
         if (rows && whole < length)
             for (int n = -1; n < num_more; ++n)
-                product<float, Order::ROWS, Bf16x2Ops>(rows, num_columns, length - whole, term(n).a + whole, a_stride,
+                product<float, Order::ROWS, Bf16x2Ops>(rows, columns, length - whole, term(n).a + whole, a_stride,
                                                        term(n).b + whole * b_stride, b_stride, c, c_stride, true);
+        if (rows && columns < num_columns)
+            for (int n = -1; n < num_more; ++n)
+                product<float, Order::ROWS, Bf16x2Ops>(rows, num_columns - columns, length, term(n).a, a_stride,
+                                                       term(n).b + columns, b_stride, c + columns, c_stride,
+                                                       adds || n >= 0);
         for (int n = -1; n < num_more && rows < num_rows; ++n)
             product<float, Order::ROWS, Bf16x2Ops>(num_rows - rows, num_columns, length, term(n).a + rows * a_stride,
                                                    a_stride, term(n).b, b_stride, c + rows * c_stride, c_stride,
@@ -53,15 +58,17 @@ struct Bf16x2Product {
   private:
     Term term(int n) const { return n < 0 ? Term{a, b} : more[n]; }
 
-    int64_t tile_rows() const { return HAS_TILES && length >= TILE ? num_rows / TILE * TILE : 0; }
+    // Vectors beside tile registers have as many columns as a tile; those of a model of them may have fewer.
+    int64_t tile_columns() const { return LANES<float> == TILE ? num_columns : num_columns / TILE * TILE; }
+    int64_t tile_rows() const { return HAS_TILES && length >= TILE && tile_columns() > 0 ? num_rows / TILE * TILE : 0; }
 
     void step_of_tiles() {
-        const int64_t rows = tile_rows();
+        const int64_t rows = tile_rows(), columns = tile_columns();
         if (i >= rows) return;
-        const int64_t height = num_columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
-        if (rows - i < height * TILE || num_columns - j < width * TILE) {
+        const int64_t height = columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
+        if (rows - i < height * TILE || columns - j < width * TILE) {
             for (int64_t y = i; y < smaller(rows, i + height * TILE); y += TILE)
-                for (int64_t x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
+                for (int64_t x = j; x < smaller(columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
         } else if (height == 4) {
             multiply<4, 1>(i, j);
         } else if (height == 2) {
@@ -72,7 +79,7 @@ struct Bf16x2Product {
         i += height * TILE;
         if (i >= rows) {
             j += width * TILE;
-            i = j < num_columns ? 0 : rows;
+            i = j < columns ? 0 : rows;
         }
     }
 

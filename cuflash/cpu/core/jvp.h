@@ -40,9 +40,9 @@ template <class T> struct JvpRow {
 
 // Scores of a row become weights, and the tangents ts of the scores, if they move, become those of the weights, where
 // the shift is taken out. Dropout applies to both, but not to their sums l and r.
-template <class T, class Moves, class Drops>
-inline void jvp_exponentials(Moves moves, Drops drops, const Scaling<T> &scaling, T unit, T *s, T *ts, int64_t num_keys,
-                             JvpRow<T> row, int64_t dim, const unsigned char *kept, T kept_scale) {
+template <class T>
+NOINLINE void jvp_exponentials(bool moves, bool drops, const Scaling<T> &scaling, T unit, T *s, T *ts, int64_t num_keys,
+                               JvpRow<T> row, int64_t dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
     for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
@@ -117,22 +117,13 @@ inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, c
                               buffers.tk_t + keys.first, dim, buffers.keys_stride, ts);
         finish_both(call, tangents, scaling, entry, block, r0, n, first + keys.first, here, columns, here, s,
                     buffers.bias, moves ? ts : nullptr, buffers.scores);
-        auto softmax = [&](auto moves_too, auto drops) {
-            for (int64_t r = 0; r < n; ++r) {
-                const int64_t at = r0 + r;
-                const JvpRow<T> row = {buffers.row_max[at],       buffers.shift[at],      buffers.l + at * LANES<T>,
-                                       buffers.r + at * LANES<T>, buffers.o + at * dim_v, buffers.a + at * dim_v};
-                jvp_exponentials<T>(moves_too, drops, scaling, buffers.scores.unit, s + r * SCORES_STRIDE<T>,
-                                    ts + r * SCORES_STRIDE<T>, columns, row, dim_v,
-                                    buffers.kept + at * MAX_KEYS + keys.first, T(call.kept_scale));
-            }
-        };
-        const std::true_type yes;
-        const std::false_type no;
-        if (call.dropout_steps) {
-            moves ? softmax(yes, yes) : softmax(no, yes);
-        } else {
-            moves ? softmax(yes, no) : softmax(no, no);
+        for (int64_t r = 0; r < n; ++r) {
+            const int64_t at = r0 + r;
+            const JvpRow<T> row = {buffers.row_max[at],       buffers.shift[at],      buffers.l + at * LANES<T>,
+                                   buffers.r + at * LANES<T>, buffers.o + at * dim_v, buffers.a + at * dim_v};
+            jvp_exponentials<T>(moves, call.dropout_steps, scaling, buffers.scores.unit, s + r * SCORES_STRIDE<T>,
+                                ts + r * SCORES_STRIDE<T>, columns, row, dim_v,
+                                buffers.kept + at * MAX_KEYS + keys.first, T(call.kept_scale));
         }
         auto add = [&](const T *weights, const T *v, int64_t v_stride, T *to) {
             product<T, Order::ROWS>(n, dim_v, here, weights, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride,

@@ -8,14 +8,16 @@
 
 namespace {
 
+// Kernels for bfloat16 alone have backward passes of nothing else: k and v of fp8 have no gradients.
+template <class T> constexpr bool BACKWARD_IN_BF16X2 = MAY_USE_BF16X2<T>;
 template <class T> inline bool uses_bf16x2(const Call &call) { return MAY_USE_BF16X2<T> && call.kv_dtype == BFLOAT16; }
 
 constexpr int64_t KEYS_BF16X2_STRIDE = MAX_KEYS / 2 + 16;  // of rows of bf16x2 of keys
 
 // Loads rows of q or dout of a block as bf16x2 of neighbours.
 template <class T>
-inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *out,
-                             bool is_negative) {
+NOINLINE void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
+                               T *out, bool is_negative) {
     const int64_t stride = bf16x2_stride<T>(dim);
     for (int64_t r = 0; r < rows_of(block); ++r)
         load_bits(row_address(call, array, entry, row_of(block, r)), call.strides[array][3], dim,
@@ -26,8 +28,8 @@ inline void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, 
 // Loads rows of k or v as bf16x2 of neighbours, transposed: each row of the result has one bf16x2 of every key, up to a
 // whole vector of keys. Rows that are whole vectors are read where they lie.
 template <class T>
-inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                             int64_t count, int64_t dim, T *rows, T *transposed, int64_t transposed_stride) {
+NOINLINE void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                               int64_t count, int64_t dim, T *rows, T *transposed, int64_t transposed_stride) {
     const int64_t stride = bf16x2_stride<T>(dim);
     const int64_t *strides = call.strides[array];
     const char *own = key_address(call, array, entry, head_kv, first);
@@ -41,8 +43,8 @@ inline void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, 
 
 // Loads rows of k or v as bf16x2 of neighbouring keys.
 template <class T>
-inline void interleave_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                            int64_t count, int64_t dim, T *out) {
+NOINLINE void interleave_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                              int64_t count, int64_t dim, T *out) {
     const int64_t padded = round_up(dim, LANES<T>);
     for (int64_t j = 0; j < count; j += 2)
         interleave(key_address(call, array, entry, head_kv, first + j),

@@ -103,8 +103,8 @@ template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks)
 }
 
 template <class T>
-inline Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                         int64_t terms, ForwardBuffers<T> &buffers) {
+NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
+                           int64_t terms, ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
@@ -134,8 +134,8 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv, 
 // Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
 // do: the slice of rows `begin` to `end` among `rows` rows.
 template <class T>
-inline void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first, int64_t begin,
-                               int64_t end, int64_t rows) {
+ALWAYS_INLINE void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
+                                      int64_t begin, int64_t end, int64_t rows) {
     const Call &call = work.call;
     if (MAY_SHARE_PACKED && work.packed_keys) {
         if (first >= entry.seqlen_k) return;
@@ -147,11 +147,17 @@ inline void prefetch_next_keys(const Work &work, const Entry &entry, int64_t hea
     }
     const int64_t size = size_of(call.kv_dtype), count = smaller(work.keys_per_tile, entry.seqlen_k - first);
     if (count <= 0 || call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
-    for (int64_t j = first + begin * count / rows; j < first + end * count / rows; ++j) {
-        const char *k = key_address(call, K, entry, head_kv, j), *v = key_address(call, V, entry, head_kv, j);
-        for (int64_t x = 0; x < call.head_dim * size; x += 64) __builtin_prefetch(k + x, 0, 2);
-        for (int64_t x = 0; x < call.head_dim_v * size; x += 64) __builtin_prefetch(v + x, 0, 2);
-    }
+    const int64_t start = first + begin * count / rows, stop = first + end * count / rows;
+    auto fetch = [&](Array array, int64_t bytes) __attribute__((always_inline)) {
+        const char *row = nullptr;
+        const int64_t step = call.strides[array][2] * size;
+        for (int64_t j = start; j < stop; ++j) {
+            row = j == start || call.page_size ? key_address(call, array, entry, head_kv, j) : row + step;
+            for (int64_t x = 0; x < bytes; x += 64) __builtin_prefetch(row + x, 0, 2);
+        }
+    };
+    fetch(K, call.head_dim * size);
+    fetch(V, call.head_dim_v * size);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ inline double *numbers_of_row(const Call &call, int64_t batch, int64_t head, int
 }
 
 // Allocates the sums of all rows if one may need it; returns false if there is no memory.
-template <class T> inline bool allocate_row_sums(Work &work) {
+template <class T> NOINLINE bool allocate_row_sums(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[ROW_SUMS] && !has_large_rows<T>(call)) return true;
     const int64_t num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
@@ -86,8 +86,8 @@ template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entr
 
 // The sum of a row, `sum` of 2^(factor (s - row_max)) over its keys, if these and the sink of its head explain lse.
 template <class T>
-inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, int64_t head, T lse, T row_max,
-                               double sum) {
+NOINLINE RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, int64_t head, T lse, T row_max,
+                                 double sum) {
     const double infinity = __builtin_inf(), of_keys = double(row_max) * scaling.natural;
     double top = of_keys, rest = 1;
     if (call.arrays[SINKS]) {
@@ -138,7 +138,7 @@ inline void add_exponentials(const Scaling<T> &scaling, const T *s, int64_t colu
 
 // Moves `at` to the first of a row's scores that are above `most`, the largest one so far, if one is. They are whole
 // vectors, the first of which is that of the key `first`.
-template <class T> inline void find_first_max(const T *s, int64_t columns, int64_t first, T &most, int64_t &at) {
+template <class T> NOINLINE void find_first_max(const T *s, int64_t columns, int64_t first, T &most, int64_t &at) {
     Vector<T> largest = splat(most);  // and not NaN, if a score is
     for (int64_t j = 0; j < columns; j += LANES<T>) largest = larger<T>(load(s + j), largest);
     if (!any_above<T>(largest, most)) return;

@@ -15,6 +15,9 @@ template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
     run((const T *)nullptr);
 }
 
+// The dtype of T.
+template <class T> constexpr int64_t OWN_DTYPE = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
+
 inline int64_t size_of(int64_t dtype) {
     return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : dtype >= FLOAT8_E4M3FN ? 1 : 2;
 }
@@ -28,24 +31,24 @@ inline void load_each(const S *in, int64_t stride, int64_t count, T *out, F conv
     }
 }
 
-// Loads `count` numbers from `in` on, of stride `stride` in elements.
-template <class T> inline void load_row(const char *in, int64_t dtype, int64_t stride, int64_t count, T *out) {
-    if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
+// Loads `count` numbers from `in` on, of stride `stride` in elements: of T, fp8, or half precision if T is float.
+template <class T> NOINLINE void load_row(const char *in, int64_t dtype, int64_t stride, int64_t count, T *out) {
+    if (dtype == OWN_DTYPE<T> && stride == 1) {
         memcpy(out, in, count * sizeof(T));
-    } else if (dtype == FLOAT32) {
-        load_each((const float *)in, stride, count, out, [](float x) { return x; });
-    } else if (dtype == FLOAT64) {
-        load_each((const double *)in, stride, count, out, [](double x) { return x; });
-    } else if (dtype == BFLOAT16) {
-        load_each((const uint16_t *)in, stride, count, out, from_bfloat16);
+    } else if (dtype == OWN_DTYPE<T>) {
+        for (int64_t i = 0; i < count; ++i) out[i] = ((const T *)in)[i * stride];
     } else if (dtype == FLOAT8_E4M3FN) {
         load_each((const uint8_t *)in, stride, count, out, from_e4m3fn);
     } else if (dtype == FLOAT8_E5M2) {
         load_each((const uint8_t *)in, stride, count, out, from_e5m2);
-    } else if (stride == 1) {
-        load_float16((const uint16_t *)in, count, out);
-    } else {
-        load_each((const uint16_t *)in, stride, count, out, from_float16);
+    } else if constexpr (sizeof(T) == 4) {
+        if (dtype == BFLOAT16) {
+            load_each((const uint16_t *)in, stride, count, out, from_bfloat16);
+        } else if (stride == 1) {
+            load_float16((const uint16_t *)in, count, out);
+        } else {
+            load_each((const uint16_t *)in, stride, count, out, from_float16);
+        }
     }
 }
 
@@ -58,20 +61,28 @@ inline void store_each(const T *in, int64_t stride, int64_t count, S *out, F con
     }
 }
 
-template <class T> inline void store_row(const T *in, int64_t dtype, int64_t stride, int64_t count, char *out) {
-    if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
+// Stores them, as numbers of T, or of half precision if T is float.
+template <class T> NOINLINE void store_row(const T *in, int64_t dtype, int64_t stride, int64_t count, char *out) {
+    if (dtype == OWN_DTYPE<T> && stride == 1) {
         memcpy(out, in, count * sizeof(T));
-    } else if (dtype == FLOAT32) {
-        store_each(in, stride, count, (float *)out, [](T x) { return float(x); });
-    } else if (dtype == FLOAT64) {
-        store_each(in, stride, count, (double *)out, [](T x) { return double(x); });
-    } else if (dtype == BFLOAT16) {
-        store_each(in, stride, count, (uint16_t *)out, [](T x) { return to_bfloat16(float(x)); });
-    } else if (HAS_FLOAT16_STORES && stride == 1) {
-        store_float16(in, count, (uint16_t *)out);
-    } else {
-        store_each(in, stride, count, (uint16_t *)out, [](T x) { return to_float16(float(x)); });
+    } else if (dtype == OWN_DTYPE<T>) {
+        for (int64_t i = 0; i < count; ++i) ((T *)out)[i * stride] = in[i];
+    } else if constexpr (sizeof(T) == 4) {
+        if (dtype == BFLOAT16) {
+            store_each(in, stride, count, (uint16_t *)out, to_bfloat16);
+        } else if (HAS_FLOAT16_STORES && stride == 1) {
+            store_float16(in, count, (uint16_t *)out);
+        } else {
+            store_each(in, stride, count, (uint16_t *)out, to_float16);
+        }
     }
+}
+
+// Stores zeros, of any dtype.
+inline void clear_row(char *out, int64_t dtype, int64_t stride, int64_t count) {
+    const int64_t size = size_of(dtype);
+    if (stride == 1) return void(memset(out, 0, count * size));
+    for (int64_t i = 0; i < count; ++i) memset(out + i * stride * size, 0, size);
 }
 
 template <class T> inline void clear(T *p, int64_t count) { memset((void *)p, 0, count * sizeof(T)); }

@@ -81,8 +81,8 @@ template <class T> inline T &number(const Call &call, Array array, int64_t b, in
 
 // Loads rows of a block, with zeros after each row and below the last.
 template <class T>
-inline void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *out,
-                      int64_t stride, int64_t padded_rows) {
+NOINLINE void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *out,
+                        int64_t stride, int64_t padded_rows) {
     const int64_t num_rows = rows_of(block), step = call.strides[array][3];
     for (int64_t r = 0; r < num_rows; ++r) {
         load_row(row_address(call, array, entry, row_of(block, r)), call.dtype, step, dim, out + r * stride);
@@ -93,8 +93,8 @@ inline void load_rows(const Call &call, Array array, const Entry &entry, const B
 
 // Loads rows of q, whose sign changes where the scale is negative.
 template <class T>
-inline void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
-                             T *out) {
+NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
+                               T *out) {
     const int64_t num_rows = rows_of(block), stride = round_up(dim, LANES<T>);
     load_rows(call, array, entry, block, dim, out, stride, num_rows);
     if (call.scale < 0)
@@ -103,8 +103,8 @@ inline void load_signed_rows(const Call &call, Array array, const Entry &entry, 
 
 // Loads rows of k or v, with zeros after each row and below the last.
 template <class T>
-inline void load_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                      int64_t dim, T *out, int64_t stride, int64_t padded_rows) {
+NOINLINE void load_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
+                        int64_t count, int64_t dim, T *out, int64_t stride, int64_t padded_rows) {
     const int64_t step = call.strides[array][3];
     const Array scales = array == K ? K_SCALE : V_SCALE;
     for (int64_t j = 0; j < count; ++j) {
@@ -152,7 +152,7 @@ inline Keys keys_visible_to_all(const Call &call, const Entry &entry, int64_t fi
 }
 
 // Whether mask and block mask leave anything of keys [first, first + count) to the rows of a block.
-inline bool any_visible(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count) {
+NOINLINE bool any_visible(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count) {
     if (call.arrays[BLOCK_MASK]) {
         bool any = false;
         for (int64_t h = 0; h < block.num_heads && !any; ++h)
@@ -210,8 +210,8 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
 // neighbouring rows attend to. They are counted from `first`, and begin with a whole vector; the range is empty if
 // there are none. Blocks of a mask are whole vectors, and tiles begin with a vector of them.
 template <class T>
-inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
-                          int64_t first, int64_t count) {
+NOINLINE Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
+                            int64_t first, int64_t count) {
     const Span span = span_of(block, r0, num_rows);
     const Keys visible = keys_visible_to(call, entry, span.first, span.last);
     int64_t begin = larger(visible.first - first, 0), end = smaller(visible.stop - first, count);
@@ -393,8 +393,8 @@ inline void finish_decode_scores(const Call &call, const Scaling<T> &scaling, co
 }
 
 // Computes which weights of a block dropout keeps.
-inline void load_kept(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
-                      unsigned char *kept) {
+NOINLINE void load_kept(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
+                        unsigned char *kept) {
     for (int64_t h = 0; h < block.num_heads; ++h)
         kept_weights(call.seed, call.offset,
                      uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
@@ -404,7 +404,7 @@ inline void load_kept(const Call &call, const Entry &entry, const Block &block, 
 
 // ---- entries and blocks ---------------------------------------------------------------------------------------------
 
-inline bool make_entries(Work &work) {
+NOINLINE bool make_entries(Work &work) {
     const Call &call = work.call;
     if (!work.allocate(work.entries, call.batch)) return false;
     work.num_entries = call.batch;
@@ -432,7 +432,7 @@ inline bool make_entries(Work &work) {
 }
 
 // Rows of a block: as many as `most` allows, about equally many in each.
-inline int64_t rows_in_blocks(const Call &call, int64_t seqlen_q, int64_t most) {
+NOINLINE int64_t rows_in_blocks(const Call &call, int64_t seqlen_q, int64_t most) {
     if (call.arrays[BLOCK_MASK]) {
         const int64_t whole = call.block_rows * larger(1, most / call.block_rows);
         return ceil_div(whole, ceil_div(whole, most));

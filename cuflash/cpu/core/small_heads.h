@@ -58,18 +58,13 @@ template <class T> struct SmallArray {
 
     Rows<const T> read(const Call &call, const Entry &entry, int64_t head, int64_t slot, Range range) const {
         const Rows<T> to = rows(call, entry, head, slot);
-        for (int64_t i = range.first; i < range.stop && !lies_well; ++i) {
-            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
-            clear(to.data + i * padded + dim, padded - dim);
-        }
+        if (!lies_well) load_copies(call, entry, head, range, to.data);
         return {to.data, to.stride};
     }
 
     // Copies computed rows into the array, unless they were computed there.
     void write(const Call &call, const Entry &entry, int64_t head, Range range) const {
-        const Rows<T> from = rows(call, entry, head, 0);
-        for (int64_t i = range.first; i < range.stop && !lies_well; ++i)
-            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+        if (!lies_well) store_copies(call, entry, head, range, rows(call, entry, head, 0).data);
     }
 
     // The same for `count` rows, followed by zeros.
@@ -80,6 +75,16 @@ template <class T> struct SmallArray {
     }
 
   private:
+    NOINLINE void load_copies(const Call &call, const Entry &entry, int64_t head, Range range, T *to) const {
+        for (int64_t i = range.first; i < range.stop; ++i) {
+            load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to + i * padded);
+            clear(to + i * padded + dim, padded - dim);
+        }
+    }
+    NOINLINE void store_copies(const Call &call, const Entry &entry, int64_t head, Range range, const T *from) const {
+        for (int64_t i = range.first; i < range.stop; ++i)
+            store_row(from + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    }
     char *row(const Call &call, const Entry &entry, int64_t head, int64_t i) const {
         return address(call, array, size_of(call.dtype), entry.batch, head, i);
     }
@@ -126,8 +131,8 @@ template <class T> struct SmallBuffers {
 
 // s[j][i] = dot(b[j], a[i]), by dot products; writes up to whole vectors of queries and of keys.
 template <class T>
-inline void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<const T> b, int64_t num_keys, int64_t dim,
-                                    T *s, int64_t stride) {
+NOINLINE void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<const T> b, int64_t num_keys, int64_t dim,
+                                      T *s, int64_t stride) {
     constexpr int R = LANES<T> < 4 ? LANES<T> : 4, KEYS = LANES<T> / R;
     if (num_rows * num_keys < 4) {
         for (int64_t i = 0; i < num_rows; ++i)
@@ -140,9 +145,11 @@ inline void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<cons
     }
     for (int64_t i = 0; i < num_rows; i += R) {
         const T *rows[R];
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) rows[r] = a.from(smaller(i + r, num_rows - 1)).data;
         for (int64_t j = 0; j < num_keys; j += KEYS) {
             const T *keys[KEYS];
+#pragma GCC unroll 4
             for (int n = 0; n < KEYS; ++n) keys[n] = b.from(smaller(j + n, num_keys - 1)).data;
             Vector<T> sums[LANES<T>] = {};
             for (int64_t d = 0; d < dim; d += LANES<T>) {
@@ -155,6 +162,7 @@ inline void dot_products_by_columns(Rows<const T> a, int64_t num_rows, Rows<cons
             }
             T lanes[LANES<T>];
             store(lanes, sums_of_lanes<T>(sums));
+#pragma GCC unroll 4
             for (int n = 0; n < KEYS; ++n) memcpy(s + (j + n) * stride + i, lanes + n * R, R * sizeof(T));
         }
     }
@@ -195,8 +203,8 @@ template <class T> struct RowProducts {
 // C = A B or C += A B, like `product`. Sums of one term are computed separately, since they need no blocks of C in
 // registers.
 template <class T, Order ORDER>
-inline void small_product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride,
-                          const T *b, int64_t b_stride, T *c, int64_t c_stride, bool adds) {
+NOINLINE void small_product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride,
+                            const T *b, int64_t b_stride, T *c, int64_t c_stride, bool adds) {
     if (length != 1) {
         product<T, ORDER>(num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds);
         return;
@@ -257,8 +265,8 @@ template <class T> struct ReducedRows {
 
 // Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink.
 template <class T, class R>
-inline ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s,
-                                   int64_t stride, const T *sinks) {
+NOINLINE ReducedRows<T> softmax_step(R reduces, const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s,
+                                     int64_t stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
     for (int64_t j = keys.first; j < keys.stop; ++j) {
@@ -350,7 +358,7 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
 
 // lse of a head, delta, and gradients with respect to row reductions.
 template <class T>
-inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t slot) {
+NOINLINE void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t slot) {
     const Entry &entry = *member.entry;
     const int64_t num_rows = entry.seqlen_q;
     const Rows<const T> out = buffers.out.read(call, entry, member.head, slot, {0, num_rows});
@@ -384,8 +392,8 @@ template <class T> inline bool any_large(Vector<T> lse) {
 
 // Finds the sums of those of a vector of queries whose lse is large.
 template <class T>
-inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Member<T> *members, int64_t count,
-                          int64_t first, const T *lse, const T *s, int64_t stride, RowSum<T> *found) {
+NOINLINE void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Member<T> *members, int64_t count,
+                            int64_t first, const T *lse, const T *s, int64_t stride, RowSum<T> *found) {
     const Call &call = work.call;
     const Scaling<T> scaling(call);
     Vector<T> most = splat(-T(__builtin_inf())), sum = {};
@@ -417,13 +425,13 @@ template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys key
 // Replaces scores s by weights, and the gradients ds of weights by those of q k^T. `sums`, if given, are those of rows,
 // and `dentropy` gradients with respect to entropies.
 template <class T>
-inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
-                          const T *delta, const T *dentropy, T *s, T *ds, int64_t stride) {
+NOINLINE void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
+                            const T *delta, const T *dentropy, T *s, T *ds, int64_t stride) {
     const Scaling<T> scaling(call);
     const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
     auto recompute = [&](auto weight_of, auto has_entropy) {
         Vector<T> natural = scale, from = {}, less = load(lse), of_entropy = {};
-        if constexpr (has_entropy) {
+        if (has_entropy) {
             of_entropy = load(dentropy);
             for (int x = 0; x < LANES<T> && sums; ++x) {
                 const LogOfWeight<T> log_of_weight(scaling, lse[x], sums[x]);
@@ -434,24 +442,23 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
         for (int64_t j = keys.first; j < keys.stop; ++j) {
             const Vector<T> score = sight.hide(load(s + j * stride), j), weight = weight_of(score);
             Vector<T> gradient = load(ds + j * stride) - deltas;
-            if constexpr (has_entropy) gradient -= of_entropy * larger<T>((score - from) * natural - less, least);
+            if (has_entropy) gradient -= of_entropy * larger<T>((score - from) * natural - less, least);
             store(s + j * stride, weight);
             store(ds + j * stride, weight * gradient * scale);
         }
     };
-    auto recompute_p = [&](auto weight_of) {
-        dentropy ? recompute(weight_of, std::true_type()) : recompute(weight_of, std::false_type());
-    };
     const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
     auto weight_by_lse = [&](Vector<T> score) { return exp2<T>(score * scale - of_rows, log2_e); };
-    if (!sums) return recompute_p(weight_by_lse);
+    if (!sums)
+        return dentropy ? recompute(weight_by_lse, std::true_type()) : recompute(weight_by_lse, std::false_type());
     Vector<T> row_max, inverse;
     for (int x = 0; x < LANES<T>; ++x) row_max[x] = sums[x].row_max, inverse[x] = sums[x].inverse;
     const Vector<T> factor = splat(scaling.factor);
-    recompute_p([&](Vector<T> score) {
+    auto weight_by_sum = [&](Vector<T> score) {
         const Vector<T> weight = exp2<T>(score - row_max, factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
-    });
+    };
+    recompute(weight_by_sum, dentropy != nullptr);
 }
 
 // Clears weights s and gradients ds of those of a vector of queries whose lse is -inf: they attend to no key, whatever
@@ -468,8 +475,8 @@ template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse,
 // Computes dq of the queries from `begin` to `end` of a head, and adds their partial sums to dk and dv of the keys that
 // they attend to. `p` and `ds` begin with the first of these queries and keys.
 template <class T>
-inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t begin,
-                          int64_t end, Keys keys, const T *p, const T *ds) {
+NOINLINE void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, int64_t begin,
+                            int64_t end, Keys keys, const T *p, const T *ds) {
     const Entry &entry = *member.entry;
     const int64_t count = keys.stop - keys.first, length = end - begin, stride = buffers.stride;
     const int64_t dim = buffers.q.padded, dim_v = buffers.v.padded, group = call.num_heads / call.num_heads_kv;

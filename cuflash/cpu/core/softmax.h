@@ -17,7 +17,7 @@ template <class T> struct ForwardBuffers {
     T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
 
-    ForwardBuffers(const Work &work, char *memory)
+    NOINLINE ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const int64_t rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
@@ -101,8 +101,8 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_key
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
 template <class T, class Drops, class R>
-inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max, T *l,
-                         T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
+NOINLINE void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max,
+                           T *l, T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
@@ -123,9 +123,9 @@ inline void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T
 
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops, class R>
-inline void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
-                                   int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
-                                   const unsigned char *kept, float kept_scale, float *packed) {
+NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
+                                     int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
+                                     const unsigned char *kept, float kept_scale, float *packed) {
     constexpr int N = LANES<float>;
     raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
     const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
@@ -159,7 +159,7 @@ struct RowWithSink {
     template <class T> T divisor() const { return l == 0 ? T(1) : T(l); }
 };
 
-template <class T> inline RowWithSink with_sink(const Call &call, Row row, double row_max, double l) {
+template <class T> NOINLINE RowWithSink with_sink(const Call &call, Row row, double row_max, double l) {
     if (!call.arrays[SINKS]) return {row_max, l};
     const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
     const double top = row_max > sink ? row_max : sink == -infinity ? 0 : sink;
@@ -171,17 +171,17 @@ template <class T> inline RowWithSink with_sink(const Call &call, Row row, doubl
 template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
-    const int64_t step = call.strides[OUT][3];
+    const int64_t step = call.strides[OUT][3], bytes = step * size_of(call.dtype);
     for (int64_t d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const int64_t count = smaller(MAX_KEYS, call.head_dim_v - d);
         for (int64_t x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
-        store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
+        store_row(values, call.dtype, step, count, out + d * bytes);
     }
 }
 
 // Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
 template <class T>
-inline RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
+NOINLINE RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
     const RowWithSink all = with_sink<T>(call, row, row_max, l);
     number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of(T(all.l))));
     const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks));
@@ -197,8 +197,8 @@ struct WholeRow {
 
 // Writes the row reductions that are wanted, after `finish_row` has found how the sink joins the row.
 template <class T>
-inline void write_row_reductions(const Call &call, const Entry &entry, Row row, const WholeRow &own,
-                                 const RowWithSink &all) {
+NOINLINE void write_row_reductions(const Call &call, const Entry &entry, Row row, const WholeRow &own,
+                                   const RowWithSink &all) {
     const int64_t i = entry.first_q + row.i;
     if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
     if (!call.arrays[ENTROPY]) return;
@@ -230,22 +230,26 @@ template <class T> inline T *partial_of(const Work &work, int64_t job) {
     return (T *)work.shared + job * work.rows_per_partial * (Sizes<T>(work.call).dim_v + Partial::COUNT);
 }
 
+struct DoNothing {
+    void operator()() const {}
+};
+
 // Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With bf16x2,
 // weights go to `p`, in `terms` terms, and `between` is called after each row.
 template <class T, class F>
-inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                         ForwardBuffers<T> &buffers, int64_t r0, int64_t num_rows, int64_t first, Keys keys, T *s, T *p,
-                         int64_t terms, F between) {
+NOINLINE void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                           ForwardBuffers<T> &buffers, int64_t r0, int64_t num_rows, int64_t first, Keys keys, T *s,
+                           T *p, int64_t terms, F between) {
     const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
     // Calls run(drops, reductions) for a row, by the options that its loop over scores is specialised on.
     auto with_options = [&](int64_t r, auto run) {
-        auto reduce = [&](auto reductions) {
-            call.dropout_steps ? run(std::true_type(), reductions) : run(std::false_type(), reductions);
-        };
-        if (has_row_reductions(call))
-            return reduce(RowReductions<T>{buffers.largest[r], buffers.moment + r * LANES<T>});
-        reduce(NoReductions());
+        const bool drops = call.dropout_steps;
+        if (has_row_reductions(call)) {
+            run(drops, RowReductions<T>{buffers.largest[r], buffers.moment + r * LANES<T>});
+        } else {
+            drops ? run(std::true_type(), NoReductions()) : run(std::false_type(), NoReductions());
+        }
     };
     // A cap takes long, and steps of products come between rows only.
     const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;

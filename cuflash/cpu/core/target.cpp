@@ -1,9 +1,10 @@
 // Both passes for one target, which the compiler's flags say. TARGET is its name.
 #include "targets.h"
-#include "small_heads.h"
+#include "backward.h"
 #if !defined(ONLY_BFLOAT16)
 #include "backward_jvp.h"
 #include "jvp.h"
+#include "small_heads.h"
 #include "weight_reductions.h"
 #endif
 
@@ -15,9 +16,9 @@ template <class T> static bool prepare_pass(Work &work) {
     if (work.tangents)
         return work.call.is_backward ? prepare_backward<T, BackwardJvpBuffers<T>>(work) : prepare_jvp<T>(work);
     if (reduces_weights(work.call)) return prepare_weight_reduction<T>(work);
+    if (!work.call.finds_row_sums && is_small(work.call)) return prepare_small<T>(work);
 #endif
     if (work.call.finds_row_sums) return prepare_row_sums<T>(work);
-    if (is_small(work.call)) return prepare_small<T>(work);
     return work.call.is_backward ? prepare_backward<T, BackwardBuffers<T>>(work) : prepare_forward<T>(work);
 }
 

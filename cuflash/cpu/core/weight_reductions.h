@@ -71,7 +71,7 @@ template <class T> void columns_job(Work &work, char *memory, int64_t job) {
             const Vector<T> factor =
                 splat(has_factor ? number<T>(call, DLSE, entry.batch, row.head, entry.first_q + row.i) : T(1));
             T *to = columns + (row.head - tile.head_kv * steps.group) * SCORES_STRIDE<T> + (at - first);
-            with_weights(scaling, buffers.lse[r], buffers.row_sums[r], [&](auto weight_of) {
+            with_weights(scaling, buffers.lse[r], buffers.row_sums[r], [&](auto weight_of, auto) {
                 for (int64_t j = 0; j < num_keys; j += LANES<T>) {
                     const Vector<T> weight = weight_of(load(s + j)), own = load(to + j);
                     // The difference is 0, and keeps NaN.
@@ -111,8 +111,8 @@ template <class T> inline T reached_by(const T *s, int64_t columns, int64_t coun
 // Takes the scores of a row, which are whole vectors and begin with that of the key `first`, into its `num` strongest
 // keys, of which the last one is the weakest. `space` has space for these and a tile.
 template <class T>
-inline void take_strongest(const T *s, int64_t columns, int64_t first, int64_t count, ScoredKey<T> *best, int64_t &num,
-                           ScoredKey<T> *space) {
+NOINLINE void take_strongest(const T *s, int64_t columns, int64_t first, int64_t count, ScoredKey<T> *best,
+                             int64_t &num, ScoredKey<T> *space) {
     const T least =
         num == count ? best[count - 1].score : std::nextafter(reached_by(s, columns, count), T(-__builtin_inf()));
     int64_t n = num;
@@ -157,7 +157,7 @@ template <class T> void top_keys_job(Work &work, char *memory, int64_t job) {
         std::sort(best, best + num);
         T weights[MOST_TOP_KEYS] = {};
         for (int64_t x = 0; x < num; ++x) weights[x] = best[x].score;
-        with_weights(scaling, lse, sum, [&](auto weight_of) {
+        with_weights(scaling, lse, sum, [&](auto weight_of, auto) {
             for (int64_t x = 0; x < num; x += LANES<T>) store(weights + x, weight_of(load(weights + x)));
         });
         for (int64_t x = 0; x < count; ++x) {

@@ -13,8 +13,8 @@ from cuflash.spec.passes import COLUMN_MAX
 
 
 def wants_many(draft: Draft) -> bool:
-    """Whether so many of the strongest keys are wanted that buffers of candidates are large."""
-    return "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > FEW_CANDIDATES // 2
+    """Whether so many of the strongest keys are wanted that rows have many candidates."""
+    return "key_weights" in draft.arrays and draft.arrays["key_weights"].shape[-1] > FEW_CANDIDATES // 4
 
 
 def add_columns(draft: Draft, source: str, tile: Tile) -> None:

@@ -298,7 +298,7 @@ class ColumnTile(Sm80Tile):
 class TopTile(Sm80Tile):
     """One way to cut the search for the strongest keys. A block owns block_m queries, of which each warp has 16."""
 
-    capacity: int = 2 * FEW_CANDIDATES  # of the buffer of a row
+    capacity: int = 2 * FEW_CANDIDATES  # candidates of a row
 
     defined = ("capacity",)
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}

@@ -41,10 +41,9 @@ class Top(OfWarpgroups[TopSm90Tile], ReductionFamily[TopSm90Tile]):
     kernel = "sm90/top_keys"
     serves_no_values = True
     rows = TOP_SM90_TILES
-    unknown = ("softcap", "alibi_slopes", "bias", "mask")
 
     def configured(self, tile: TopSm90Tile, draft: Draft) -> TopSm90Tile:
-        return tile.changed(capacity=2 * FEW_CANDIDATES, min_blocks=1) if wants_many(draft) else tile
+        return tile.changed(block_m=128, capacity=2 * FEW_CANDIDATES, min_blocks=1) if wants_many(draft) else tile
 
     def why_not(self, draft: Draft) -> str | None:
         return self.why_unknown(draft.problem) or why_not_16_bit(draft, _OPERANDS, TOP_SM90_TILES)

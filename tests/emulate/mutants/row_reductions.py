@@ -66,5 +66,9 @@ MUTANTS = (
     mutant("lanes do not compare their largest scores", ROW_SUMS,
            "for (int mask = 1; mask < 4; mask *= 2) {\n      const Real other =",
            "for (int mask = 4; mask < 4; mask *= 2) {\n      const Real other =", "row reductions"),
+    mutant("the first columns again", ROW_SUMS, "const int column = 32 * i + 4 * fragment_column();",
+           "const int column = 4 * fragment_column();", "row reductions"),
+    mutant("keys have other columns", ROW_SUMS, "keys[i][n].word[word], keys[i][n].word[word + 1]",
+           "keys[i][n].word[word + 1], keys[i][n].word[word]", "row reductions"),
 )
 # fmt: on

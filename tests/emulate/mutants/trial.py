@@ -24,7 +24,7 @@ from cuflash.spec.options import Origin
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention, merges
-from tests.emulate.checks import judge_functions, judge_row_reductions
+from tests.emulate.checks import judge_both_passes, judge_functions
 from tests.emulate.reduced import reduced
 from tests.reductions import judge
 from tests.scored import few_tiles
@@ -132,7 +132,7 @@ class RowReductionTrial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        judge_row_reductions(self.case, self.arch, self.deterministic, kernels=kernels)
+        judge_both_passes(self.case, self.arch, self.deterministic, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,14 @@ TRIALS = {
     "columns sm90": ReductionTrial(case=_SM90, arch="9.0", count=1),
     "top": ReductionTrial(case=_TOP),
     "top ties": ReductionTrial(case=replace(_TOP, distinct_keys=7)),
-    "top equal": ReductionTrial(
-        case=replace(_TOP, distinct_keys=1, block_mask=(), block_size=(64, 64), blocks_kept=1.0)
-    ),
+    "top equal": ReductionTrial(case=replace(_TOP, distinct_keys=1)),
     "top many": ReductionTrial(case=_TOP, count=60),
+    # Of far more keys than there are places of maxima, the strongest ones are neighbours.
+    "top near": ReductionTrial(case=replace(_TOP, seqlen_q=30, seqlen_k=700, alibi_slopes=(2,)), count=13),
+    "top sm90": ReductionTrial(case=replace(_TOP, seqlen_q=290, head_dim=72), arch="9.0"),
+    "top sm90 packed": ReductionTrial(
+        case=replace(_TOP, batch=2, ndim=3, cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 100, 290)), arch="9.0"
+    ),
     "top packed": ReductionTrial(
         case=replace(_TOP, batch=2, ndim=3, causal="top_left", cu_seqlens_q=(0, 30, 70), cu_seqlens_k=(0, 100, 290))
     ),

@@ -10,6 +10,8 @@ constexpr int64_t TILE = 16;
 
 #if defined(__AMX_BF16__) && !defined(MODEL_OF_TILES)
 
+static_assert(LANES<float> == TILE, "what is whole vectors is whole tiles");
+
 // All registers are whole: sixteen rows of 64 bytes.
 inline void begin_tiles() {
     alignas(64) struct {

@@ -105,6 +105,7 @@ template <> inline bool are_finite(const Bits *bits, int64_t count) {
 
 template <> inline Vector<float> interleave_halves<float>(Vector<float> x) {
     Bits order[32];
+#pragma GCC unroll 32
     for (int i = 0; i < 32; ++i) order[i] = uint16_t(i / 2 + i % 2 * 16);
     return (Vector<float>)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), (__m512i)x);
 }

@@ -16,7 +16,7 @@ template <class T> inline int64_t bf16x2_stride(int64_t dim) { return round_up(b
 constexpr int64_t PIECE = 512;  // numbers of a row that are copied at a time
 
 // Copies a row of bfloat16, and writes zeros after it, up to `padded` numbers.
-inline void load_bits(const char *in, int64_t step, int64_t dim, Bits *out, int64_t padded) {
+NOINLINE void load_bits(const char *in, int64_t step, int64_t dim, Bits *out, int64_t padded) {
     if (step == 1) {
         memcpy((void *)out, in, dim * 2);
     } else {
@@ -39,7 +39,7 @@ inline void interleave_whole(const Bits *x, const Bits *y, float *out, int64_t p
 }
 
 // The same of any rows, of which the second may be missing.
-inline void interleave(const char *first, const char *second, int64_t step, int64_t dim, float *out, int64_t padded) {
+NOINLINE void interleave(const char *first, const char *second, int64_t step, int64_t dim, float *out, int64_t padded) {
     if (second && step == 1 && dim == padded)
         return interleave_whole((const Bits *)first, (const Bits *)second, out, padded);
     Bits rows[2][PIECE];

@@ -8,11 +8,19 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
+
+// For functions that are called from many places, or seldom: one copy is enough.
+#define NOINLINE __attribute__((noinline))
+// For what loops keep in registers. And for functions of prefetches alone: GCC takes these for functions without
+// effect, and drops calls that it does not inline.
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace {
 

@@ -91,6 +91,7 @@ template <class T> inline bool any_above(Vector<T> x, T limit) { return largest_
 // The sums of lanes 0 and 1, 2 and 3, ... of x, and after them of y.
 template <class T> inline Vector<T> sums_of_neighbours(Vector<T> x, Vector<T> y) {
     Integers<T> even, odd;
+#pragma GCC unroll 16
     for (int i = 0; i < LANES<T>; ++i) {
         even[i] = 2 * i;
         odd[i] = 2 * i + 1;
@@ -112,18 +113,24 @@ inline void transpose_square(const T *in, int64_t stride, T *out, int64_t out_st
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];
     Integers<T> low, high;
+#pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
         low[i] = i / 2 + i % 2 * N;
         high[i] = low[i] + N / 2;
     }
+#pragma GCC unroll 16
     for (int i = 0; i < N; ++i) x[i] = i < count ? load(in + i * stride) : Vector<T>{};
+#pragma GCC unroll 4
     for (int step = N; step > 1; step /= 2) {
+#pragma GCC unroll 16
         for (int i = 0; i < N / 2; ++i) {
             y[2 * i] = pick<T>(x[i], x[i + N / 2], low);
             y[2 * i + 1] = pick<T>(x[i], x[i + N / 2], high);
         }
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) x[i] = y[i];
     }
+#pragma GCC unroll 16
     for (int i = 0; i < N; ++i) store(out + i * out_stride, x[i]);
 }
 

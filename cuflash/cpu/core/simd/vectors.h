@@ -20,7 +20,7 @@ template <class T> inline Vector<T> size_of_each(Vector<T> x) {
 }
 
 // The sum of each of COUNT vectors, as many as there are lanes: of the first in lane 0, and so on.
-template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Vector<T> *x) {
+template <class T, int COUNT = LANES<T>> ALWAYS_INLINE Vector<T> sums_of_lanes(const Vector<T> *x) {
     if constexpr (COUNT == 1) {
         return x[0];
     } else {
@@ -32,6 +32,7 @@ template <class T, int COUNT = LANES<T>> inline Vector<T> sums_of_lanes(const Ve
 // 0, 1, 2, ...
 template <class T> inline Vector<T> iota() {
     Vector<T> x;
+#pragma GCC unroll 16
     for (int i = 0; i < LANES<T>; ++i) x[i] = T(i);
     return x;
 }
@@ -55,10 +56,12 @@ template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
         constexpr int LAST = (DEGREE - 1) / 2 * 2;
         Vector<T> p = pair(LAST);
         if constexpr (LAST + 2 == DEGREE) p = add_product(p, square, splat(C[DEGREE]));
+#pragma GCC unroll 16
         for (int i = LAST - 2; i >= 2; i -= 2) p = add_product(pair(i), square, p);
         return add_product(splat(C[0]), rest, add_product(splat(C[1]), rest, p));
     }
     Vector<T> p = splat(Vectors<T>::EXP2[DEGREE]);
+#pragma GCC unroll 16
     for (int i = DEGREE - 1; i >= 0; --i) p = p * rest + splat(Vectors<T>::EXP2[i]);
     return p;
 }
@@ -109,6 +112,7 @@ inline Vector<float> exp2_of_half_less(Vector<float> x) {
     constexpr float SERIES[] = {0.70710671f, 0.49013323f, 0.16981424f, 0.03947517f, 0.006356423f, 0.0013276472f};
     const Vector<float> rest = above_integer<float>(x);
     Vector<float> p = splat(SERIES[5]);
+#pragma GCC unroll 16
     for (int i = 4; i >= 0; --i) p = p * rest + splat(SERIES[i]);
     return scale_ordinary<float>(p, x, x);
 }
@@ -175,6 +179,7 @@ template <class T> inline Vector<T> log(Vector<T> x) {
     const Vector<T> n = __builtin_convertvector(exponents, Vector<T>);
     const Vector<T> one = splat(T(1)), less = m - one, y = less / (m + one), square = y * y;
     Vector<T> series = splat(T(2.0 / (2 * Vectors<T>::LOG_TERMS + 1)));
+#pragma GCC unroll 16
     for (int i = Vectors<T>::LOG_TERMS - 1; i > 0; --i) series = series * square + splat(T(2.0 / (2 * i + 1)));
     // 2 y = less - less^2 / 2 + ..., of which the first terms are exact: 2 y = less - y less.
     const Vector<T> rest = y * (square * series - less) + n * splat(Vectors<T>::LN2_LOW);
@@ -183,8 +188,8 @@ template <class T> inline Vector<T> log(Vector<T> x) {
 
 // exp(x) and log(x) of one number. Those of the C library may be compiled for the first x86-64 processors, and wait for
 // long where wide registers were used before.
-inline double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
-template <class T> inline T log_of(T x) {
+NOINLINE double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
+template <class T> NOINLINE T log_of(T x) {
     const bool is_normal = x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max();
     return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
@@ -192,7 +197,8 @@ template <class T> inline T log_of(T x) {
 // out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple
 // of the lanes of a vector.
 template <class T>
-inline void transpose(const T *in, int64_t stride, int64_t num_rows, int64_t num_columns, T *out, int64_t out_stride) {
+NOINLINE void transpose(const T *in, int64_t stride, int64_t num_rows, int64_t num_columns, T *out,
+                        int64_t out_stride) {
     constexpr int64_t N = LANES<T>;
     for (int64_t i = 0; i < num_rows; i += N)
         for (int64_t j = 0; j < num_columns; j += N) {
