@@ -68,7 +68,7 @@ void test_float8() {
 
 constexpr Dtype DTYPES[] = {FLOAT16, BFLOAT16, FLOAT32, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2};
 
-// Rows of every dtype, length and stride: what is loaded, and that nothing next to it is written.
+// Rows of every dtype that calls in T have, length and stride: what is loaded, and that nothing next to it is written.
 template <class T> void test_rows(Dtype dtype) {
     const long size = size_of(dtype);
     for (long count = 0; count <= 70; ++count)
@@ -102,10 +102,8 @@ template <class T> void test_rows(Dtype dtype) {
                 const long at = i / size - (first - array.data) / size;
                 const bool is_element = at % stride == 0;
                 // What was loaded from half precision or the dtype of the computation is stored as it was.
-                const bool is_exact = !(dtype == FLOAT64 && sizeof(T) == 4);
-                if (!is_element) CHECK(stored[i] == 0x55, "dtype %d, stride %ld, byte %ld", int(dtype), stride, i);
-                if (is_element && is_exact)
-                    CHECK(stored[i] == array[i], "dtype %d, stride %ld, byte %ld", int(dtype), stride, i);
+                CHECK(stored[i] == (is_element ? array[i] : 0x55), "dtype %d, stride %ld, byte %ld", int(dtype), stride,
+                      i);
             }
         }
 }
@@ -180,8 +178,9 @@ void run() {
     test_format({"bfloat16", 8, 7, from_bfloat16, to_bfloat16});
     test_float8();
     for (Dtype dtype : DTYPES) {
-        test_rows<float>(dtype);
-        if constexpr (IS_DENSE) test_rows<double>(dtype);
+        if (dtype != FLOAT64) test_rows<float>(dtype);
+        if constexpr (IS_DENSE)
+            if (dtype == FLOAT64 || size_of(dtype) == 1) test_rows<double>(dtype);
     }
     test_vectors<float, Bfloat16>([](uint32_t bits) { return number_of(bits, 8, 7); });
     test_vectors<float, Float16>([](uint32_t bits) { return number_of(bits, 5, 10); });
