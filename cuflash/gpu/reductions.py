@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ def compute(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: in
     """The results of a reduction; `count` is how many keys `TOP_KEYS` finds of a row."""
     xp = module_of(arrays["lse"])
     results = {name: xp.empty(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
-    given, sums = _given(pass_, options, {**arrays, **results})
+    options, given, sums = _given(pass_, options, {**arrays, **results})
     return backend._call(pass_, options, given, pass_.default, (0, 0), sums)
 
 
 def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.Plans:
     """The plan of a reduction; `count` is that of `TOP_KEYS`."""
-    given, _ = _given(pass_, options, arrays)
+    options, given, _ = _given(pass_, options, arrays)
     results = {name: Contiguous(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
     found: dict[str, Any] = {pass_.name: backend.planned(pass_, options, given | results, pass_.default)}
     return backend.Plans(**found)
@@ -40,7 +41,7 @@ def compile(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: in
 
 def tune(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int, **how: Any) -> Tuning | None:
     """Tune a reduction, or forget what tuning found."""
-    given, _ = _given(pass_, options, arrays)
+    options, given, _ = _given(pass_, options, arrays)
     with on_device(arrays["q"]):
         found: Any = backend.tuned(pass_, options, given, results=_results(pass_, arrays, *count), **how)
     return None if found is None else Tuning(**{pass_.name: found})
@@ -68,8 +69,8 @@ def _results(pass_: Pass, arrays: Mapping[str, Any], *count: int) -> dict[str, t
 
 def _given(
     pass_: Pass, options: Options, arrays: Mapping[str, Any]
-) -> tuple[dict[str, Any], backend.PartialRowSums | None]:
-    """What the kernels of a reduction get."""
+) -> tuple[Options, dict[str, Any], backend.PartialRowSums | None]:
+    """The options of the kernels of a reduction, and what they get."""
     if "block_table" in arrays:
         raise NotImplementedError(
             f"block_table: got one for {pass_} on the GPU, expected None: gather the pages of each batch entry into "
@@ -81,4 +82,5 @@ def _given(
     if any(given[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
         given = widened(options, given)
         given["v"] = given["k"][..., :0]
-    return given, sums
+        options = replace(options, precision="highest")  # which is that of float32 arrays of the caller
+    return options, given, sums
