@@ -25,6 +25,8 @@
 //   dx_empty[i]     [6] and [7] are done, at the start: V and  [2], before P' and u' are written there
 //                   tV have been read
 //   named: one for the second warpgroup
+//
+// The products of the four warps of a warpgroup end at different times: each warp says that its own is done.
 #include "common/config.cuh"
 #include "common/io/bf16_split.cuh"
 #include "common/io/fragments.cuh"
@@ -90,12 +92,12 @@ struct BufferBarriers {
     for (int i = 0; i < kBuffers; ++i) {
       p_full({i}).init(4);
       dx_full({i}).init(1);
-      dx_empty({i}).init(2);
+      dx_empty({i}).init(8);
     }
   }
-  // One thread each of the second and of the third warpgroup: nothing reads the buffers any more.
+  // Every warp of the second and of the third warpgroup: it reads the buffers no more.
   CUFLASH_DEVICE void begin() const {
-    for (int i = 0; i < kBuffers; ++i) dx_empty({i}).arrive();
+    for (int i = 0; i < kBuffers; ++i) arrive_as_warp(dx_empty({i}));
   }
 };
 
@@ -421,7 +423,7 @@ struct MakerOfP {
     shared.handed.dx_empty(buffer).wait(buffer.parity);
     make_p((Accumulator&)s_and_ktq, tx, pairs, masked, large);
     if constexpr (kSumsTdv) add_tdv(tx);
-    if (thread == 0) shared.do_ring.empty(do_at).arrive();
+    arrive_as_warp(shared.do_ring.empty(do_at));
     q_at.advance(), do_at.advance(), buffer.advance();
     m_tile.advance(tile.queries);
   }
@@ -471,8 +473,7 @@ struct MakerOfDx {
     shared.v_full.wait(0);
     load(v, shared.dx_at({}));
     if constexpr (kMovesV) load(tv, shared.tdx_at({}));
-    sync();
-    if (thread == 0) shared.handed.begin();
+    shared.handed.begin();
   }
 
   // [4] dP' and tdP'.
@@ -583,10 +584,8 @@ struct MakerOfDx {
     if (thread == 0) shared.handed.dx_full(buffer).arrive();
     shared.q_ring.full(q_at).wait(q_at.parity);
     if constexpr (kNeedsDk) add_tdk();
-    if (thread == 0) {
-      shared.q_ring.empty(q_at).arrive();
-      shared.handed.dx_empty(buffer).arrive();
-    }
+    arrive_as_warp(shared.q_ring.empty(q_at));
+    arrive_as_warp(shared.handed.dx_empty(buffer));
     q_at.advance(), do_at.advance(), buffer.advance();
   }
   CUFLASH_DEVICE void run() {
@@ -604,7 +603,7 @@ struct MakerOfDx {
 CUFLASH_DEVICE void accumulate_tdq(const Params& common, const Shared& shared, u32 thread) {
   const BackwardWork tile(common);
   if (tile.num_steps == 0) return;
-  if (thread == 0) shared.handed.begin();
+  shared.handed.begin();
   shared.k_full.wait(0);
   const u64 k = descriptor_of_transposed<kRows>(shared.k), tk = descriptor_of_transposed<kRows>(shared.tk);
   QueryTileIterator m_tile = tile.first();
@@ -629,12 +628,12 @@ CUFLASH_DEVICE void accumulate_tdq(const Params& common, const Shared& shared, u
         });
       });
       wait_for<0>(tdq);
-      if (thread == 0) shared.handed.dx_empty(buffer).arrive();
+      arrive_as_warp(shared.handed.dx_empty(buffer));
       float* sum = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kRows * kDim) + thread * 4;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) ptx::reduce_add_x4(sum + n * 128 * 4, tdq[n]);
-    } else if (thread == 0) {
-      shared.handed.dx_empty(buffer).arrive();
+    } else {
+      arrive_as_warp(shared.handed.dx_empty(buffer));
     }
   }
 }
@@ -645,8 +644,8 @@ CUFLASH_DEVICE void backward_jvp(const BackwardJvpParams& params) {
   if (ptx::thread_index() == 0) {
     shared.k_full.init(1);
     shared.v_full.init(1);
-    shared.q_ring.init(1);
-    shared.do_ring.init(2);
+    shared.q_ring.init(4);
+    shared.do_ring.init(4 + 1);
     shared.handed.init();
     ptx::fence_barrier_init();
   }

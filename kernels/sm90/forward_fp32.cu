@@ -18,11 +18,11 @@
 //
 //   barrier      one phase is over when            who waits
 //   q_full       Q has arrived                     consumers, before S
-//   q_empty      every consumer has its last S     producer, before the next Q
+//   q_empty      every warp has its last S         producer, before the next Q
 //   k_full[i]    a term of K has arrived          consumers, before its products in S
-//   k_empty[i]   every consumer has these          producer, before the next term of K there
+//   k_empty[i]   every warp has these              producer, before the next term of K there
 //   v_full[i]    a term of V has arrived          consumers, before its products in O
-//   v_empty[i]   every consumer has these          producer, before the next term of V there
+//   v_empty[i]   every warp has these              producer, before the next term of V there
 //   bias_terms_full   bias, or per-key values, are there   consumers, before they make scores
 //   bias_terms_empty  every warp has its scores             producer, before the next bias, or numbers
 //   named: one per consumer for the ping-pong; one per consumer for itself
@@ -389,8 +389,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     float o[1][kColumnTiles][4];
     set_zero(o);
 
+    // The products of the four warps end at different times, and producers write terms as soon as a slot is free.
     const auto release = [&](const Barrier& empty) {
-      if (thread == 0) empty.arrive();
+      if (thread % 32 == 0) empty.arrive();
     };
     const auto release_terms = [&](const Ring<kSlots>& ring) {
       repeat<kBf16Terms>([&](auto n) {
@@ -472,7 +473,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     if (ptx::thread_index() == 0)
       shared.bias_term_ring.init(4 * kConsumers, kBiasOfPairs + (kHasPerKeyValues ? kProducers : 0));
   }
-  shared.make_barriers(kConsumers, kConsumers, kConsumers, kProducers, kProducers);
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, 4 * kConsumers, kProducers, kProducers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();

@@ -56,8 +56,8 @@ MUTANTS = (
            "    add(tdv, sum);\n", PLAIN),
     # ---- dX', tdX' and tdK
     mutant("tV with V", KERNEL, "load(tv, shared.tdx_at({}));", "load(tv, shared.dx_at({}));", PLAIN),
-    mutant("V is given back before it is read", KERNEL, "    sync();\n    if (thread == 0) shared.handed.begin();\n",
-           "    if (thread == 0) shared.handed.begin();\n", PLAIN),
+    mutant("V is given back before it is read", KERNEL, "      dx_empty({i}).init(8);\n",
+           "      dx_empty({i}).init(1);\n", PLAIN),
     mutant("dX' without delta", KERNEL, "        dp -= delta[i % 2];\n", "", PLAIN),
     mutant("tdX' without the tangent of delta", KERNEL, "weight * (tdp - tdelta[i % 2]);", "weight * tdp;", PLAIN),
     mutant("tdX' by u' and dP'", KERNEL, "(kHasDerivative ? dp : dx[n][i])", "dp", PLAIN),
