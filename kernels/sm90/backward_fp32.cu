@@ -522,7 +522,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     const u64 ds = descriptor_of_transposed<kRows>(shared.buffer_of(buffer));
     shared.handed.ds_full(buffer).wait(buffer.parity);
     if constexpr (!kDqByReduction) {  // dq is not wanted
-      if (thread == 0) shared.handed.ds_empty(buffer).arrive();
+      arrive_as_warp(shared.handed.ds_empty(buffer));
       continue;
     }
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
@@ -539,7 +539,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
         });
       });
       wait_for<0>(dq);
-      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();
+      if constexpr (c == kChunks - 1) arrive_as_warp(shared.handed.ds_empty(buffer));  // warps end at different times
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) ptx::reduce_add_x4(accumulator + (c * kChunkTiles + n) * 128 * 4, dq[n]);
     });
@@ -557,7 +557,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     for (int i = 0; i < kBuffers; ++i) {
       shared.handed.p_full({i}).init(128);
       shared.handed.ds_full({i}).init(128);
-      shared.handed.ds_empty({i}).init(1);
+      shared.handed.ds_empty({i}).init(4);
     }
     ptx::fence_barrier_init();
   }

@@ -21,7 +21,7 @@
 //   v_full[i]    V has arrived in stage i            transposers
 //   v_empty[i]   they have read it                   producer, before the next V in stage i
 //   t_full[i]    V transposed is in stage i          consumers, before O
-//   t_empty[i]   every warp has its O                transposers, before the next one in stage i
+//   t_empty[i]   every consumer has its O            transposers, before the next one in stage i
 //   named: one per consumer for its turn at exponentials; one per consumer for itself
 #include "common/config.cuh"
 #include "common/io/float8.cuh"
@@ -137,7 +137,7 @@ struct Shared {
       q_ring.init(4 * kConsumers);
       k_ring.init(kConsumers);
       v_ring.init(kTransposers);
-      t_ring.init(4 * kConsumers, kTransposers);
+      t_ring.init(kConsumers, kTransposers);
       ptx::fence_barrier_init();
     }
     for (int stage = 0; stage < kNumStages; ++stage) {
@@ -280,10 +280,6 @@ struct Consumer {
   CUFLASH_DEVICE void release(const Barrier& empty) const {
     if (elected) empty.arrive();
   }
-  // The products of the four warps end at different times, and transposers write as soon as a stage is free.
-  CUFLASH_DEVICE void release_by_warp(const Barrier& empty) const {
-    if (lane_index() == 0) empty.arrive();
-  }
 
   // [GEMM 1] S = Q K^T.
   CUFLASH_DEVICE void issue_s(Scores& s) const {
@@ -411,7 +407,7 @@ struct Consumer {
         if constexpr (kSumsSeparately) add_sums<pending>(ones, kDimV / 8, of_values);
       }
     });
-    release_by_warp(shared.t_ring.empty(at));
+    release(shared.t_ring.empty(at));
   }
 
   // What one tile of keys adds to the columns of O, and of l after them, that begin at 8 `first_tile`.
@@ -476,7 +472,7 @@ struct Consumer {
     shared.t_ring.full(key).wait(key.parity);
     sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
     release(shared.k_ring.empty(key));
-    release_by_warp(shared.t_ring.empty(key));
+    release(shared.t_ring.empty(key));
     key.advance();
   }
 

@@ -185,7 +185,7 @@ struct Shared {
   // Called by all threads of the cluster.
   CUFLASH_DEVICE void make_barriers() const {
     if (ptx::thread_index() == 0) {
-      own_ring.init(1);
+      own_ring.init(4);
       stats_ring.init(4);
       partial_ring.init(4);
       ring.init();

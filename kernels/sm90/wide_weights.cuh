@@ -46,7 +46,7 @@ struct SoftmaxRole : ScoreProducts {
     for (; step.more(); work.advance(step)) {
       multiply(work.is_first(step));
       if (!work.is_first(step)) let_second_follow();
-      if (step.is_last() && thread == 0) shared.own_ring.empty(own).arrive();
+      if (step.is_last()) arrive_as_warp(shared.own_ring.empty(own));
       softmax_step(rows, work.tile_at(step.n_block), work.is_masked(step.n_block));
     }
     if (has_keys) {

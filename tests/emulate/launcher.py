@@ -75,7 +75,7 @@ class Launcher:
         self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
         given = self._given(pass_, arrays)
-        found = getattr(self._module, pass_.name)(options, given, *([need] if pass_ is BACKWARD else []), random)
+        found = self._module.compute(pass_, options, given, need if pass_ is BACKWARD else pass_.default, random)
         return tuple(x.view(np.ndarray) for x in found)
 
     def _given(self, pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:

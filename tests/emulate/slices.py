@@ -12,7 +12,6 @@ import numpy as np
 from cuflash.shards.slices import Slices
 from tests.emulate.launcher import DeviceArray
 
-OF_WEIGHTS = ("column_sums", "column_max", "top_keys")
 _one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
 
 
@@ -51,27 +50,26 @@ class EmulatedSlices(Slices):
 
     @property
     def backend(self) -> Any:
-        def call(name: str, options: Any, arrays: Any, *others: Any, **keywords: Any) -> Any:
+        def call(name: str, options: Any, arrays: Any, *others: Any, pass_: Any = (), **keywords: Any) -> Any:
             with _one_at_a_time:
                 self.module.forget_launches()
                 given = {of: x if x is None or of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
-                return getattr(self.module, name)(options, given, *others, **keywords)
+                return getattr(self.module, name)(*pass_, options, given, *others, **keywords)
 
         return SimpleNamespace(
-            **{
-                name: functools.partial(call, name)
-                for name in ("forward", "backward", "jvp", "backward_jvp", "row_sums", "tune")
-            }
+            compute=lambda pass_, *given: call("compute", *given, pass_=(pass_,)),
+            row_sums=functools.partial(call, "row_sums"),
+            tune=functools.partial(call, "tune"),
         )
 
     @property
     def reductions(self) -> Any:
         module = importlib.import_module("cuflash.gpu.reductions")
 
-        def call(name: str, options: Any, arrays: Any, *count: int) -> Any:
+        def compute(pass_: Any, options: Any, arrays: Any, *count: int) -> Any:
             with _one_at_a_time:
                 self.module.forget_launches()
                 given = {of: x if of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
-                return getattr(module, name)(options, given, *count)
+                return module.compute(pass_, options, given, *count)
 
-        return SimpleNamespace(**{name: functools.partial(call, name) for name in OF_WEIGHTS})
+        return SimpleNamespace(compute=compute)

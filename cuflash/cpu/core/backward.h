@@ -109,8 +109,8 @@ NOINLINE void add_bias(const Call &call, const Entry &entry, const Block &block,
 // C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. Neighbouring sections that
 // the same rows attend to are one product. With bf16x2, everything is transposed: C^T += B^T A.
 template <class T>
-NOINLINE void add_to_keys(const Call &call, const Visible &visible, int64_t count, const T *a, const T *b, int64_t dim,
-                          T *c, int64_t keys_stride) {
+NOINLINE void add_to_keys([[maybe_unused]] const Call &call, const Visible &visible, int64_t count, const T *a,
+                          const T *b, int64_t dim, T *c, int64_t keys_stride) {
     constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     auto add = [&](RowRange rows, int64_t first, int64_t stop) {
         if (rows.stop <= rows.first || stop <= first) return;

@@ -212,8 +212,8 @@ inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv,
 
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
 template <class T>
-inline void multiply_rows(const Call &call, const T *rows, int64_t dim, const T *keys_t, int64_t keys_stride,
-                          int64_t r0, int64_t num_rows, int64_t num_keys, T *c) {
+inline void multiply_rows([[maybe_unused]] const Call &call, const T *rows, int64_t dim, const T *keys_t,
+                          int64_t keys_stride, int64_t r0, int64_t num_rows, int64_t num_keys, T *c) {
     if constexpr (BACKWARD_IN_BF16X2<T>) {
         const int64_t stride = bf16x2_stride<T>(dim);
         return bf16x2_product(num_rows, num_keys, bf16x2_count(dim), rows + r0 * stride, stride, keys_t, keys_stride, c,

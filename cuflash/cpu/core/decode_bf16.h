@@ -91,8 +91,8 @@ template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &
 }
 
 // s = Q K^T, where rows of q are bf16x2.
-NOINLINE void bf16x2_scores(int64_t num_rows, const float *q, int64_t dim, const KeyRows &k, int64_t num_keys,
-                            Coming coming, float *s) {
+[[maybe_unused]] NOINLINE void bf16x2_scores(int64_t num_rows, const float *q, int64_t dim, const KeyRows &k,
+                                             int64_t num_keys, Coming coming, float *s) {
     const int64_t width = bf16x2_count(dim);
     for_decode<4>(num_rows, [&](int64_t r, auto rows) {
         dot_products<float, Bf16x2, decltype(rows)::value>(q + r * width, width, k, num_keys,
@@ -132,8 +132,8 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
 }
 
 // o += P V, where weights are bf16x2.
-NOINLINE void add_bf16x2_values(int64_t num_rows, const float *p, const KeyRows &v, int64_t num_keys, int64_t dim,
-                                Coming coming, float *o) {
+[[maybe_unused]] NOINLINE void add_bf16x2_values(int64_t num_rows, const float *p, const KeyRows &v, int64_t num_keys,
+                                                 int64_t dim, Coming coming, float *o) {
     for_decode<8>(num_rows, [&](int64_t r, auto rows) {
         constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
         const float *row = p + r * KEYS_BF16X2_STRIDE;

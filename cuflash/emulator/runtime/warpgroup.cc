@@ -1,6 +1,9 @@
 // Products are formed when the last of the 128 threads has issued them, and then have read their operands in shared
 // memory: whoever writes there before the wait is found by the record of that read. The sums reach the registers at the
 // wait; until then these hold signalling NaNs, which are compared then, as are the operands in registers.
+//
+// A wait covers what the own warp reads of operand a, its 16 rows, and all of b: warps end at different times, as was
+// seen on an H200, where a buffer of a that one warp had given back for all was overwritten too early.
 #include "warpgroup.h"
 
 #include <algorithm>
@@ -56,7 +59,8 @@ struct ThreadState {
 
 struct Warpgroup {
   bool has_agent;
-  u16 agent;
+  u16 agent;                       // that reads operands b
+  u16 warp_agents[kThreads / 32];  // that read operands a, each the rows of its warp
   std::deque<Issued> in_flight;
   u32 landed;  // how many products have reached the registers
   std::deque<Accumulator> accumulators;
@@ -138,11 +142,11 @@ Descriptor decode(u64 descriptor, Site site) {
   return decoded;
 }
 
-// Reads the 16 bytes at this address of the tile, as the whole group does.
-void read_chunk(Warpgroup& group, u32 address, u32 step, Site site, void* chunk) {
+// Reads the 16 bytes at this address of the tile, as one of the agents of the group.
+void read_chunk(Warpgroup& group, u16 agent, u32 address, u32 step, Site site, void* chunk) {
   const u32 swizzled = address_in(rank_of(*block.current), address ^ (address >> 7 & 7) << 4);
   const u32 offset = checked_offset(swizzled, kChunkBytes, kChunkBytes, *block.current, site);
-  note_agent_read_of_all(offset, access_by_agent(group.agent, step, site), first_thread(group), kThreads,
+  note_agent_read_of_all(offset, access_by_agent(agent, step, site), first_thread(group), kThreads,
                          group.visible);
   memcpy(chunk, shared_bytes(offset), kChunkBytes);
 }
@@ -159,9 +163,10 @@ u32 convert_chunk(Element type, const u8* chunk, float* values) {
 }
 
 // Calls visit(row, k, value) for the elements of an operand of `rows` rows: those of a, or the columns of b.
-template <class Visit>
+// `agent_of(row)` reads a row.
+template <class AgentOf, class Visit>
 void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32 rows, u32 step, Site site,
-                  Visit visit) {
+                  AgentOf agent_of, Visit visit) {
   const Descriptor tile = decode(bits, site);
   const u32 column = tile.start % kLineBytes;
   u8 chunk[kChunkBytes];
@@ -172,8 +177,8 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
            column, kOperandBytes);
     for (u32 row = 0; row < rows; ++row)
       for (u32 half = 0; half < kOperandBytes / kChunkBytes; ++half) {
-        read_chunk(group, tile.start + row / 8 * tile.stride + row % 8 * kLineBytes + half * kChunkBytes, step, site,
-                   chunk);
+        read_chunk(group, agent_of(row),
+                   tile.start + row / 8 * tile.stride + row % 8 * kLineBytes + half * kChunkBytes, step, site, chunk);
         const u32 count = convert_chunk(type, chunk, values);
         for (u32 i = 0; i < count; ++i) visit(row, half * count + i, values[i]);
       }
@@ -185,7 +190,7 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
          rows * 2);
   for (u32 k = 0; k < kDepth; ++k)
     for (u32 row = 0; row < rows; row += kChunkElements) {
-      read_chunk(group,
+      read_chunk(group, agent_of(row),
                  tile.start + row / kLineElements * tile.leading + row % kLineElements * 2 + k / 8 * tile.stride +
                      k % 8 * kLineBytes,
                  step, site, chunk);
@@ -235,9 +240,9 @@ void form(Warpgroup& group, const Issued& issued, u32 step) {
     read_a_registers(issued, depth, a);
   else
     read_operand(group, product.type, product.a, product.a_transposed, kGroupRows, step, issued.site,
-                 [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
+                 [&](u32 row) { return group.warp_agents[row / 16]; }, [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
   read_operand(group, product.b_type, product.b, product.b_transposed, columns, step, issued.site,
-               [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });
+               [&](u32) { return group.agent; }, [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });
   multiply(a, b, depth, columns, product.accumulate, bytes == 1, issued.accumulator->sums);
   ++block.statistics.warpgroup_products;
 }
@@ -368,6 +373,7 @@ void wgmma(const Product& product, Site site) {
   ThreadState& state = group.threads[thread];
   if (!group.has_agent) {
     group.agent = new_agent("wgmma_wait", self, site);
+    for (u16& agent : group.warp_agents) agent = new_agent("wgmma_wait of its warp", self, site);
     group.has_agent = true;
     group.visible.assign(self.known.size(), 0);
   }
@@ -423,8 +429,11 @@ void wgmma_wait(u32 pending, Site site) {
     group.in_flight.pop_front();
   }
   if (group.has_agent)
-    for (u32 i = first_thread(group); i < first_thread(group) + kThreads; ++i)
-      step_in(block.threads[i]->known, group.agent) = group.landed;
+    for (u32 i = 0; i < kThreads; ++i) {
+      Clock& known = block.threads[first_thread(group) + i]->known;
+      step_in(known, group.agent) = group.landed;
+      step_in(known, group.warp_agents[i / 32]) = group.landed;
+    }
   wake_others(group);
 }
 

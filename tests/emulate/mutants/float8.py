@@ -114,7 +114,7 @@ MUTANTS = (
     mutant("no turn at a tile that is passed over", PRODUCTS, "    turns.wait();\n    turns.pass();\n", "",
            "fp8 products in turn"),
     mutant("a tile that is passed over is not given back", PRODUCTS,
-           "    release(shared.k_ring.empty(key));\n    release_by_warp(shared.t_ring.empty(key));\n    key.advance();",
-           "    release_by_warp(shared.t_ring.empty(key));\n    key.advance();", "fp8 products"),
+           "    release(shared.k_ring.empty(key));\n    release(shared.t_ring.empty(key));\n    key.advance();",
+           "    release(shared.t_ring.empty(key));\n    key.advance();", "fp8 products"),
 )
 # fmt: on

@@ -92,10 +92,8 @@ MUTANTS = (
     mutant("dS' of parts is not fenced", BACKWARD_FP32, "          ptx::fence_async_proxy();\n", "", "backward parts"),
     mutant("dQ of parts before dS' is there", BACKWARD_FP32, "    shared.handed.ds_full(buffer).wait(buffer.parity);\n",
            "", "backward parts"),
-    mutant("a buffer is given back before dQ is computed", BACKWARD_FP32, "      wait_for<0>(dq);\n"
-           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
-           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
-           "      wait_for<0>(dq);\n", "backward parts"),
+    mutant("a buffer is given back before dQ is computed", BACKWARD_FP32, "      wait_for<0>(dq);\n",
+           "", "backward parts"),
     mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<kCount - 1 - c>(",
            "wait_for<kCount - 1>(", "backward parts"),
     mutant("dO is given back by one of two", BACKWARD_FP32, "shared.do_ring.barriers.init(2);",
@@ -126,7 +124,7 @@ MUTANTS = (
     mutant("dV's part over that of dK", BACKWARD_FP32, "tile.partials(common, thread) + kRows * kDim;",
            "tile.partials(common, thread);", "backward parts split"),
     mutant("buffers of dS are not given back", BACKWARD_FP32,
-           "      if (thread == 0) shared.handed.ds_empty(buffer).arrive();\n      continue;", "      continue;",
+           "      arrive_as_warp(shared.handed.ds_empty(buffer));\n      continue;", "      continue;",
            "parts only dk"),
     mutant("P' is handed over without marks", BACKWARD_FP32, "factor[i] = -factor[i], p[n][i] = 0.0f;",
            "p[n][i] = 0.0f;", "dropout backward parts"),

@@ -77,6 +77,14 @@ MUTANTS = (
            PLAIN),
     mutant("Q is given back before tdK is made", KERNEL, "    wait_for<0>(sum);\n    add(tdk, sum);\n",
            "    add(tdk, sum);\n", PLAIN),
+    mutant("one warp gives dX' back for all", KERNEL,
+           "    arrive_as_warp(shared.q_ring.empty(q_at));\n    arrive_as_warp(shared.handed.dx_empty(buffer));\n",
+           "    arrive_as_warp(shared.q_ring.empty(q_at));\n"
+           "    for (int i = 0; i < 4 && thread == 0; ++i) shared.handed.dx_empty(buffer).arrive();\n", PLAIN),
+    mutant("one warp of tdQ gives dX' back for all", KERNEL,
+           "      arrive_as_warp(shared.handed.dx_empty(buffer));\n      float* sum",
+           "      for (int i = 0; i < 4 && thread == 0; ++i) shared.handed.dx_empty(buffer).arrive();\n"
+           "      float* sum", PLAIN),
     mutant("tdK without the scale", KERNEL, "tile, thread, tdk, factor);", "tile, thread, tdk, 1.0f);", PLAIN),
     mutant("keys past the last one", KERNEL, "    if (key >= params.seqlen_k) continue;\n", "", PLAIN),
     # ---- tdQ

@@ -28,8 +28,8 @@ MUTANTS = (
     mutant("Q is read before it is there", WEIGHTS, "      shared.own_ring.full(own).wait(own.parity);\n", "", "wide"),
     mutant("Q is replaced before it is free", RING, "    shared.own_ring.empty(own).wait(own.parity ^ 1);\n", "",
            "wide"),
-    mutant("Q is given back with the first keys", WEIGHTS, "if (step.is_last() && thread == 0)",
-           "if (work.is_first(step) && thread == 0)", "wide"),
+    mutant("Q is given back with the first keys", WEIGHTS, "if (step.is_last()) arrive_as_warp(shared.own",
+           "if (work.is_first(step)) arrive_as_warp(shared.own", "wide"),
     mutant("weights are read before they are there", SUMS, "    shared.ready[half].wait(message.parity);\n", "",
            "wide"),
     mutant("weights are replaced before they are read", WEIGHTS, "    rows.drop(s[0], lane_key);\n"
