@@ -46,7 +46,7 @@ def _make_inaccessible(address: int, size: int) -> None:
 
 
 class Scratch:
-    """Scratch arrays, full of one byte, at the addresses of one allocation but for multiples of 256 bytes.
+    """Scratch arrays, whose bytes all have one value, at addresses of one allocation but for multiples of 256 bytes.
 
     By these multiples each is moved to the end of pages of its own, between two that are inaccessible.
     """
