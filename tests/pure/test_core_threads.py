@@ -380,6 +380,8 @@ def run_until(step, call):
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 reports no opcodes to a function that is set before any frame has asked for them.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()

@@ -28,16 +28,17 @@ template <> inline Vector<double> add_product(Vector<double> sum, Vector<double>
 }
 
 // A division takes as long as ten multiplications. Instead, x is multiplied by an estimate of 1 / y, which has 14 bits at
-// first, and the quotient is corrected by what it leaves of x.
+// first, and the quotient is corrected by what it leaves of x. That is subtracted with its sign changed, so that a
+// quotient of -0 is -0.
 template <> inline Vector<float> quotient<float>(Vector<float> x, Vector<float> y) {
     const __m512 estimate = _mm512_rcp14_ps((__m512)y), q = _mm512_mul_ps((__m512)x, estimate);
-    return (Vector<float>)_mm512_fmadd_ps(_mm512_fnmadd_ps((__m512)y, q, (__m512)x), estimate, q);
+    return (Vector<float>)_mm512_fnmadd_ps(_mm512_fmsub_ps((__m512)y, q, (__m512)x), estimate, q);
 }
 template <> inline Vector<double> quotient<double>(Vector<double> x, Vector<double> y) {
     const __m512d rough = _mm512_rcp14_pd((__m512d)y);
     const __m512d error = _mm512_fnmadd_pd((__m512d)y, rough, _mm512_set1_pd(1));
     const __m512d estimate = _mm512_fmadd_pd(rough, error, rough), q = _mm512_mul_pd((__m512d)x, estimate);
-    return (Vector<double>)_mm512_fmadd_pd(_mm512_fnmadd_pd((__m512d)y, q, (__m512d)x), estimate, q);
+    return (Vector<double>)_mm512_fnmadd_pd(_mm512_fmsub_pd((__m512d)y, q, (__m512d)x), estimate, q);
 }
 
 template <> inline Vector<float> nearest_integer<float>(Vector<float> x) {
