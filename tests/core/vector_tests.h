@@ -157,11 +157,14 @@ void test_exp_of() {
 // Where a quotient is corrected once (simd/avx512.h), an estimate of 1 / y that is off by e leaves e^2 of it: 2^-28 of
 // float's and 2^-56 of double's, whose estimate was corrected before. A unit is 2^-24 or 2^-53 of the quotient, or more.
 template <class T> void test_quotient() {
-    const double most = !HAS_SCALING ? 0.5 : sizeof(T) == 4 ? 0.5 + std::ldexp(1, 24 - 28) : 0.5 + std::ldexp(1, 53 - 56);
+    const double most = !HAS_SCALING     ? 0.5
+                        : sizeof(T) == 4 ? 0.5 + std::ldexp(1, 24 - 28)
+                                         : 0.5 + std::ldexp(1, 53 - 56);
     for (long n = 0; n < 100'000; ++n) {
         const T x = T(random_normal()), y = T(std::ldexp(1 + std::fabs(random_normal()), int(random_below(40)) - 20));
         const T got = of_one<T>([&](Vector<T> lanes) { return quotient<T>(lanes, splat(y)); }, x);
-        CHECK(units(got, (long double)x / y) <= most + 1e-3, "%.17g / %.17g = %.17g", double(x), double(y), double(got));
+        CHECK(units(got, (long double)x / y) <= most + 1e-3, "%.17g / %.17g = %.17g", double(x), double(y),
+              double(got));
     }
 }
 
