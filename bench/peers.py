@@ -297,7 +297,24 @@ def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
     return Contender(calls, to_array=unpacked, plans=_describe(attn, q, k, v, **terms))
 
 
-def cuflash_steps(case: Case, inputs: Inputs) -> Contender:
+def cuflash_bound(case: Case, inputs: Inputs) -> Contender:
+    """Calls that `FlashAttention.bind` returns, into arrays made once."""
+    from cuflash import FlashAttention
+
+    refuse(case)
+    attn = FlashAttention(**keywords_of(case))
+    out, lse = (
+        _poisoned(inputs.xp, shape, dtype)
+        for shape, dtype in ((case.out_shape, case.dtype), (case.out_shape[:3], case.softmax_dtype))
+    )
+    call = attn.bind(inputs.q, inputs.k, inputs.v)
+    return Contender(
+        {"forward": lambda: (call(inputs.q, inputs.k, inputs.v, out=out, lse=lse).out,)},
+        plans={"forward": _describe(attn, inputs.q, inputs.k, inputs.v)["forward"]},
+    )
+
+
+def cuflash_steps(case: Case, inputs: Inputs, *, is_bound: bool = False) -> Contender:
     """Decoding: keys and values are slices of a cache, one row longer in each call; results are allocated."""
     from cuflash import FlashAttention
 
@@ -312,8 +329,9 @@ def cuflash_steps(case: Case, inputs: Inputs) -> Contender:
     steps = [(k[:, :, :n], v[:, :, :n]) for n in range(case.seqlen_k, case.seqlen_k + STEPS)]
     following = itertools.cycle(steps)
     attn = FlashAttention(causal=case.causal)
+    forward = attn.bind(inputs.q, *steps[0]) if is_bound else attn.forward
     return Contender(
-        {"forward": lambda: (attn.forward(inputs.q, *next(following)).out,)},
+        {"forward": lambda: (forward(inputs.q, *next(following)).out,)},
         plans={"forward": _describe(attn, inputs.q, *steps[0])["forward"]},
     )
 
@@ -530,7 +548,9 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     **{f"cuflash-sm{arch.replace('.', '')}": partial(cuflash_as, arch=arch) for arch in ("7.5", "8.0")},
     **{f"cuflash-threads{n}": partial(cuflash_threads, count=n) for n in THREADS},
     "cuflash-avx2": partial(cuflash_limited, instructions="AVX2"),
+    "cuflash-bound": cuflash_bound,
     "cuflash-steps": cuflash_steps,
+    "cuflash-bound-steps": partial(cuflash_steps, is_bound=True),
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,
     **peers_second.ADAPTERS,

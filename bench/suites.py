@@ -357,16 +357,24 @@ SUITES = {
             Case(head_dim=64, seqlen_q=256, batch=1, num_heads=8),
             Case(head_dim=128, seqlen_q=256, batch=1, num_heads=8, num_heads_kv=2, causal=True),
         ),
-        peers=("cuflash-alloc", "empty-launch", "cudnn", "fa2"),
+        peers=("cuflash-bound", "cuflash-alloc", "empty-launch", "cudnn", "fa2"),
         about="host time of one repeated call, in microseconds",
     ),
     "steps": Suite(
         kind="host",
         cases=tuple(_decode(batch, 2048, 1) for batch in (1, 16)),
-        peers=("cuflash-alloc", "cuflash-steps", "cuflash-kv-lengths", "cuflash-pages16", "empty-launch"),
+        peers=(
+            "cuflash-bound",
+            "cuflash-alloc",
+            "cuflash-steps",
+            "cuflash-bound-steps",
+            "cuflash-kv-lengths",
+            "cuflash-pages16",
+            "empty-launch",
+        ),
         passes=("forward",),
         about="host time of a step of decoding, in microseconds: the same keys again, into given arrays or new ones; a "
-        "key more each time; lengths in an array; pages",
+        "key more each time; bound calls; lengths in an array; pages",
     ),
     "cpu": Suite(
         kind="cpu",

@@ -7,16 +7,16 @@ import importlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from cuflash.arrays.array_info import softmax_dtype_of
-from cuflash.arrays.checks import value_error
+from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import reductions as reductions_on_numpy
 from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
-from cuflash.spec.inputs import INPUTS, NAMES, OptionalArrays, WithTangents
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, WITH_KEYS, OptionalArrays, WithTangents
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, OUTPUTS, AllPassArrays, PassArrays
 from cuflash.spec.passes import (
@@ -40,7 +40,14 @@ from cuflash.spec.reductions import (
     keys_of,
     prepare_reduction,
 )
-from cuflash.spec.results import Array, checked_passes, needed
+from cuflash.spec.results import (
+    Array,
+    ForwardResult,
+    checked_passes,
+    named_tuple,
+    needed,
+    wanted_results,
+)
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
 from cuflash.spec.streamed import Streamed
 from cuflash.spec.type_variables import FunctionT, WithFunction
@@ -52,9 +59,13 @@ if TYPE_CHECKING:
 
     from cuflash.cpu.backend import CpuPlan
     from cuflash.gpu.backend import Plans
+    from cuflash.gpu.bound import BoundLaunch
     from cuflash.gpu.tuning import Tuning
-    from cuflash.spec.outputs import PlannedArrays, PreparedArrays
+    from cuflash.spec.outputs import NamedForwardResult, PlannedArrays, PreparedArrays
     from cuflash.streaming import StreamPlan
+
+
+ResultT = TypeVar("ResultT", bound=tuple[Any, ...])
 
 
 class Preparation(Generic[FunctionT]):
@@ -138,6 +149,57 @@ class Preparation(Generic[FunctionT]):
             rewrite = one.call.rewrite
             plans.append(plan if rewrite is None else plan.noted(rewrite.describe(self.options, one.call.given)))
         return functools.reduce(lambda plan, other: plan.joined(other), plans)  # type: ignore[no-any-return]
+
+    # fmt: off
+    @overload
+    def bind(
+        self: Preparation[Any], q: Array, k: Array, v: Array, *, want: Collection[str], **optional_inputs: Any
+    ) -> BoundForward[NamedForwardResult[Any, Any]]: ...
+    @overload
+    def bind(
+        self: Preparation[None], q: Array, k: Array, v: Array, **optional_inputs: Unpack[OptionalArrays]
+    ) -> BoundForward[ForwardResult[Any, Any]]: ...
+    @overload
+    def bind(
+        self: Preparation[WithFunction], q: Array, k: Array, v: Array, **optional_inputs: Any
+    ) -> BoundForward[ForwardResult[Any, Any]]: ...
+    # fmt: on
+
+    def bind(
+        self, q: Array, k: Array, v: Array, *, want: Collection[str] = (), **optional_inputs: Array
+    ) -> BoundForward[Any]:
+        """`forward` for arrays of one form, with less work for the host in each call.
+
+        A small call on CuPy arrays takes the host longer than the GPU. What is returned is called as `forward` is, on
+        other arrays of the same shapes, strides and dtypes, and gives the same results. It has compiled and loaded its
+        kernels, and nothing is looked up. k and v may have another length in each call, as caches that grow.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As `forward` takes them; only shapes, strides, dtypes and devices matter.
+        want : collection of str, default ()
+            Row reductions that calls are to give, as `forward` takes it.
+        **optional_inputs : array, optional
+            bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. Calls are to give the same.
+
+        Returns
+        -------
+        BoundForward
+            ``call(q, k, v, **optional_inputs)``.
+
+        Raises
+        ------
+        TypeError, ValueError, ImportError
+            As `forward` does.
+        NotImplementedError
+            As `forward` does, and for keys of `cuflash.streamed`, whose copies take longer than what this would save.
+
+        See Also
+        --------
+        compile : Compiles the kernels of several passes.
+        """
+        return BoundForward(self.options, {"q": q, "k": k, "v": v, **optional_inputs}, want)
 
     # fmt: off
     @overload
@@ -327,6 +389,123 @@ class Preparation(Generic[FunctionT]):
         if all(arrays[name] is None for name in (*JVP.takes, *own)):
             raise value_error("tq", "no tangent", "tq, tk or another tangent: kernels are made for those of the calls")
         return arrays
+
+
+class BoundForward(Generic[ResultT]):
+    """`FlashAttention.forward` on arrays of one form: what `FlashAttention.bind` returns.
+
+    A call takes arrays with the shapes and dtypes that were bound, of the same library; k, v and the arrays that have
+    an axis of keys may have another number of keys. It gives what `forward` gives. On CuPy arrays with the bound
+    strides, on the bound device, it only compares these and launches; with other strides, after batch axes or
+    rewritten functions, and on arrays of other libraries it takes the host as long as `forward` does. A bound call may
+    be used by several threads.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the `FlashAttention` whose `bind` makes it.
+    arrays : mapping of str to array
+        Those of `forward` by the names of their arguments, q, k and v among them.
+    want : collection of str
+        Row reductions that calls are to give, as `forward` takes it.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `FlashAttention.bind` does.
+
+    See Also
+    --------
+    FlashAttention.forward : What a call computes.
+    """
+
+    __slots__ = ("_forms", "_launches", "_result", "_want", "options")
+
+    def __init__(self, options: Options, arrays: Mapping[str, Array], want: Collection[str]) -> None:
+        self.options, self._want = options, wanted_results(want, {})
+        for name in INPUTS[1:]:
+            if isinstance(arrays[name], Streamed):
+                raise NotImplementedError(
+                    f"{name}: got keys of cuflash.streamed, expected arrays on one device in bind: copying them takes "
+                    "longer than what a bound call saves; call forward"
+                )
+        given = {name: x for name, x in arrays.items() if x is not None}
+        self._forms = {name: _form_of(name, x, options) for name, x in given.items()}
+        self._launches: dict[tuple[str, ...], BoundLaunch] = {}  # by the names of the arrays that are given
+        self._result = named_tuple(ForwardResult, self._want)
+        self._bound(given)
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Array
+    ) -> ResultT:
+        """out, lse and what is wanted.
+
+        Parameters
+        ----------
+        q, k, v, seed, offset, **arrays
+            As `FlashAttention.forward` takes them, with ``out`` and other arrays that results are written to.
+
+        Raises
+        ------
+        TypeError
+            For an array that was not bound, or one that was and is missing.
+        ValueError
+            For another shape or dtype than was bound; and as `forward` does.
+        """
+        given = {"q": q, "k": k, "v": v, **arrays}
+        launch = self._launches.get(tuple(given))
+        if launch is not None:
+            results = launch(given, self.options.random(seed, offset))
+            if results is not None:
+                return self._result(*results)  # type: ignore[no-any-return]
+        return self._checked(given, seed, offset)
+
+    def _checked(self, given: Mapping[str, Array], seed: int | None, offset: int | None) -> ResultT:
+        """The results of arrays of which nothing is known."""
+        given = {name: x for name, x in given.items() if x is not None or name == "v"}
+        for name in (*self._forms, *given):
+            expected, x = self._forms.get(name), given.get(name)
+            if name in self._want:
+                continue  # what results are written to is checked with the results
+            if expected is None and x is not None:
+                raise type_error(name, "an array", "none, as in bind: bind again with it, or call forward")
+            if expected is not None and x is None:
+                raise type_error(name, "None", "an array, as in bind: bind again without it, or call forward")
+            if expected is not None and (got := _form_of(name, x, self.options)) != expected:
+                raise value_error(name, got, f"{expected}, as in bind: bind again with it, or call forward")
+        random = self.options.random(seed, offset)
+        call = self._bound(given)
+        computed = backend_of(call.backend).compute(FORWARD, call.options, call.arrays, call.need, random)
+        own = dict.fromkeys(self._want) | given
+        return self._result(*(computed if call.is_direct else call.exported(computed, own)))  # type: ignore[no-any-return]
+
+    def _bound(self, given: Mapping[str, Array]) -> Call:
+        """The call of arrays; if it is one launch, later calls on arrays of the same form are only that launch."""
+        optional = {name: x for name, x in given.items() if name not in (*INPUTS, *self._want)}
+        arrays: dict[str, Any] = {name: given.get(name) for name in INPUTS}
+        arrays |= checked_with_score_args("bind", OptionalArrays, self.options, optional)
+        arrays |= {name: given.get(name) for name in self._want}
+        call = prepare(self.options, arrays, INPUTS, self._want, self._want)
+        names = tuple(given)
+        if names in self._launches:
+            self._launches[names].bind(call.arrays)
+        elif call.backend == "cupy":
+            launch = importlib.import_module("cuflash.gpu.bound").BoundLaunch(call.options, call.arrays, call.need)
+            if call.is_direct and launch.is_bound:
+                self._launches[names] = launch
+        return call
+
+
+def _form_of(name: str, x: Any, options: Options) -> str:
+    """Shape and dtype of an array in words; of an axis of keys or of pages only that it is there."""
+    if not hasattr(x, "shape"):
+        return f"a {type(x).__name__}"
+    shape = [str(size) for size in x.shape]
+    if name in INPUTS[1:] and len(shape) > 1:
+        shape[-3 if len(shape) > 2 and options.layout == "bshd" else -2] = "keys"
+    elif shape and name in ("block_table", *FP8_SCALES[1:], *WITH_KEYS):
+        shape[-1] = "keys"
+    return f"shape ({', '.join(shape)}) and dtype {x.dtype} in {type(x).__module__.split('.')[0]}"
 
 
 # What the methods of reductions take besides q, k and optional inputs.

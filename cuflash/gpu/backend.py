@@ -45,7 +45,7 @@ from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
-from cuflash.spec.batch_axes import Calls, axes_of, first_call
+from cuflash.spec.batch_axes import Axes, Calls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
@@ -100,6 +100,7 @@ class _Launch:
     """All that is known of a call except its pointers and, if the plan serves several, its number of keys."""
 
     plan: LaunchPlan
+    names: tuple[str, ...]  # of the arrays that a call is given, results among them
     seqlen_k: int  # the number of keys of the plan
     any_length: bool  # whether it serves calls of another seqlen_k that have the same plan
     kernels: tuple[_Kernel, ...]
@@ -342,6 +343,21 @@ def _call(
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
             return _call(pass_, options, arrays, results, random, sums)
+    found = _found(pass_, options, arrays, results)
+    if isinstance(found, Axes):
+        call = functools.partial(_call, pass_, results=results, random=random)
+        return Calls(found, options, arrays, results, cupy, gives_partials=True).run(call)
+    launch, pointers, seqlen_k = found
+    return _start(launch, arrays, pointers, random, seqlen_k, sums)
+
+
+def _found(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]
+) -> tuple[_Launch, list[int], int] | Axes:
+    """The launch of a call, the pointers of its arrays, which are on the current device, and its number of keys.
+
+    Or its batch axes, where these need several launches.
+    """
     names, axis, seqlen_k, planned_for = growing = growing_keys(options, arrays) if pass_.any_length else FIXED
     key: list[Any] = [pass_, options, results, planned_for]
     pointers: list[int] = []
@@ -361,13 +377,12 @@ def _call(
     if launch is None:
         axes = axes_of(options, arrays, results)
         if axes is not None:
-            call = functools.partial(_call, pass_, results=results, random=random)
-            return Calls(axes, options, arrays, results, cupy, gives_partials=True).run(call)
+            return axes
         binding = _bind(pass_, options, arrays, results)
-        plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
+        plan = tuned_plan(binding.problem, device_spec(arrays["q"].data.device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
         _keep(_launches, of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
-    return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k, sums)
+    return launch, pointers, seqlen_k or launch.seqlen_k
 
 
 def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) -> None:
@@ -390,7 +405,7 @@ def _start(
     """Launch on the current device. `pointers` are those of the given arrays."""
     results: list[Any] = [None] * len(launch.results)
     for name, index, result in launch.given:
-        _check_overlap(index, launch.extents, pointers, arrays)
+        _check_overlap(index, launch, pointers, arrays)
         results[result] = arrays[name]
 
     copies = {}
@@ -419,7 +434,7 @@ def _start(
     else:
         sums.run(launch, pointers, _maps(launch, pointers, mapped), random, scratch)
     if of_thread.recording is not None:
-        _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k, sums)
+        _record(of_thread.recording, launch, results, pointers, seqlen_k, sums)
     if of_thread.launches is not None:
         of_thread.launches.append((launch, arrays, seqlen_k, mapped, sums))
     for name, copy in copies.items():
@@ -527,7 +542,6 @@ def _in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -
 def _record(
     recording: Recording,
     launch: _Launch,
-    arrays: Mapping[str, Any],
     results: list[Any],
     pointers: list[int],
     seqlen_k: int,
@@ -541,8 +555,7 @@ def _record(
 
     if launch.copied or sums is not None:
         recording.spoil()
-    given = (name for name, array in arrays.items() if array is not None)
-    reads = [pointer for name, pointer in zip(given, pointers, strict=False) if name not in launch.results]
+    reads = [pointer for name, pointer in zip(launch.names, pointers, strict=False) if name not in launch.results]
     recording.work(make, list(pointers), reads, results)
 
 
@@ -663,6 +676,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
 
     return _Launch(
         plan=plan,
+        names=tuple(given),
         seqlen_k=plan.problem.seqlen_k,
         any_length=any_length,
         kernels=tuple(_load(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
@@ -720,12 +734,11 @@ def load_function(spec: KernelSpec, device_id: int) -> Any:
     return kernel.kernel
 
 
-def _check_overlap(
-    index: int, extents: tuple[tuple[int, int], ...], pointers: list[int], arrays: Mapping[str, Any]
-) -> None:
+def _check_overlap(index: int, launch: _Launch, pointers: list[int], arrays: Mapping[str, Any]) -> None:
     """Refuse a result, the `index`-th array, that shares memory with another array of the call."""
+    extents = launch.extents
     low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
     for other, (start, stop) in enumerate(extents):
         if other != index and low < pointers[other] + stop and pointers[other] + start < high:
-            given = [name for name, array in arrays.items() if array is not None]
-            check_no_overlap({name: arrays[name] for name in (given[index], given[other])}, (given[index],))
+            result = launch.names[index]
+            check_no_overlap({name: arrays[name] for name in (result, launch.names[other])}, (result,))

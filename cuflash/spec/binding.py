@@ -28,7 +28,7 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_distinct
-from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS, WITH_KEYS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import (
@@ -243,7 +243,6 @@ def planned_length(seqlen_k: int) -> int:
 Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
 FIXED: Growing = ((), 0, 0, ())
 _K_AND_V, _TABLE = ("k", "v"), ("block_table",)
-_OVER_KEYS = tuple(row.name for row in OPTIONAL_INPUTS if row.has_keys)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
@@ -254,14 +253,14 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     """
     if options.score or options.mask_function:
         return FIXED
-    for name in _OVER_KEYS:
-        if arrays[name] is not None:
+    for name in WITH_KEYS:
+        if arrays.get(name) is not None:
             return FIXED
     for name in FP8_SCALES:
         scale = arrays.get(name)
         if scale is not None and scale.shape[-1:] not in ((), (1,)):
             return FIXED
-    q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
+    q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays.get("block_table")
     axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
     if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
         return FIXED

@@ -132,6 +132,7 @@ OPTIONAL_INPUTS = (
     OptionalInput(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
 )
 NAMES = tuple(row.name for row in OPTIONAL_INPUTS)
+WITH_KEYS = tuple(row.name for row in OPTIONAL_INPUTS if row.has_keys)
 BY_NAME: Mapping[str, OptionalInput] = {row.name: row for row in OPTIONAL_INPUTS}
 ACTING = tuple(row.name for row in sorted(OPTIONAL_INPUTS, key=lambda row: row.acts) if row.acts)
 # The inputs over pairs of a query and a key. They broadcast along these axes.

@@ -65,6 +65,7 @@ class Launcher:
         self._module, self._computes = module, computes
         self.kernels: Path | None = None  # a folder other than that of the package
         self.launched: list[KernelSpec] = []
+        self.arguments: list[bytes] = []  # of kernels that are launched
         self._loaded: list[KernelSpec] = []
 
     def plan(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> LaunchPlan:
@@ -96,13 +97,14 @@ class Launcher:
             return
         assert grid == spec.grid
         self.launched.append(spec)
+        launches = self._module._launches.values()
+        (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
+        nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
+        if spec.target == "sm_90a":
+            nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)
+        content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
+        self.arguments.append(content)
         if self._computes:
-            launches = self._module._launches.values()
-            (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
-            nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
-            if spec.target == "sm_90a":
-                nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)
-            content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
             module = build(Path(spec.source), dict(spec.defines), headers=dict(spec.headers), kernels=self.kernels)
             module.launch(spec.name, content, grid=grid, threads=threads, shared_bytes=shared_bytes)
 
@@ -144,7 +146,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    replaced = ("cupy", "cuflash.gpu.backend", "cuflash.gpu.timing", "cuflash.gpu.reductions")
+    replaced = ("cupy", "cuflash.gpu.backend", "cuflash.gpu.bound", "cuflash.gpu.timing", "cuflash.gpu.reductions")
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules["cupy"] = cupy
     forget_kernels()

@@ -324,7 +324,10 @@ SHAPES = {"forward": ("out",), "backward": ("q", "k", "v")}
 # Options of contenders that have any; names that begin with "cuflash" and are not here have all but `lengths`.
 TAKES = {
     **{name: OPTIONS.keys() - {"lengths"} for name in peers.ADAPTERS if name.startswith("cuflash")},
-    **{f"cuflash-{name}": set() for name in ("steps", "kv-lengths", "pages16", "pages64", "pages256")},
+    **{
+        f"cuflash-{name}": set()
+        for name in ("bound", "steps", "bound-steps", "kv-lengths", "pages16", "pages64", "pages256")
+    },
     "cuflash-packed": {"lengths"},
     "naive": {"mask", "dropout"},
     "cudnn": {"bias", "mask", "dropout"},

@@ -63,6 +63,7 @@ ALWAYS: dict[str, set[str]] = {
     "testing": {"numpy", "ml_dtypes", "typing_extensions", "hypothesis"},
     "cli": {"numpy", "ml_dtypes"},
     "gpu.backend": {"numpy", "cupy"},
+    "gpu.bound": {"cupy"},
     "gpu.timing": {"numpy", "cupy"},
     "torch": {"numpy", "ml_dtypes", "torch"},
     "jax": {"numpy", "jax"},

@@ -1,0 +1,149 @@
+"""Bound calls on a device launch what `forward` launches, with the same arguments, and look nothing up."""
+
+import functools
+import itertools
+import sys
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+import cuflash.testing as ct
+from cuflash import flash_attention, preparation
+from cuflash.emulator import find_compiler
+from cuflash.spec.call import prepare
+from cuflash.spec.passes import FORWARD
+from tests.calls import calls, results_of
+from tests.emulate.launcher import DeviceArray, launcher
+from tests.sampling import examples
+
+ARCHS = ("8.0", "9.0")
+
+
+@contextmanager
+def device(arch, *, computes=False):
+    """A launcher behind the interface. Calls have the same number, and the same scratch memory."""
+    with launcher(arch, computes=computes) as launches:
+        backend: Any = sys.modules["cuflash.gpu.backend"]
+        backend._calls = itertools.repeat(7)
+        cuda = sys.modules["cupy"].cuda
+        cuda.alloc = functools.cache(cuda.alloc)
+        backend_of = {"cupy": backend}.__getitem__
+        with (
+            mock.patch.object(flash_attention, "backend_of", backend_of),
+            mock.patch.object(preparation, "backend_of", backend_of),
+        ):
+            yield launches
+
+
+def arguments_of(launches, call):
+    """The kernels that a call launches, with their arguments; and whether it went past the door of plain calls."""
+    launches.launched.clear()
+    launches.arguments.clear()
+    with mock.patch.object(preparation, "prepare", wraps=prepare) as prepared:
+        results = call()
+    assert all(type(x) is DeviceArray for x in results)
+    return list(map(hash, launches.launched)), list(launches.arguments), prepared.called
+
+
+def is_one_launch(bound, arrays):
+    launch = bound._launches.get(tuple(arrays))
+    return launch is not None and launch.is_bound
+
+
+@pytest.mark.one_in(1)
+@settings(max_examples=examples(200))
+@given(calls(FORWARD), st.sampled_from(ARCHS), st.booleans())
+def test_a_bound_call_launches_what_forward_does(call, arch, is_other):
+    case, options, arrays, _ = call
+    arrays |= results_of(case, arrays, FORWARD, ())
+    random = {"seed": case.seed, "offset": 5} if options.dropout else {}
+    with device(arch) as launches:
+        attn = cuflash.FlashAttention()
+        attn.options = options
+        on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
+        inputs = {name: x for name, x in on_device.items() if name not in ("out", "lse")}
+        bound = attn.bind(**inputs)
+        assert not launches.launched
+        expected, words, _ = arguments_of(launches, lambda: attn.forward(**on_device, **random))
+        for number in range(3):  # the first call with results to write to binds these
+            kernels, found, is_prepared = arguments_of(launches, lambda: bound(**on_device, **random))
+            is_bound = is_one_launch(bound, on_device)
+            assert kernels == expected
+            assert found == words or not is_bound  # kernels read copies elsewhere
+            assert is_prepared == (number == 0 or not is_bound)
+        if is_other:  # arrays elsewhere, with other strides maybe
+            others = {name: x.copy().view(DeviceArray) for name, x in on_device.items()}
+            expected, words, _ = arguments_of(launches, lambda: attn.forward(**others, **random))
+            for _ in range(2):
+                kernels, found, _ = arguments_of(launches, lambda: bound(**others, **random))
+                assert kernels == expected
+                assert found == words or not is_one_launch(bound, others)
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 0)}], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_caches_grow(arch, options, layout):
+    """Slices of longer caches, which one launch serves for 128 lengths, and then another one."""
+    attn = cuflash.FlashAttention(**options, layout=layout)
+    axis = 2 if layout == "bhsd" else 1
+    q, k, v = (np.ones((2, 3, 300, 32), ml_dtypes.bfloat16).swapaxes(1, axis).copy() for _ in range(3))
+    q, k, v = (x.view(DeviceArray) for x in (q[:, :, :1] if axis == 2 else q[:, :1], k, v))
+
+    def first(x, length):
+        return x[:, :, :length] if axis == 2 else x[:, :length]
+
+    with device(arch) as launches:
+        bound = attn.bind(q, first(k, 100), first(v, 100))
+        out, lse = attn.forward(q, k, v)
+        for length in (100, 101, 101, 127, 128, 129, 250, 130, 300, 100):
+            caches = first(k, length), first(v, length)
+            (*expected, _) = arguments_of(launches, lambda own=caches: attn.forward(q, *own, out=out, lse=lse))
+            (*found, is_prepared) = arguments_of(launches, lambda own=caches: bound(q, *own, out=out, lse=lse))
+            assert found == expected
+            if length in (101, 127, 130) and "window" not in options:
+                assert not is_prepared
+
+
+def test_what_is_wrong_is_said():
+    q, k, v = (np.ones((2, 3, 30, 16), np.float32).view(DeviceArray) for _ in range(3))
+    attn = cuflash.FlashAttention()
+    with device("9.0") as launches:
+        bound = attn.bind(q, k, v)
+        for arrays, error, text in (
+            ((q[:, :, :7], k, v), ValueError, r"^q: got shape \(2, 3, 7, 16\) .* as in bind"),
+            ((q, k[:1], v[:1]), ValueError, r"^k: got shape \(1, 3, keys, 16\)"),
+            ((q, k, v[:, :, :9]), ValueError, r"^v: "),
+            ((q.astype(np.float16).view(DeviceArray), k, v), ValueError, r"^q: .* dtype float16"),
+            ((q.view(np.ndarray), k.view(np.ndarray), v.view(np.ndarray)), ValueError, r"^q: .* in numpy"),
+            ((q, k, None), TypeError, r"^v: got None"),
+        ):
+            with pytest.raises(error, match=text):
+                bound(*arrays)
+        with pytest.raises(TypeError, match=r"^bias: got an array, expected none"):
+            bound(q, k, v, bias=q)
+        with pytest.raises(ValueError, match=r"^out: "):
+            bound(q, k, v, out=q)
+            bound(q, k, v, out=q)
+        assert not launches.launched
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_results(arch):
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=40, dtype="bfloat16", causal=True)
+    arrays = case.arrays()
+    with device(arch, computes=True):
+        q, k, v = (arrays[name].view(DeviceArray) for name in "qkv")
+        bound = cuflash.FlashAttention(causal=True).bind(q, k, v)
+        for _ in range(2):
+            out, lse = bound(q, k, v)
+            ct.assert_forward(case, out.view(np.ndarray), lse.view(np.ndarray))
