@@ -12,12 +12,9 @@ import cupy
 
 from cuflash.gpu import backend
 from cuflash.spec.batch_axes import Axes
-from cuflash.spec.binding import growing_keys
-from cuflash.spec.inputs import INPUTS
+from cuflash.spec.binding import FIXED, growing_keys, same_plan
 from cuflash.spec.options import Options
 from cuflash.spec.passes import FORWARD
-
-MAY_GROW = (*INPUTS[1:], "block_table")  # arrays of which a launch serves several lengths
 
 
 class _Form(NamedTuple):
@@ -29,6 +26,7 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
     dtype: Any
     alignment: int  # its address modulo 16
+    grows: bool  # whether the launch serves several lengths of its axis of keys
 
 
 class _Bound(NamedTuple):
@@ -37,9 +35,11 @@ class _Bound(NamedTuple):
     device_id: int
     launch: Any
     forms: tuple[_Form, ...]
-    seqlen_k: int
-    planned_for: tuple[Any, ...]  # of `growing_keys`
     is_v_at_k: bool  # whether k and v begin at one address
+    axis: int  # of keys, or of pages
+    length: int  # of that axis
+    lengths: tuple[int, int]  # the smallest and the largest that the launch serves
+    keys: int  # for each element of the axis
 
 
 class BoundLaunch:
@@ -70,54 +70,53 @@ class BoundLaunch:
         if isinstance(found, Axes) or found[0].copied:
             return None
         launch, _, seqlen_k = found
-        forms = tuple(_form(name, arrays[name]) for name in launch.names)
-        planned_for = growing_keys(self._options, arrays)[3]
+        names, axis, _, _ = growing_keys(self._options, arrays) if launch.any_length else FIXED
+        length, keys, lengths = 0, seqlen_k, (0, 0)
+        if names:
+            length = arrays[names[0]].shape[axis]
+            keys = seqlen_k // length
+            first, last = same_plan(self._options, launch.plan.problem.seqlen_q, seqlen_k)
+            lengths = max(-(-first // keys), 2), last // keys  # of an axis of length 1 the stride may be any
+        forms = tuple(_form(name, arrays[name], name in names) for name in launch.names)
         is_v_at_k = arrays["k"].data.ptr == arrays["v"].data.ptr
-        return _Bound(arrays["q"].data.device_id, launch, forms, seqlen_k, planned_for, is_v_at_k)
+        return _Bound(arrays["q"].data.device_id, launch, forms, is_v_at_k, axis, length, lengths, keys)
 
     def __call__(self, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Any, ...] | None:
-        """The results of a call, or None if its arrays are not of the form. `arrays` are those that are given."""
-        bound = self._bound
-        if bound is None or cupy.cuda.runtime.getDevice() != bound.device_id:
-            return None
-        return self._run(bound, arrays, random)
+        """The results of a call, or None if its arrays are not of the form. `arrays` are those that are given.
 
-    def _run(self, bound: _Bound, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Any, ...] | None:
-        """The results of a call. This code is written for speed."""
-        device_id = bound.device_id
+        This code is written for speed.
+        """
+        if self._bound is None:
+            return None
+        device_id, launch, forms, is_v_at_k, axis, length, lengths, keys = self._bound
+        if cupy.cuda.runtime.getDevice() != device_id:
+            return None
         pointers: list[int] = []
-        for name, kind, shape, strides, dtype, alignment in bound.forms:
+        grown: list[int] = []
+        for name, kind, shape, strides, dtype, alignment, grows in forms:
             x = arrays[name]
             if type(x) is not kind:
                 return None
-            if x.shape != shape:
-                longer = self._grown(bound, arrays) if name in MAY_GROW else None
-                return None if longer is None else self._run(longer, arrays, random)
+            if grows:
+                own = x.shape
+                if len(own) != len(shape) or (*own[:axis], *own[axis + 1 :]) != (*shape[:axis], *shape[axis + 1 :]):
+                    return None
+                grown.append(own[axis])
+            elif x.shape != shape:
+                return None
             memory = x.data
             pointer = memory.ptr
             if x.strides != strides or x.dtype != dtype or pointer & 15 != alignment or memory.device_id != device_id:
                 return None
             pointers.append(pointer)
-        if (arrays["k"].data.ptr == arrays["v"].data.ptr) is not bound.is_v_at_k:
+        if (arrays["k"].data.ptr == arrays["v"].data.ptr) is not is_v_at_k:
             return None
-        return backend._start(bound.launch, arrays, pointers, random, bound.seqlen_k)
-
-    def _grown(self, bound: _Bound, arrays: Mapping[str, Any]) -> _Bound | None:
-        """What is bound, for another number of keys; None if another launch serves that."""
-        names, axis, seqlen_k, planned_for = growing_keys(self._options, arrays)
-        if not (bound.launch.any_length and names and planned_for == bound.planned_for):
-            return None
-        forms = []
-        for form in bound.forms:
-            if form.name in names:
-                shape = arrays[form.name].shape
-                if (*shape[:axis], *shape[axis + 1 :]) != (*form.shape[:axis], *form.shape[axis + 1 :]):
-                    return None
-                form = form._replace(shape=shape)
-            forms.append(form)
-        self._bound = longer = bound._replace(forms=tuple(forms), seqlen_k=seqlen_k)
-        return longer
+        if grown:
+            length = grown[0]
+            if grown[-1] != length or not lengths[0] <= length <= lengths[1]:
+                return None
+        return backend._start(launch, arrays, pointers, random, length * keys or launch.seqlen_k)
 
 
-def _form(name: str, x: Any) -> _Form:
-    return _Form(name, type(x), x.shape, x.strides, x.dtype, x.data.ptr & 15)
+def _form(name: str, x: Any, grows: bool) -> _Form:
+    return _Form(name, type(x), x.shape, x.strides, x.dtype, x.data.ptr & 15, grows)

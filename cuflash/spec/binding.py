@@ -7,6 +7,7 @@ do not exist yet (`Contiguous`) bind alike. Calls, plans, tuning, the command li
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -273,10 +274,27 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
         names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
     elif seqlen_k < 2:
         return FIXED
+    return names, axis, seqlen_k, _planned_for(options, seqlen_q, seqlen_k)
+
+
+def _planned_for(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[Any, ...]:
+    """The properties of a number of keys that the plan of a forward pass depends on."""
     if options.window is None and options.causal != "top_left" and options.diagonal is None:
-        return names, axis, seqlen_k, (planned_length(seqlen_k),)
+        return (planned_length(seqlen_k),)
     # The number of keys may decide whether a bound hides anything.
-    return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
+    return (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
+
+
+def same_plan(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """The smallest and the largest number of keys, from 2 on, that one plan serves together with `seqlen_k`.
+
+    All numbers between them have that plan: planned lengths, and what bounds hide, only ever grow or shrink.
+    """
+    own = _planned_for(options, seqlen_q, seqlen_k)
+    fewer, more = range(2, seqlen_k), range(seqlen_k, own[0] + 1)
+    first = 2 + bisect.bisect_left(fewer, True, key=lambda n: _planned_for(options, seqlen_q, n) == own)
+    others = bisect.bisect_left(more, True, key=lambda n: _planned_for(options, seqlen_q, n) != own)
+    return first, seqlen_k + others - 1
 
 
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:

@@ -109,8 +109,31 @@ def test_caches_grow(arch, options, layout):
             (*expected, _) = arguments_of(launches, lambda own=caches: attn.forward(q, *own, out=out, lse=lse))
             (*found, is_prepared) = arguments_of(launches, lambda own=caches: bound(q, *own, out=out, lse=lse))
             assert found == expected
-            if length in (101, 127, 130) and "window" not in options:
+            if length in (101, 127, 130):
                 assert not is_prepared
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_block_tables_grow(arch):
+    q, pool = (np.ones(shape, np.float16).view(DeviceArray) for shape in ((2, 4, 1, 32), (40, 2, 16, 32)))
+    table = np.arange(80, dtype=np.int32).reshape(2, 40) % 40
+    lengths = np.array([20, 25], np.int32).view(DeviceArray)
+    attn = cuflash.FlashAttention()
+
+    def optional(pages):
+        return {"kv_lengths": lengths, "block_table": table[:, :pages].view(DeviceArray)}
+
+    with device(arch) as launches:
+        bound = attn.bind(q, pool, pool.copy(), **optional(4))
+        out, lse = attn.forward(q, pool, pool.copy(), **optional(4))
+        bound(q, pool, pool.copy(), **optional(4), out=out, lse=lse)
+        for pages, plans in ((4, False), (5, False), (8, False), (9, True), (30, True), (31, False), (4, True)):
+            arrays = {"q": q, "k": pool, "v": pool.copy(), **optional(pages), "out": out, "lse": lse}
+            (*expected, _) = arguments_of(launches, lambda own=arrays: attn.forward(**own))
+            (*found, is_prepared) = arguments_of(launches, lambda own=arrays: bound(**own))
+            assert found == expected
+            assert is_prepared == plans
 
 
 def test_what_is_wrong_is_said():

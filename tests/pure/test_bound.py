@@ -1,6 +1,7 @@
 """`FlashAttention.bind` on NumPy arrays and on those of other libraries: what calls give, and what they refuse."""
 
 import concurrent.futures
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash.spec.binding import growing_keys, same_plan
 from cuflash.spec.passes import FORWARD
 from tests.calls import calls, results_of
 from tests.sampling import examples
@@ -31,6 +33,29 @@ def test_a_bound_call_gives_what_forward_gives(call, is_into, want):
         for name, result in found._asdict().items():
             np.testing.assert_array_equal(result, getattr(expected, name))
             assert name not in given_results or result is given_results[name]
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.sampled_from([{}, {"causal": True}, {"causal": "top_left"}]),
+    st.none() | st.tuples(st.none() | st.integers(0, 300), st.none() | st.integers(0, 300)),
+    st.none() | st.integers(-300, 300),
+    st.integers(1, 300),
+    st.integers(2, 2500),
+)
+def test_lengths_of_one_plan(options, window, diagonal, seqlen_q, seqlen_k):
+    options = replace(cuflash.FlashAttention(**options, window=window).options, diagonal=diagonal)
+
+    def planned_for(length):
+        arrays = dict.fromkeys("kv", np.empty((1, length, 8)))
+        return growing_keys(options, {"q": np.empty((1, seqlen_q, 8)), **arrays})[3]
+
+    first, last = same_plan(options, seqlen_q, seqlen_k)
+    assert first <= seqlen_k <= last
+    own = planned_for(seqlen_k)
+    assert {planned_for(length) for length in range(first, last + 1)} == {own}
+    assert first == 2 or planned_for(first - 1) != own
+    assert planned_for(last + 1) != own
 
 
 def arrays_of(shape=(2, 4, 50, 16), dtype=np.float32, count=3):
