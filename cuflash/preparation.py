@@ -6,7 +6,6 @@ import functools
 import importlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from cuflash.arrays.array_info import softmax_dtype_of
@@ -14,6 +13,7 @@ from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import reductions as reductions_on_numpy
+from cuflash.spec.backends import PassBackend, ReductionBackend
 from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, WITH_KEYS, OptionalArrays, WithTangents
@@ -607,13 +607,13 @@ class PreparedReduction(NamedTuple):
         else:
             self.sums.gradients(self.arguments)
 
-    def tune(self, **how: bool) -> Any:
+    def tune(self, *, remember: bool, forget: bool) -> Any:
         """What tuning finds, or None where it is forgotten."""
         module = reductions_of(self.call.backend)
         if self.sums is None:
-            return module.tune(self.pass_, *self.arguments, **how)
-        passes = self.sums.passes(self.arguments)
-        return module.tune_gradients(self.call.options, self.sums.given, passes=passes, **how)
+            return module.tune(self.pass_, *self.arguments, remember=remember, forget=forget)
+        options, given, passes = self.call.options, self.sums.given, self.sums.passes(self.arguments)
+        return module.tune_gradients(options, given, passes=passes, remember=remember, forget=forget)
 
 
 def _lse_of(call: Call, arrays: dict[str, Any], *, computes: bool) -> Any:
@@ -635,15 +635,19 @@ def _ones_of_keys(layout: str, k: Any, lse: Any) -> Any:
 
 
 @functools.cache
-def reductions_of(backend: Backend) -> ModuleType:
+def reductions_of(backend: Backend) -> ReductionBackend:
     """The module that reduces the attention weights of arrays of one backend."""
     if backend == "numpy":
         return reductions_on_numpy
-    return reductions_of_streamed if backend == "streamed" else importlib.import_module("cuflash.gpu.reductions")
+    if backend == "streamed":
+        return reductions_of_streamed
+    from cuflash.gpu import reductions as reductions_on_cupy
+
+    return reductions_on_cupy
 
 
 @functools.cache
-def backend_of(backend: Backend) -> ModuleType:
+def backend_of(backend: Backend) -> PassBackend:
     """The module that computes with arrays of one backend; importing the one for CuPy's arrays imports CuPy."""
     if backend == "numpy":
         return cpu_backend

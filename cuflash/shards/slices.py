@@ -7,11 +7,9 @@ follow from the positions of the rows in the whole problem. All arrays here are 
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from cuflash.cpu import reductions as on_cpu
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
+from cuflash.spec.backends import PartBackend, ReductionBackend
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, MOVABLE_BROADCAST, NAMES, NUMBERS, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
 from cuflash.spec.outputs import MOVABLE_OF_KEYS, MOVABLE_OVER_HEAD_DIM, MOVABLE_OVER_ROWS, OF_QUERIES, gradient_of
@@ -81,13 +80,22 @@ class Slices:
         return row_sums.bound_of(self.arrays["q"].dtype, on_device=not self.is_on_cpu)
 
     @functools.cached_property
-    def backend(self) -> ModuleType:
-        return cpu_backend if self.is_on_cpu else importlib.import_module("cuflash.gpu.backend")
+    def backend(self) -> PartBackend:
+        """The module that runs passes."""
+        if self.is_on_cpu:
+            return cpu_backend
+        from cuflash.gpu import backend
+
+        return backend
 
     @functools.cached_property
-    def reductions(self) -> ModuleType:
+    def reductions(self) -> ReductionBackend:
         """The module that reduces attention weights."""
-        return on_cpu if self.is_on_cpu else importlib.import_module("cuflash.gpu.reductions")
+        if self.is_on_cpu:
+            return on_cpu
+        from cuflash.gpu import reductions
+
+        return reductions
 
     def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
         """The options of a call on a slice, with the diagonal and the indices of dropout of the whole problem."""

@@ -21,6 +21,7 @@ import numpy as np
 from cuflash.arrays.array_info import FLOAT8, check_array, check_byte_order, softmax_dtype_of
 from cuflash.arrays.checks import as_integer, counted, value_error
 from cuflash.arrays.dlpack import module_of
+from cuflash.spec.backends import Computes
 from cuflash.spec.batch_axes import as_one_call, shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import INPUTS, OptionalArrays
@@ -229,7 +230,7 @@ def gradients_wanted(
 class ColumnSums:
     """The gradients of column sums as passes over values, by a backend of the arrays of a call."""
 
-    def __init__(self, call: Call, backend: Any) -> None:
+    def __init__(self, call: Call, backend: Computes) -> None:
         own = dict(call.arrays)
         if own.get("block_table") is not None:
             raise NotImplementedError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +16,6 @@ from torch import Tensor
 from cuflash.arrays.fp8 import fp8
 from cuflash.arrays.packages import INSTALL_CUPY
 from cuflash.frameworks import Call, cupy_stream, result_shapes
-from cuflash.preparation import backend_of
 from cuflash.spec.outputs import DEFAULT_NEED, model_of
 
 Tensors = Sequence[Tensor]
@@ -83,6 +84,12 @@ def _cupy() -> Any:
 
 
 @functools.cache
+def _launches() -> ModuleType:
+    """The module that launches, and repeats launches; it imports CuPy."""
+    return importlib.import_module("cuflash.gpu.backend")
+
+
+@functools.cache
 def _allocator() -> Any:
     """PyTorch's allocator for the scratch memory of passes, which a CUDA graph of PyTorch then keeps.
 
@@ -132,7 +139,7 @@ def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tens
     q = tensors[0]
     if not q.is_cuda:
         raise TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
-    cupy, backend, index = _cupy(), backend_of("cupy"), q.get_device()
+    cupy, backend, index = _cupy(), _launches(), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     signature, addresses = _signature_of(which, call, tensors)
     repeated = backend.repeated(signature)

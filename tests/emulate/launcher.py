@@ -163,9 +163,14 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         yield found
     finally:
         for name, previous in before.items():
-            sys.modules.pop(name, None)
+            replaced_by = sys.modules.pop(name, None)
             if previous is not None:
                 sys.modules[name] = previous
+            folder, _, own = name.rpartition(".")
+            if folder and getattr(package := sys.modules[folder], own, None) is replaced_by is not None:
+                delattr(package, own)
+                if previous is not None:
+                    setattr(package, own, previous)
         forget_kernels()
 
 

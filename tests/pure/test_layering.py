@@ -264,21 +264,3 @@ def test_the_word_list_of_instruction_sets_finds_what_it_is_for():
     assert not CPU_WORDS.search(
         "add_product(sum, x, y); Vector<float> value; values_of_32; __builtin_prefetch(p, 0, 2)"
     )
-
-
-def test_backends_have_the_same_functions():
-    """`backend_of` gives any of them; how they are called is the same."""
-    found = {}
-    for name in ("cpu.backend", "gpu.backend", "streaming.calls"):
-        functions = [node for node in ast.parse(MODULES[name].read_text()).body if isinstance(node, ast.FunctionDef)]
-        found[name] = {f.name: f.args for f in functions if f.name in ("compute", "plan", "compile", "tune")}
-    first, *others = found.values()
-    assert len(first) == 4
-    for other in others:
-        assert {f: names_of(args) for f, args in other.items()} == {f: names_of(args) for f, args in first.items()}
-
-
-def names_of(args):
-    """The names of parameters, and the defaults of those that have one."""
-    defaults = [*args.defaults, *(x for x in args.kw_defaults if x is not None)]
-    return [x.arg for x in (*args.args, *args.kwonlyargs)], [ast.unparse(x) for x in defaults]

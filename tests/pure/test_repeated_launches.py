@@ -148,7 +148,6 @@ class Machine:
         self._patch, self.arch = monkeypatch, arch
 
     def __enter__(self):
-        self._patch.setattr(cuflash.gpu, "backend", None, raising=False)  # and afterwards what was there
         self._context = launcher(self.arch, computes=False)
         self._launcher = self._context.__enter__()
         self.backend: Any = sys.modules["cuflash.gpu.backend"]
@@ -193,7 +192,7 @@ class Machine:
         self._forget()
 
     def _forget(self):
-        for cached in (preparation.backend_of, of_torch._cupy, of_torch._allocator):
+        for cached in (preparation.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
             cached.cache_clear()
 
     def _empty(self, shape, dtype):
