@@ -16,6 +16,7 @@ from .suites import SUITES
 EVIDENCE = (
     *("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "logsumexp", "ranks"),
     "frameworks",
+    "first-call",
 )
 
 # Arguments of `run` by where they are kept, of suites of times and of those of other evidence.
@@ -153,6 +154,7 @@ def _report(args: argparse.Namespace) -> int:
             (args.readme, ""): readme_part(args.results),
             (args.page, ""): section(args.results, args.page),
             (args.page, "frameworks"): sections("frameworks", args.results, args.page),
+            (args.page, "first-call"): sections("first-call", args.results, args.page),
             (args.page, "logsumexp"): sections("logsumexp", args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),

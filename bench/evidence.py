@@ -10,6 +10,7 @@ from typing import Any
 
 from . import (
     environment,
+    first_call,
     frameworks,
     logsumexp,
     memory,
@@ -117,6 +118,14 @@ EVIDENCE = {
         backends=("gpu", "cpu"),
         measure=lambda backend, write, scale: frameworks.measure(backend, write),
         markdown=frameworks.markdown,
+        draw=None,
+        page="performance.md",
+    ),
+    "first-call": Evidence(
+        about="what a fresh process waits for; causal, batch 1, 8 heads of 64, float16 (on a CPU float32)",
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: first_call.measure(backend, write),
+        markdown=first_call.markdown,
         draw=None,
         page="performance.md",
     ),

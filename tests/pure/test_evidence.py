@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import evidence, frameworks, memory, traffic, training
+from bench import evidence, first_call, frameworks, memory, traffic, training
 from bench.__main__ import EVIDENCE, main, parser
 from bench.cases import Case
 from bench.examples import run_page
@@ -297,6 +297,23 @@ def test_ways_of_frameworks_give_the_same_results(monkeypatch):
     assert {r["way"] for r in rows if "first_s" in r} == {r["way"] for r in rows if r["way"].endswith((".jit", ")"))}
     text = frameworks.markdown(records)
     assert all(f"\n| {r['way']} | " in text for r in rows)
+
+
+def test_first_calls(monkeypatch):
+    monkeypatch.setitem(first_call.CONTENDERS, "cpu", ("cuflash",))
+    records, write = writer()
+    first_call.measure("cpu", write)
+    (row,) = records[1:]
+    assert row["status"] == "ok"
+    assert row["import_s"] > 0
+    assert 0 < row["shape_s"] <= row["most_s"]
+    assert "\n| cuflash | " in first_call.markdown(records)
+
+
+def test_contenders_that_do_not_run_have_no_first_calls():
+    absent = first_call.in_a_process("-c", "import a_package_that_nobody_has")
+    assert absent == {"status": "absent", "reason": "ModuleNotFoundError: No module named 'a_package_that_nobody_has'"}
+    assert first_call.markdown([{"record": "first-call", "contender": "fa4", **absent}]).endswith("| - | - | - | - |")
 
 
 def test_frameworks_are_compared_with_the_bare_call():
