@@ -352,7 +352,7 @@ struct Consumer {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     [[maybe_unused]] const float distance = sums().distance(m_tile.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
-    [[maybe_unused]] const u32 s_dentropy = s_stats + kBlockM * 8 - fragment_column() * 4;
+    [[maybe_unused]] const u32 s_dentropy = s_stats + kStatsOfEntropy - fragment_column() * 4;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. The assembler then moves most exponentials after that
@@ -377,6 +377,29 @@ struct Consumer {
     if constexpr (!makes_dv) {
       arrive_as_warp(shared.p_ring.empty(p_at));
       p_at.advance();
+    }
+  }
+
+  // Adds the gradients of row maxima to dS'. In most tiles no query has its largest score at one of a warp's 16 keys.
+  CUFLASH_DEVICE void add_dmax(float (&ds)[kQueryTiles][4], u32 s_stats) const {
+    const u32 s_dmax = s_stats + kStatsOfMax - fragment_column() * 4, s_keys = s_dmax + kBytesDmax;
+    const auto load_keys = [](u32 address, i32(&keys)[2]) {
+      float bits[2];
+      ptx::load_shared_x2(address, bits);
+      keys[0] = (i32)ptx::bits_of(bits[0]), keys[1] = (i32)ptx::bits_of(bits[1]);
+    };
+    const i32 own = lane_key - fragment_row();
+    i32 keys[2];  // of two queries of the tile
+    load_keys(s_keys - fragment_column() * 4 + lane() * 8, keys);
+    if (!ptx::any_lane((u32)(keys[0] - own) < 16 || (u32)(keys[1] - own) < 16)) return;
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float dmax[2];
+      ptx::load_shared_x2(s_dmax + n * 32, dmax);
+      load_keys(s_keys + n * 32, keys);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (keys[i % 2] == lane_key + i / 2 * 8) ds[n][i] += dmax[i % 2];
     }
   }
 
@@ -476,6 +499,7 @@ struct Consumer {
     }
     if constexpr (kHasValues) ptx::fence_operand(ds);
     make_ds(p, ds, derivative, s_stats);
+    if constexpr (kTakesDmax) add_dmax(ds, s_stats);
     if constexpr (kIssuesDpEarly) {
       finish_gradients(frees);
       if constexpr (makes_dv) to_weights(p, derivative);

@@ -86,9 +86,11 @@ constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
-// Of each row lse, delta and, after those of all rows, dH (common/softmax/row_reduction_gradients.cuh).
-constexpr u32 kBytesDentropy = kTakesDentropy ? kBlockM * 4 : 0;
-constexpr u32 kBytesStats = kBlockM * 8 + kBytesDentropy;
+// Of each row lse, delta and, after those of all rows, dH, dm and the key that gets dm, of those that there are
+// (common/softmax/row_reduction_gradients.cuh).
+constexpr u32 kBytesDentropy = kTakesDentropy ? kBlockM * 4 : 0, kBytesDmax = kTakesDmax ? kBlockM * 4 : 0;
+constexpr u32 kStatsOfEntropy = kBlockM * 8, kStatsOfMax = kStatsOfEntropy + kBytesDentropy;
+constexpr u32 kBytesStats = kStatsOfMax + 2 * kBytesDmax;
 // Per-row values, and per-row and per-key values, of one warp of the consumers.
 constexpr u32 kBytesPerRowValues = kNumPerRow * kBlockM * 4, kBytesPoints = kBytesPerRowValues + kNumPerWarpKey * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles;
@@ -128,11 +130,12 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // Products in flight need more registers than their accumulators and operands take: with fewer, the compiler makes one
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
-constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
+// With 208 registers and dm the kernel spills 144 bytes at head_dim 128, with 216 16 of them.
+constexpr bool kNeedsFewRegisters = (kScaleInExponent && !kTakesDmax) || (kFactorInExponent && !kDkFromShared);
 // Whether consumers spare registers even where dQ is added in no order. The warpgroup of dQ needs more of them where it
 // adds sums of steps.
 constexpr bool kSparesRegisters =
-    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
+    kTakesDmax || kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.

@@ -11,6 +11,12 @@
 // Those that this pass takes the gradients of, in the order of the rows of cuflash/spec/outputs.py.
 constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 1 << 16, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 1 << 17;
 
+// Whether helpers/backward_preprocess.cu finds the first keys with the largest scores, which sm90/first_maxima.cu finds
+// where it serves.
+#ifndef CUFLASH_FINDS_MAXIMA
+#define CUFLASH_FINDS_MAXIMA 0
+#endif
+
 constexpr Real kLeastWeight = 1e-37f;  // smaller weights have its logarithm, which is finite
 
 // The logarithm of a weight: of base 2 in half precision, where dH has the factor ln 2, natural otherwise.
@@ -25,25 +31,16 @@ CUFLASH_DEVICE float log_of_weight(float weight) {
 }
 CUFLASH_DEVICE double log_of_weight(double weight) { return natural_log(max_of(weight, (double)kLeastWeight)); }
 
-// dH of all rows of a head, with the factor of log_of_weight; 0 of rows that have no weights.
-CUFLASH_DEVICE Real* dentropy_of(const Params& params, Entry batch, int head) {
-#if CUFLASH_ROW_REDUCTIONS
-  return (Real*)params.row_dentropy + first_stats_row(params, batch, head);
-#else
-  return nullptr;
-#endif
-}
-
 // The gradients of reductions of all rows of a head, which lie as its statistics do.
 struct RowReductionGradients {
 #if CUFLASH_ROW_REDUCTIONS
-  Real* dentropy;  // dH; 0 of rows that have no weights
+  Real* dentropy;  // dH, with the factor of log_of_weight; 0 of rows that have no weights
   Real* dmax;      // dm
   i32* first_max;  // the key that gets it; -1 of rows without keys
 
   CUFLASH_DEVICE RowReductionGradients(const Params& params, Entry batch, int head) {
     const i64 first = first_stats_row(params, batch, head);
-    dentropy = dentropy_of(params, batch, head);
+    dentropy = (Real*)params.row_dentropy + first;
     dmax = (Real*)params.row_dmax + first;
     first_max = (i32*)params.row_first_max + first;
   }
