@@ -71,7 +71,7 @@ class FirstMaxima(MaximaFamily[MaximaSm90Tile]):
         if not isinstance(main, BackwardSm90Tile):
             return None
         tile, reason = choose_row(MAXIMA_SM90_TILES, draft.problem, draft.device)
-        if draft.problem.mask is not None or draft.problem.block_mask is not None:
+        if draft.problem.given(("bias", "mask", "block_mask")):
             tile = tile.changed(block_m=128)  # more warps have no registers to look up pairs
         draft.reasons.append(f"first keys with the largest scores of rows: {reason}")
         return tile

@@ -36,7 +36,7 @@ MUTANTS = (
     mutant("every row has the first entropy", ROWS, "[row * params.entropy.row_stride]",
            "[0]", "row reductions"),
     # ---- common/softmax/row_reduction_gradients.cuh
-    mutant("the logarithm of no weight", GRADIENTS, "max_of(weight, (float)kLeastWeight)", "weight", "row reductions"),
+    mutant("the logarithm of no weight", GRADIENTS, "weight + (float)kLeastWeight", "weight", "row reductions"),
     mutant("the gradient of entropy without its logarithm", GRADIENTS,
            "return ptx::fused(dentropy[row], log_of_weight(weight), "
            "delta);",
@@ -49,8 +49,17 @@ MUTANTS = (
            "const i64 first = first_stats_row(params, batch, 0);",
            "row reductions"),
     # ---- sm90/backward.cu
-    mutant("dentropy of the first rows of a tile", MAIN, "s_dentropy + n * 32",
-           "s_dentropy", "row reductions sm90"),
+    mutant("dentropy of the first rows of a tile", MAIN, "s_dh + n * 32", "s_dh", "row reductions sm90"),
+    mutant("dentropy of the first rows, with dropout", MAIN, "s_dentropy + n * 32", "s_dentropy",
+           "row reductions sm90 dropout"),
+    mutant("dP replaces what it begins with", MAIN, "rows_v, s_do, kEntropyInDp", "rows_v, s_do",
+           "row reductions sm90"),
+    mutant("infinite values of keys make infinite exponents", MAIN, "kClampsExponents || ", "",
+           "row reductions sm90 keys"),
+    mutant("hidden pairs have infinite exponents", "sm90/backward_weights.cuh", "if (!may_be_hidden) return;",
+           "return;", "row reductions sm90"),
+    mutant("rows without weights have infinite exponents", GRADIENTS, "kTakesDentropy && kPairsStats", "false",
+           "row reductions sm90"),
     mutant("dentropy of the first tile", DQ, "of_head.dentropy + row",
            "of_head.dentropy", "row reductions sm90"),
     mutant("dmax of the first rows of a tile", MAIN, "ptx::load_shared_x2(s_dmax + n * 32, dmax);",

@@ -642,6 +642,12 @@ TRIALS: dict[str, AnyTrial] = {
     ),
     "row reductions float32": RowReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
     "row reductions sm90": RowReductionTrial(case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0)),
+    "row reductions sm90 dropout": RowReductionTrial(
+        case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0, dropout=0.2)
+    ),
+    "row reductions sm90 keys": RowReductionTrial(
+        case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0, mask=(150,), causal=False)
+    ),
     "row reductions sm90 spread": RowReductionTrial(
         case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
     ),
