@@ -143,7 +143,8 @@ CUFLASH_DEVICE void consume(const Params& params, const Shared& shared, const Qu
     wait_for<0>(s[0]);
     arrive_as_warp(shared.ring.empty(at));
     const int lane_key = n_block * kBlockN + fragment_column();
-    const bool masked = n_block < own.full_start || n_block >= own.full_stop;
+    // Bounds alone say which tiles are visible as a whole, because there is no index that knows of blocks.
+    const bool masked = kHasBlockMask || n_block < own.full_start || n_block >= own.full_stop;
     to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, lane_key, masked);
 #pragma unroll
     for (int half = 0; half < 2; ++half) rows[half].update(s[0], half, lane_key);

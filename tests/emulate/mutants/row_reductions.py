@@ -82,6 +82,8 @@ MUTANTS = (
     mutant("every box has the same keys", FIRST_MAXIMA, "n_block * kBlockN + i * kBoxKeys", "n_block * kBlockN",
            "first maxima boxes"),
     mutant("keys after a query have its maximum", FIRST_MAXIMA, "|| n_block >= own.full_stop", "", "first maxima long"),
+    mutant("keys of hidden blocks have the maximum", FIRST_MAXIMA, "kHasBlockMask || n_block", "n_block",
+           "first maxima blocks"),
     mutant("K is given back before it is read", FIRST_MAXIMA,
            "    wait_for<0>(s[0]);\n    arrive_as_warp(shared.ring.empty(at));",
            "    arrive_as_warp(shared.ring.empty(at));\n    wait_for<0>(s[0]);", "first maxima long"),

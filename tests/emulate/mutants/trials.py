@@ -655,6 +655,7 @@ TRIALS: dict[str, AnyTrial] = {
     "first maxima few": RowReductionTrial(case=replace(_FIRST, seqlen_q=5, score_mean=-30.0)),
     "first maxima ties": RowReductionTrial(case=replace(_FIRST, distinct_keys=37)),
     "first maxima boxes": RowReductionTrial(case=replace(_FIRST, seqlen_q=70, head_dim=136)),
+    "first maxima blocks": RowReductionTrial(case=replace(_FIRST, block_mask=(2,), block_size=(32, 64))),
     "first maxima long": RowReductionTrial(case=replace(_FIRST, seqlen_k=700, distinct_keys=0, window=(400, 50))),
     **trials_reductions.TRIALS,
     "merge": MergeTrial(columns=68),
