@@ -14,6 +14,7 @@ from cuflash.plan.families import (
     DqFamily,
     Family,
     ForwardFamily,
+    MaximaFamily,
     ReductionFamily,
     ScoresFamily,
 )
@@ -36,6 +37,7 @@ BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITEC
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
 BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.bias)
+MAXIMA_FAMILIES: tuple[MaximaFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.maxima)
 COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.columns)
 TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.top)
 # By the type of their rows.

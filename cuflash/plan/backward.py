@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from cuflash.plan.architectures import BACKWARD_FAMILIES, BIAS_FAMILIES, DQ_FAMILIES, SCORES_FAMILIES
+from cuflash.plan.architectures import (
+    BACKWARD_FAMILIES,
+    BIAS_FAMILIES,
+    DQ_FAMILIES,
+    MAXIMA_FAMILIES,
+    SCORES_FAMILIES,
+)
 from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import BACK_SECTION, BackwardFamily, BackwardJvpFamily, choose_family, family_of
 from cuflash.plan.scores import (
@@ -18,7 +24,7 @@ from cuflash.plan.scores import (
     score_gradients,
     stored_and_sums,
 )
-from cuflash.plan.tiles import ROLES, Role, Tile, tile_bytes, tiles_at_once
+from cuflash.plan.tiles import LOOKED_UP, ROLES, Role, Tile, tile_bytes, tiles_at_once
 from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.outputs import ROW_REDUCTION_SCRATCH
 
@@ -36,19 +42,6 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
 # 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SPLIT_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
-# A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
-LOOKED_UP = dict.fromkeys(
-    (
-        *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-        *(
-            "CUFLASH_HAS_BLOCK_INDEX",
-            "CUFLASH_HAS_TILE_CLASSES",
-            "CUFLASH_HAS_BIAS_TILE_CLASSES",
-            "CUFLASH_CHOSEN_BY_BIAS",
-        ),
-    ),
-    0,
-)
 # Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these, and so does
 # Q, which stays in registers while the first maxima of rows are found.
 DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
@@ -68,6 +61,7 @@ class _Rows(NamedTuple):
     dq: Any
     scores: Any
     bias: Any
+    maxima: Any
     summed: tuple[str, ...]  # score gradients that the main kernel sums
     sums_score_args: bool  # whether it also sums the gradients of arrays that the score reads
 
@@ -75,8 +69,8 @@ class _Rows(NamedTuple):
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
     problem = draft.problem
-    family, main, dq, scores, bias, summed, sums_score_args = _rows(draft, tiles)
-    draft.tiles = tuple(tile for tile in (main, dq, scores, bias) if tile is not None)
+    family, main, dq, scores, bias, maxima, summed, sums_score_args = _rows(draft, tiles)
+    draft.tiles = tuple(tile for tile in (main, dq, scores, bias, maxima) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
     n_blocks = 0
     if family is not None and main is not None:
@@ -104,7 +98,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(head_section=family.head_section(draft, main))
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
-    helper = _add_delta(draft, family, dq)
+    helper = _add_delta(draft, family, dq, finds_maxima=maxima is None)
     stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
     if scores is not None:
         of_scores = family_of(SCORES_FAMILIES, scores)
@@ -118,7 +112,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if family is not None and main is not None:
         if sums_score_args:
             add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
-        blocks = _add_main(draft, family, main, n_blocks, summed, sums_score_args)
+        blocks = _add_main(draft, family, main, maxima, n_blocks, summed, sums_score_args)
         if summed:
             add_key_sums(draft, helper, blocks, summed)
         if sums_score_args:
@@ -148,7 +142,7 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     """Choose the rows."""
     problem, need = draft.problem, draft.need
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
-    main, dq, scores, bias = (given.get(role) for role in ROLES)
+    main, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
     family = None
     if tiles:
         draft.reasons.append(draft.origin)
@@ -191,7 +185,12 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     elif scores is None:
         _, scores, reason = choose_family(SCORES_FAMILIES, draft)
         draft.reasons.append(reason)
-    return _Rows(family, main, dq, scores, bias, summed, sums_score_args)
+    if "max" not in problem.row_reductions or scores is not None:  # whose kernels run before the main one
+        maxima = None
+    elif maxima is None:
+        chosen = (own.choose(draft, main) for own in MAXIMA_FAMILIES)
+        maxima = next((tile for tile in chosen if tile is not None), None)
+    return _Rows(family, main, dq, scores, bias, maxima, summed, sums_score_args)
 
 
 def _may_make_dq_alone(draft: Draft) -> bool:
@@ -290,7 +289,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
+def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None, *, finds_maxima: bool) -> Tile:
     """Add the kernel of delta, which all others read, and the kernels of gradients of softmax inputs.
 
     Returns the tile whose fragments tell the helper kernels how memory is laid out.
@@ -301,14 +300,17 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     helper = first if owner is None else owner.accumulator_layout(first)
     # The kernel of delta has one block for each tile of the kernels that read delta.
     delta = helper if dq is None else helper.changed(block_m=max(helper.block_m, dq.block_m))
-    add_preprocess(draft, first, delta, draft.need)
+    add_preprocess(draft, first, delta, draft.need, finds_maxima=finds_maxima)
     return helper
 
 
-def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]) -> None:
+def add_preprocess(
+    draft: Draft, first: Tile, delta: Tile, need: Collection[str], *, finds_maxima: bool = False
+) -> None:
     """Add the kernel of delta, whose blocks serve the rows of the tile `delta`, and those of softmax inputs in `need`.
 
-    `first` is the tile of the first main kernel.
+    `first` is the tile of the first main kernel. With `finds_maxima`, this kernel finds the first keys with the largest
+    scores of rows, if their gradients are taken.
     """
     problem = draft.problem
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
@@ -321,11 +323,13 @@ def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]
         draft.scratch |= dict.fromkeys(ROW_REDUCTION_SCRATCH, draft.heads * rows)
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
-    if "max" in problem.row_reductions:
+    finds_maxima = finds_maxima and "max" in problem.row_reductions
+    if finds_maxima:
         warps = min(warps, DELTA_WARPS_MAXIMA)
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
+    own |= {"CUFLASH_FINDS_MAXIMA": 1} if finds_maxima else {}
     draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in need):
@@ -333,10 +337,18 @@ def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]
 
 
 def _add_main(
-    draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...], sums_score_args: bool
+    draft: Draft,
+    family: BackwardFamily[Any],
+    main: Tile,
+    maxima: Any,
+    n_blocks: int,
+    summed: tuple[str, ...],
+    sums_score_args: bool,
 ) -> int:
-    """Add the kernel whose blocks own keys, and return how many blocks it has."""
+    """Add the kernel whose blocks own keys, after the one of `maxima`, and return how many blocks it has."""
     family.prepare(draft, main)
+    if maxima is not None:
+        family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, main)
     draft.add_block_index(main, "query_index")
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits

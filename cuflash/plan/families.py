@@ -242,6 +242,18 @@ class BiasFamily(Family[Row]):
         """Add the kernel, after the main one."""
 
 
+class MaximaFamily(Family[Row]):
+    """A family of kernels that find the first key with the largest score of each row, for its gradient."""
+
+    @abstractmethod
+    def choose(self, draft: Draft, main: Tile | None) -> Row | None:
+        """The row that serves together with that of the main kernel; None if the kernel of delta finds the keys."""
+
+    @abstractmethod
+    def add(self, draft: Draft, tile: Row, main: Any) -> None:
+        """Add the kernel, before the main one, whose tensor maps it shares."""
+
+
 class ReductionFamily(Family[Row]):
     """A family of reductions of the attention weights."""
 
@@ -272,6 +284,7 @@ class Architecture:
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
+    maxima: tuple[MaximaFamily[Any], ...] = ()
     columns: tuple[ReductionFamily[Any], ...] = ()
     top: tuple[ReductionFamily[Any], ...] = ()
 

@@ -26,9 +26,22 @@ COMMON_DEFINES = (
 )
 
 
+# A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
+LOOKED_UP = dict.fromkeys(
+    (
+        *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+        *(
+            "CUFLASH_HAS_BLOCK_INDEX",
+            "CUFLASH_HAS_TILE_CLASSES",
+            "CUFLASH_HAS_BIAS_TILE_CLASSES",
+            "CUFLASH_CHOSEN_BY_BIAS",
+        ),
+    ),
+    0,
+)
 # Which kernel of a pass a tile is for: the main one or, in the backward pass, another one. Those make dq alone,
-# score gradients, or the gradient of a per-pair bias.
-Role = Literal["main", "dq", "scores", "bias"]
+# score gradients, or the gradient of a per-pair bias, or find the first keys with the largest scores of rows.
+Role = Literal["main", "dq", "scores", "bias", "maxima"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 

@@ -107,7 +107,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const Real* entropy = row_values_of(params.entropy, batch, head);
   const Real* dentropy = row_values_of(params.dentropy, batch, head);
   const Real* dmax = row_values_of(params.dmax, batch, head);
-  if constexpr (kTakesDmax) {
+  if constexpr (kTakesDmax && CUFLASH_FINDS_MAXIMA) {
 #pragma unroll 1
     for (int i = thread / 32 * 16; i < kBlockM; i += kNumWarps * 16)
       store_first_maxima(params, batch, head, m_block * kBlockM + i, row_stop, reductions.first_max);

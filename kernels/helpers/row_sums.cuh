@@ -11,6 +11,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
+#include "common/softmax/row_reduction_gradients.cuh"
 #include "common/softmax/softmax.cuh"
 #include "sm80/mma.cuh"
 
@@ -253,7 +254,7 @@ struct LseStats {
       const int row = first_row + (int)lane_index();
       // A row that saw no key, or that does not exist, has no weights: exp(score - inf) = 0.
       const bool has_keys = own_lse != -ptx::infinity();
-      const Real lse = has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();  // never -0
+      const Real lse = has_keys ? own_lse * kExponentOfE + 0 : lse_without_weights();  // never -0
       row_stats(params, batch, head, row)[0] = large_in_group ? (Real)-0.0f : lse;
       if (large_in_group) row_sums[row] = {has_keys ? to_row_max(own_lse) : ptx::infinity(), 1};
     }

@@ -56,6 +56,7 @@
 template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
+  static constexpr bool kIssuesDpFirst = kIssuesDpEarly && !kEntropyInDp;      // before S' is there
   static constexpr int kGradientGroups = (makes_dv && kHasValues) + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
   // Keeping the lane in a register makes a step 3 to 5 % faster where one is to spare, and 1 to 2 % slower elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
@@ -160,10 +161,24 @@ struct Consumer {
     }
   }
 
-  // [GEMM 2] dP' = V dO'.
+  // [GEMM 2] dP' = V dO', or dP' += V dO' where it begins with what follows from exponents.
   CUFLASH_DEVICE void issue_dp(float (&ds)[kQueryTiles][4], u32 s_do) {
-    if constexpr (!kHasValues) return set_zero((float (&)[1][kQueryTiles][4])ds);
-    issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
+    if constexpr (kHasValues)
+      issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do, kEntropyInDp);
+    else if constexpr (!kEntropyInDp)
+      set_zero((float (&)[1][kQueryTiles][4])ds);
+  }
+  // dP' = -(delta + dH E), where `p` holds the exponents E.
+  CUFLASH_DEVICE static void start_dp(const float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], u32 s_stats) {
+    const u32 s_dh = s_stats + kStatsOfEntropy - fragment_column() * 4;
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float delta[2], dh[2];
+      ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
+      ptx::load_shared_x2(s_dh + n * 32, dh);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[n][i] = -ptx::fused(dh[i % 2], p[n][i], delta[i % 2]);
+    }
   }
 
   // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless `adds`. `nothing`
@@ -240,8 +255,8 @@ struct Consumer {
     return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
-  // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight. `derivative` gets the derivatives of
-  // the scores in the scaled products.
+  // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight: with kEntropyInDp, its exponents.
+  // `derivative` gets the derivatives of the scores in the scaled products.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown,
                              bool large) {
@@ -286,7 +301,10 @@ struct Consumer {
         for (int n = 0; n < kQueryTiles; ++n) make_relative(p[n], n, row_sums(), weights.exponent_scale);
       }
     }
-    to_p(p, derivative, s_stats, weights.exponent_scale);
+    if constexpr (kEntropyInDp)
+      to_exponents(p, s_stats, weights.exponent_scale, kClampsExponents || masked || large);
+    else
+      to_p(p, derivative, s_stats, weights.exponent_scale);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
@@ -345,19 +363,32 @@ struct Consumer {
     p_at.advance();
   }
 
-  // [4] dS' = P' * (dP' - delta), in place of dP'.
+  // P' of exponents.
+  CUFLASH_DEVICE static void exponentiate(float (&p)[kQueryTiles][4]) {
+#pragma unroll
+    for (auto& n_tile : p)
+#pragma unroll
+      for (float& x : n_tile) x = exponential(x);
+  }
+
+  // [4] dS' = P' * (dP' - delta), in place of dP'; with kEntropyInDp delta is in dP'.
   template <int rows>
   CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], const u32 (&derivative)[rows][2],
                               u32 s_stats) {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
     [[maybe_unused]] const float distance = sums().distance(m_tile.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
-    [[maybe_unused]] const u32 s_dentropy = s_stats + kBlockM * 8 - fragment_column() * 4;
+    [[maybe_unused]] const u32 s_dentropy = s_stats + kStatsOfEntropy - fragment_column() * 4;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. The assembler then moves most exponentials after that
       // point; a ping-pong that passes only after the exponentials costs more than it gains.
       if (kTurns == Turns::kUntilDs && n == kQueryTiles - 1) ping_pong.pass();
+      if constexpr (kEntropyInDp) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ds[n][i] *= p[n][i];
+        continue;
+      }
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
       [[maybe_unused]] float dentropy[2];
@@ -377,6 +408,29 @@ struct Consumer {
     if constexpr (!makes_dv) {
       arrive_as_warp(shared.p_ring.empty(p_at));
       p_at.advance();
+    }
+  }
+
+  // Adds the gradients of row maxima to dS'. In most tiles no query has its largest score at one of a warp's 16 keys.
+  CUFLASH_DEVICE void add_dmax(float (&ds)[kQueryTiles][4], u32 s_stats) const {
+    const u32 s_dmax = s_stats + kStatsOfMax - fragment_column() * 4, s_keys = s_dmax + kBytesDmax;
+    const auto load_keys = [](u32 address, i32(&keys)[2]) {
+      float bits[2];
+      ptx::load_shared_x2(address, bits);
+      keys[0] = (i32)ptx::bits_of(bits[0]), keys[1] = (i32)ptx::bits_of(bits[1]);
+    };
+    const i32 own = lane_key - fragment_row();
+    i32 keys[2];  // of two queries of the tile
+    load_keys(s_keys - fragment_column() * 4 + lane() * 8, keys);
+    if (!ptx::any_lane((u32)(keys[0] - own) < 16 || (u32)(keys[1] - own) < 16)) return;
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      float dmax[2];
+      ptx::load_shared_x2(s_dmax + n * 32, dmax);
+      load_keys(s_keys + n * 32, keys);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (keys[i % 2] == lane_key + i / 2 * 8) ds[n][i] += dmax[i % 2];
     }
   }
 
@@ -431,19 +485,26 @@ struct Consumer {
     [[maybe_unused]] const bool large = makes_dv && has_large_rows(s_stats);  // early: products do not wait for it
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
-    if constexpr (kIssuesDpEarly) {
+    const auto issue_dp_early = [&]() {
       if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
       issue_dp(ds, s_do);
-    }
-    issue_gradients(number > 1, number == 0);
+    };
+    constexpr bool kIssuesGradientsFirst = kIssuesDpFirst || !kIssuesDpEarly;
+    if constexpr (kIssuesDpFirst) issue_dp_early();
+    if constexpr (kIssuesGradientsFirst) issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
-    constexpr int kPending = kGradientGroups + (kIssuesDpEarly && kHasValues);
+    constexpr int kPending = kIssuesGradientsFirst ? kGradientGroups + (kIssuesDpFirst && kHasValues) : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
     if constexpr (makes_dv || kSumsScoreArgs) row_values.store();
     if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
 #else
     if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown, large);
 #endif
+    if constexpr (!kIssuesGradientsFirst) {
+      start_dp(p, ds, s_stats);
+      issue_dp_early();
+      issue_gradients(number > 1, number == 0);
+    }
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);
@@ -467,15 +528,19 @@ struct Consumer {
   CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
                                 const u32 (&derivative)[rows][2], u32 s_do, u32 s_stats, bool frees) {
     if constexpr (kIssuesDpEarly) {
+      if constexpr (kEntropyInDp) exponentiate(p);
       ptx::wgmma_wait<kGradientGroups>();
     } else {
       finish_gradients(frees);
+      if constexpr (kEntropyInDp) start_dp(p, ds, s_stats);
       issue_dp(ds, s_do);
+      if constexpr (kEntropyInDp) exponentiate(p);
       if constexpr (makes_dv) to_weights(p, derivative);
       ptx::wgmma_wait<0>();
     }
     if constexpr (kHasValues) ptx::fence_operand(ds);
     make_ds(p, ds, derivative, s_stats);
+    if constexpr (kTakesDmax) add_dmax(ds, s_stats);
     if constexpr (kIssuesDpEarly) {
       finish_gradients(frees);
       if constexpr (makes_dv) to_weights(p, derivative);

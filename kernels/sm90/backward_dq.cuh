@@ -40,6 +40,18 @@ struct Producer {
   }
 
  private:
+  // Loads what row reductions add to the statistics of queries.
+  CUFLASH_DEVICE void load_reductions(u32 s_stats, int row, const Barrier& q_full) const {
+#if CUFLASH_ROW_REDUCTIONS
+    const RowReductionGradients of_head(params.common, tile.work.batch, next.head);
+    if constexpr (kTakesDentropy)
+      ptx::load_bulk(s_stats + kStatsOfEntropy, of_head.dentropy + row, kBytesDentropy, q_full.address);
+    if constexpr (kTakesDmax) {
+      ptx::load_bulk(s_stats + kStatsOfMax, of_head.dmax + row, kBytesDmax, q_full.address);
+      ptx::load_bulk(s_stats + kStatsOfMax + kBytesDmax, of_head.first_max + row, kBytesDmax, q_full.address);
+    }
+#endif
+  }
   CUFLASH_DEVICE void load_next() const {
     const Entry batch = tile.work.batch;
     const int row = next.m_block * kBlockM, first_row = query_start_of(batch) + row;
@@ -59,9 +71,7 @@ struct Producer {
                                entry_of(batch));
     const u32 s_stats = shared.stats + at.stage * kBytesStats;
     ptx::load_bulk(s_stats, stats_of(params.common, batch, next.head) + row * 2, kBlockM * 8, q_full.address);
-    if constexpr (kTakesDentropy)
-      ptx::load_bulk(s_stats + kBlockM * 8, dentropy_of(params.common, batch, next.head) + row, kBytesDentropy,
-                     q_full.address);
+    if constexpr (kTakesDentropy || kTakesDmax) load_reductions(s_stats, row, q_full);
     if constexpr (kBiasOfPairs)
       load_bias(params.common, shared.bias + at.stage * kBytesBias, params.maps[kMapBias], q_full, row, tile.first_key,
                 next.head, entry_of(batch));

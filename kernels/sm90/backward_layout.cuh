@@ -28,6 +28,14 @@ constexpr bool kDpEarly = kSchedule != Schedule::kSharedDs || !kHasValues;
 constexpr bool kDkFromShared = kSchedule == Schedule::kSharedDs;
 constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
+// Where the gradient of the entropy is added. The exponent E of a weight is at hand before the weight, so that the
+// accumulators of [GEMM 2] may begin as -(delta + dH E), and dS' = P' * dP'. This takes as many instructions as without
+// dH, but the product waits for S', and exponentials come after it is issued. Dropout scales and drops dP' itself, and
+// where roles are split a consumer that does not know E makes dS': then E is the logarithm of the weight, which takes
+// as long as an exponential.
+constexpr bool kEntropyInDp = kTakesDentropy && !kHasDropout && !kSplitsRoles;
+// Whether exponents may be infinite in tiles that need no mask: biases may be, and values of hidden keys are.
+constexpr bool kClampsExponents = kEntropyInDp && (!kFactorInExponent || kHasPerKeyValues);
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // What a lane keeps until dS' is made, two neighbours in a register.
@@ -86,9 +94,11 @@ constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
-// Of each row lse, delta and, after those of all rows, dH (common/softmax/row_reduction_gradients.cuh).
-constexpr u32 kBytesDentropy = kTakesDentropy ? kBlockM * 4 : 0;
-constexpr u32 kBytesStats = kBlockM * 8 + kBytesDentropy;
+// Of each row lse, delta and, after those of all rows, dH, dm and the key that gets dm, of those that there are
+// (common/softmax/row_reduction_gradients.cuh).
+constexpr u32 kBytesDentropy = kTakesDentropy ? kBlockM * 4 : 0, kBytesDmax = kTakesDmax ? kBlockM * 4 : 0;
+constexpr u32 kStatsOfEntropy = kBlockM * 8, kStatsOfMax = kStatsOfEntropy + kBytesDentropy;
+constexpr u32 kBytesStats = kStatsOfMax + 2 * kBytesDmax;
 // Per-row values, and per-row and per-key values, of one warp of the consumers.
 constexpr u32 kBytesPerRowValues = kNumPerRow * kBlockM * 4, kBytesPoints = kBytesPerRowValues + kNumPerWarpKey * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles;
@@ -128,11 +138,13 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
 // Products in flight need more registers than their accumulators and operands take: with fewer, the compiler makes one
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
-constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
+// With 208 registers and dm or dH the kernel spills up to 144 bytes, with 216 up to 32.
+constexpr bool kNeedsFewRegisters =
+    !(kTakesDmax || kEntropyInDp) && (kScaleInExponent || (kFactorInExponent && !kDkFromShared));
 // Whether consumers spare registers even where dQ is added in no order. The warpgroup of dQ needs more of them where it
 // adds sums of steps.
-constexpr bool kSparesRegisters =
-    kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
+constexpr bool kSparesRegisters = kTakesDmax || kEntropyInDp || kFactorInExponent || kAddsByTile ||
+                                  (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.

@@ -23,6 +23,23 @@ CUFLASH_DEVICE bool has_large_rows(u32 s_stats) {
   return !kKeepsWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
 }
 
+// Turns scores into the exponents of their weights, finite ones if some `may_be_hidden`. `s_stats` is as below.
+CUFLASH_DEVICE void to_exponents(float (&p)[kQueryTiles][4], u32 s_stats, float exponent_scale, bool may_be_hidden) {
+  constexpr float kLeastExponent = -1024;  // its weight is 0
+#pragma unroll
+  for (int n = 0; n < kQueryTiles; ++n) {
+    float lse[2];
+    ptx::load_shared_x2(s_stats + n * 64, lse);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] * exponent_scale - lse[i % 2];
+  }
+  if (!may_be_hidden) return;
+#pragma unroll
+  for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[n][i] = max_of(p[n][i], kLeastExponent);
+}
+
 // Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With Kept::kWeights these are the
 // tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats` is
 // the address of the statistics of this lane's first query.

@@ -36,14 +36,14 @@ CUFLASH_DEVICE void wait_for(float (&d)[n_tiles][4]) {
   ptx::fence_operand(d);
 }
 
-// Issues d = a b' over `columns` columns; a and b lie in tiles of rows_a and rows_b rows.
+// Issues d = a b' over `columns` columns, or d += a b' if it `adds`; a and b lie in tiles of rows_a and rows_b rows.
 template <int columns, int rows_a, int rows_b, class E = Element, int n_tiles>
-CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], u32 a, u32 b) {
+CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], u32 a, u32 b, bool adds = false) {
   const u64 a_rows = descriptor_of(a), b_rows = descriptor_of(b);
   issue(d, [&]() __attribute__((always_inline)) {
 #pragma unroll
     for (int k = 0; k < columns / 16; ++k)
-      ptx::wgmma<false, false>(E{}, d, along_k<rows_a>(a_rows, k), along_k<rows_b>(b_rows, k), k > 0);
+      ptx::wgmma<false, false>(E{}, d, along_k<rows_a>(a_rows, k), along_k<rows_b>(b_rows, k), adds || k > 0);
   });
 }
 

@@ -10,7 +10,7 @@ from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
 from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpWide
-from cuflash.plan.sm90.reductions import Columns, Top
+from cuflash.plan.sm90.reductions import Columns, FirstMaxima, Top
 
 SM90 = Architecture(
     known=("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks"),
@@ -25,6 +25,7 @@ SM90 = Architecture(
     backward=(BackwardFloat32(), BackwardWide(), Backward()),
     dq=(DqWide(),),
     bias=(BiasGradient(),),
+    maxima=(FirstMaxima(),),
     columns=(Columns(),),
     top=(Top(),),
 )

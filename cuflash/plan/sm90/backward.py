@@ -24,6 +24,7 @@ from cuflash.plan.sm90.tiles import (
 from cuflash.plan.tiles import Row, Tile, choose_row, why_too_large
 from cuflash.score_mod import KINDS_OF_READS
 from cuflash.spec.inputs import CAPS
+from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
 
 # How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
@@ -117,7 +118,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
     rows = BACKWARD_SM90_TILES
     makes_both = splits_tail = True
     serves_no_values = True
-    row_reductions = ("entropy",)
+    row_reductions = ROW_REDUCTIONS
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
@@ -143,7 +144,8 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
-        main = replace(main, dq_in_order=has_order, takes_dentropy="entropy" in draft.problem.row_reductions)
+        taken = draft.problem.row_reductions
+        main = replace(main, dq_in_order=has_order, takes_dmax="max" in taken, takes_dentropy="entropy" in taken)
         tile = _seeing(main, draft)
         if tile.mask_by_bits and _has_separate_dq(draft):
             raise NotImplementedError(

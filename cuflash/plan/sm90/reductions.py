@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import ReductionFamily
+from cuflash.plan.families import MaximaFamily, ReductionFamily
 from cuflash.plan.sm80.reductions import add_columns, add_top, wants_many
 from cuflash.plan.sm90.backward import OfWarpgroups
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, TOP_SM90_TILES, ColumnSm90Tile, TopSm90Tile
-from cuflash.plan.tiles import FEW_CANDIDATES
+from cuflash.plan.sm90.tiles import (
+    COLUMN_SM90_TILES,
+    MAXIMA_SM90_TILES,
+    TOP_SM90_TILES,
+    BackwardSm90Tile,
+    ColumnSm90Tile,
+    MaximaSm90Tile,
+    TopSm90Tile,
+)
+from cuflash.plan.tiles import FEW_CANDIDATES, LOOKED_UP, Tile, choose_row
 from cuflash.plan.traffic import Model
 
 _OPERANDS = ("q", "k")
@@ -51,3 +59,25 @@ class Top(OfWarpgroups[TopSm90Tile], ReductionFamily[TopSm90Tile]):
     def draft(self, draft: Draft, tile: TopSm90Tile) -> None:
         draft.map_tensors({"q": tile.block_m, "k": tile.block_n})
         add_top(draft, self.source, tile)
+
+
+class FirstMaxima(MaximaFamily[MaximaSm90Tile]):
+    """Each tile of queries has a block, which goes through the keys in their order."""
+
+    kernel = "sm90/first_maxima"
+    rows = MAXIMA_SM90_TILES
+
+    def choose(self, draft: Draft, main: Tile | None) -> MaximaSm90Tile | None:
+        if not isinstance(main, BackwardSm90Tile):
+            return None
+        tile, reason = choose_row(MAXIMA_SM90_TILES, draft.problem, draft.device)
+        if draft.problem.given(("bias", "mask", "block_mask")):
+            tile = tile.changed(block_m=128)  # more warps have no registers to look up pairs
+        draft.reasons.append(f"first keys with the largest scores of rows: {reason}")
+        return tile
+
+    def add(self, draft: Draft, tile: MaximaSm90Tile, main: BackwardSm90Tile) -> None:
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+        draft.models.append(None)
+        draft.add(self.source, tile, blocks, shared_bytes, **LOOKED_UP, CUFLASH_BOX_KEYS=main.block_n)

@@ -229,6 +229,7 @@ class BackwardSm90Tile(ScoredTile):
     per_row_values: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
     per_warp_key_values: int = 0  # the same of each key
     takes_dentropy: bool = False  # stages have the gradient of the entropy of each row, too
+    takes_dmax: bool = False  # and that of its maximum, and the key that gets it
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
@@ -261,7 +262,7 @@ class BackwardSm90Tile(ScoredTile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
-        of_rows = self.block_m * (12 if self.takes_dentropy else 8)
+        of_rows = self.block_m * (8 + 4 * self.takes_dentropy + 8 * self.takes_dmax)
         queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + of_rows
         ds = 2 * chunked_bytes(self.block_n, self.block_m)
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
@@ -338,6 +339,37 @@ class TopSm90Tile(Tile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         tiles = chunked_bytes(self.block_m, dim) + self.num_stages * (chunked_bytes(self.block_n, dim) + 16)
         return tiles + (self.num_warps - 1) * candidate_bytes(self.capacity, self.element_bytes) + 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaximaSm90Tile(Tile):
+    """One way to find the first key with the largest score of each row. A consumer owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    origin: str = field(compare=False)
+
+    role = "maxima"
+    variations: ClassVar = {"block_m": (64, 128, 192, 256), "num_stages": (2, 3, 4)}
+
+    element_bytes = 2
+    dim_multiple = 16
+    fragments_ahead = 0
+    min_blocks = 1
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m % 64 == 0 and self.block_n == 128, "64 queries for each consumer, and 128 keys"),)
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and the producer."""
+        return 4 * self.block_m // 64 + 1
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        queries = self.block_m // 64 * chunked_bytes(64, dim)
+        return queries + self.num_stages * (chunked_bytes(self.block_n, dim) + 16) + 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,6 +497,7 @@ _forward_float8_sm90 = maker(
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
 _top_sm90 = maker(TopSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
+_maxima_sm90 = maker(MaximaSm90Tile, "max_dim block_m block_n num_stages origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 _backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
@@ -667,3 +700,10 @@ TOP_SM90_TILES = (
     _top_sm90(128, 256, 64, 2, 1, "1.8 / 2.5; 192 x 128 2.1 / 2.8, 128 x 128 2.2 / 3.2, 192 x 64 2.3 / 2.9"),
 )
 # fmt: on
+
+# The products of four warpgroups fill the tensor cores while each of them looks for maxima.
+MAXIMA_SM90_TILES = (
+    _maxima_sm90(64, 256, 128, 4, ARITHMETIC),
+    _maxima_sm90(128, 256, 128, 3, ARITHMETIC),
+    _maxima_sm90(256, 128, 128, 2, ARITHMETIC),
+)

@@ -6,6 +6,8 @@ ROWS = "common/softmax/row_reductions.cuh"
 GRADIENTS = "common/softmax/row_reduction_gradients.cuh"
 PREPROCESS = "helpers/backward_preprocess.cu"
 ROW_SUMS = "helpers/row_sums.cuh"
+FIRST_MAXIMA = "sm90/first_maxima.cu"
+MAIN, DQ = "sm90/backward.cu", "sm90/backward_dq.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -34,7 +36,7 @@ MUTANTS = (
     mutant("every row has the first entropy", ROWS, "[row * params.entropy.row_stride]",
            "[0]", "row reductions"),
     # ---- common/softmax/row_reduction_gradients.cuh
-    mutant("the logarithm of no weight", GRADIENTS, "max_of(weight, (float)kLeastWeight)", "weight", "row reductions"),
+    mutant("the logarithm of no weight", GRADIENTS, "weight + (float)kLeastWeight", "weight", "row reductions"),
     mutant("the gradient of entropy without its logarithm", GRADIENTS,
            "return ptx::fused(dentropy[row], log_of_weight(weight), "
            "delta);",
@@ -43,14 +45,50 @@ MUTANTS = (
            "row reductions float32"),
     mutant("all keys have the gradient of the maximum", GRADIENTS, "key == first_max[row] ?", "first_max[row] >= 0 ?",
            "row reductions", "row reductions deterministic"),
-    mutant("statistics of the first head", GRADIENTS, "row_dentropy + first_stats_row(params, batch, head);",
-           "row_dentropy + first_stats_row(params, batch, 0);",
+    mutant("statistics of the first head", GRADIENTS, "const i64 first = first_stats_row(params, batch, head);",
+           "const i64 first = first_stats_row(params, batch, 0);",
            "row reductions"),
     # ---- sm90/backward.cu
-    mutant("dentropy of the first rows of a tile", "sm90/backward.cu", "s_dentropy + n * 32",
-           "s_dentropy", "row reductions sm90"),
-    mutant("dentropy of the first tile", "sm90/backward_dq.cuh", "next.head) + row, kBytesDentropy,",
-           "next.head), kBytesDentropy,", "row reductions sm90"),
+    mutant("dentropy of the first rows of a tile", MAIN, "s_dh + n * 32", "s_dh", "row reductions sm90"),
+    mutant("dentropy of the first rows, with dropout", MAIN, "s_dentropy + n * 32", "s_dentropy",
+           "row reductions sm90 dropout"),
+    mutant("dP replaces what it begins with", MAIN, "rows_v, s_do, kEntropyInDp", "rows_v, s_do",
+           "row reductions sm90"),
+    mutant("infinite values of keys make infinite exponents", MAIN, "kClampsExponents || ", "",
+           "row reductions sm90 keys"),
+    mutant("hidden pairs have infinite exponents", "sm90/backward_weights.cuh", "if (!may_be_hidden) return;",
+           "return;", "row reductions sm90"),
+    mutant("rows without weights have infinite exponents", GRADIENTS, "kTakesDentropy && kPairsStats", "false",
+           "row reductions sm90"),
+    mutant("dentropy of the first tile", DQ, "of_head.dentropy + row",
+           "of_head.dentropy", "row reductions sm90"),
+    mutant("dmax of the first rows of a tile", MAIN, "ptx::load_shared_x2(s_dmax + n * 32, dmax);",
+           "ptx::load_shared_x2(s_dmax, dmax);", "first maxima"),
+    mutant("the second key of a lane never has the maximum", MAIN, "lane_key + i / 2 * 8) ds[n][i] += dmax",
+           "lane_key) ds[n][i] += dmax", "first maxima"),
+    mutant("only every other query is looked at", MAIN, "(u32)(keys[0] - own) < 16 || ", "", "first maxima few"),
+    mutant("maxima of the first tile", DQ, "of_head.first_max + row", "of_head.first_max", "first maxima"),
+    mutant("dmax of the first tile", DQ, "of_head.dmax + row", "of_head.dmax", "first maxima"),
+    # ---- sm90/first_maxima.cu
+    mutant("the last of equal scores of a lane", FIRST_MAXIMA, "for (int n = kNTiles - 1; n >= 0; --n)",
+           "for (int n = 0; n < kNTiles; ++n)", "first maxima ties"),
+    mutant("two lanes of four have the maximum", FIRST_MAXIMA, "mask < 4;", "mask < 2;", "first maxima"),
+    mutant("the last of lanes with equal scores", FIRST_MAXIMA, "other_key < key", "other_key > key",
+           "first maxima ties"),
+    mutant("negative scores in the order of integers", FIRST_MAXIMA, "bits < 0 && score < 0", "false",
+           "first maxima few"),
+    mutant("every consumer has the first queries", FIRST_MAXIMA, "shared.q + index * kBytesQ", "shared.q",
+           "first maxima"),
+    mutant("every box has the same keys", FIRST_MAXIMA, "n_block * kBlockN + i * kBoxKeys", "n_block * kBlockN",
+           "first maxima boxes"),
+    mutant("keys after a query have its maximum", FIRST_MAXIMA, "|| n_block >= own.full_stop", "", "first maxima long"),
+    mutant("keys of hidden blocks have the maximum", FIRST_MAXIMA, "kHasBlockMask || n_block", "n_block",
+           "first maxima blocks"),
+    mutant("K is given back before it is read", FIRST_MAXIMA,
+           "    wait_for<0>(s[0]);\n    arrive_as_warp(shared.ring.empty(at));",
+           "    arrive_as_warp(shared.ring.empty(at));\n    wait_for<0>(s[0]);", "first maxima long"),
+    mutant("tiles that a consumer skips are kept", FIRST_MAXIMA,
+           "      arrive_as_warp(shared.ring.empty(at));\n      continue;", "      continue;", "first maxima long"),
     # ---- helpers/backward_preprocess.cu
     mutant("the entropy is no part of delta", PREPROCESS,
            "      delta += row_dentropy * entropy[row * params.entropy.row_stride];\n", "", "row reductions"),

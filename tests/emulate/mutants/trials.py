@@ -230,6 +230,10 @@ _REDUCED = ct.Case(
     seqlen_q=70, seqlen_k=150, batch=1, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16", causal=True,
     sinks=True, score_spread=6.0, row_reductions=("max", "entropy"), seed=2,
 )  # fmt: skip
+_FIRST = ct.Case(
+    seqlen_q=150, seqlen_k=290, num_heads=2, num_heads_kv=1, head_dim=40, dtype="bfloat16",
+    distinct_keys=150, row_reductions=("max",),
+)  # fmt: skip
 
 TRIALS: dict[str, AnyTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
@@ -638,9 +642,21 @@ TRIALS: dict[str, AnyTrial] = {
     ),
     "row reductions float32": RowReductionTrial(case=replace(_REDUCED, dtype="float32"), arch="8.0"),
     "row reductions sm90": RowReductionTrial(case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0)),
+    "row reductions sm90 dropout": RowReductionTrial(
+        case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0, dropout=0.2)
+    ),
+    "row reductions sm90 keys": RowReductionTrial(
+        case=replace(_REDUCED, row_reductions=("entropy",), score_spread=1.0, mask=(150,), causal=False)
+    ),
     "row reductions sm90 spread": RowReductionTrial(
         case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
     ),
+    "first maxima": RowReductionTrial(case=_FIRST),
+    "first maxima few": RowReductionTrial(case=replace(_FIRST, seqlen_q=5, score_mean=-30.0)),
+    "first maxima ties": RowReductionTrial(case=replace(_FIRST, distinct_keys=37)),
+    "first maxima boxes": RowReductionTrial(case=replace(_FIRST, seqlen_q=70, head_dim=136)),
+    "first maxima blocks": RowReductionTrial(case=replace(_FIRST, block_mask=(2,), block_size=(32, 64))),
+    "first maxima long": RowReductionTrial(case=replace(_FIRST, seqlen_k=700, distinct_keys=0, window=(400, 50))),
     **trials_reductions.TRIALS,
     "merge": MergeTrial(columns=68),
     "merge odd columns": MergeTrial(columns=5),
