@@ -407,11 +407,11 @@ struct MakerOfDx {
         });
     make_dx(s, tx, dx);
     if constexpr (kReadsDx) hand_over(dx);
-    if constexpr (kSumsTdv) add_tdv(pu);
     if constexpr (kMovesV) make_dp(dx);
     make_tdx(s, tx, dx);
-    arrive_as_warp(shared.do_ring.empty(do_at));
     hand_over(dx);
+    if constexpr (kSumsTdv) add_tdv(pu);
+    arrive_as_warp(shared.do_ring.empty(do_at));
     do_at.advance();
     m_tile.advance(tile.queries);
   }
