@@ -29,6 +29,7 @@ from cuflash.plan.sm80.tiles import (
 from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
     BACKWARD_JVP_TF32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
@@ -123,6 +124,10 @@ TABLES = {
         (BACKWARD_JVP_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_JVP_FLOAT32_SM90_TILES[0], {"max_dim": 128}, "a head dimension of one chunk"),
         (BACKWARD_JVP_TF32_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"max_dim": 192}, "a head dimension of two chunks"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"num_stages": 3}, "boxes of the highest terms"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (
             BACKWARD_FLOAT32_SM90_TILES[0],
