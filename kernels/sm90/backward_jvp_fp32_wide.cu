@@ -39,13 +39,15 @@ static_assert(kNumWarps == 16, "dX', tdK, tdQ and the producers");
 constexpr int kBoxes = CUFLASH_NUM_STAGES, kTdkBoxes = CUFLASH_TDK_BOXES;
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 static_assert(kBoxes >= 2 * max_of(kChunks, kChunksV), "boxes of the highest terms, and those before them");
+static_assert(kTdkBoxes >= 2, "the next box is taken while products read the one before");
 
 // Shared memory: K and tK, dO, dX' or tdX', boxes of the first ring and of the second one, statistics and their
 // tangents, barriers. The columns of a term come one chunk after the other, the terms one after the other.
 constexpr u32 kTermK = chunked_bytes(kRows, kDim), kBytesK = kBf16Terms * kTermK;
 constexpr u32 kTermDo = chunked_bytes(kRows, kDimV), kBytesDo = kBf16Terms * kTermDo;
 constexpr u32 kBytesDx = kBf16Terms * kTerm;
-constexpr u32 kBytesBarriers = 8 + 2 * Ring<1>::kBytes + Ring<kBoxes>::kBytes + Ring<kTdkBoxes>::kBytes;
+// And a word that keeps instructions in their order.
+constexpr u32 kBytesBarriers = 8 + 2 * Ring<1>::kBytes + Ring<kBoxes>::kBytes + Ring<kTdkBoxes>::kBytes + 8;
 static_assert(2 * kBytesK + kBytesDo + kBytesDx + (kBoxes + kTdkBoxes) * kTerm + 2 * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -71,7 +73,7 @@ struct BoxRing {
 };
 
 struct Shared {
-  u32 k, tk, dout, dx, stats;
+  u32 k, tk, dout, dx, stats, scratch;
   BoxRing<kBoxes> boxes;
   BoxRing<kTdkBoxes> tdk_boxes;
   Barrier k_full;
@@ -90,6 +92,7 @@ struct Shared {
     dx_ring = {do_ring.address + Ring<1>::kBytes};
     boxes.barriers = {dx_ring.address + Ring<1>::kBytes};
     tdk_boxes.barriers = {boxes.barriers.address + Ring<kBoxes>::kBytes};
+    scratch = tdk_boxes.barriers.address + Ring<kTdkBoxes>::kBytes;
   }
 };
 
@@ -201,12 +204,17 @@ struct BoxReader {
     at.advance();
     return box;
   }
-  // Ends a group of products with the last `count` boxes, and gives back those of the group before, `in_flight`.
+  // Ends a group of products with the last `count` boxes. Waits for those of groups before, and gives back their boxes,
+  // `in_flight`, unless it `holds` them.
+  template <bool holds>
   CUFLASH_DEVICE void commit(int count, int& in_flight) {
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    release(in_flight);
-    in_flight = count;
+    if constexpr (!holds) {
+      ptx::wgmma_wait<1>();
+      release(in_flight);
+      in_flight = 0;
+    }
+    in_flight += count;
   }
   // Waits for all products, and gives all boxes back.
   CUFLASH_DEVICE void finish(int& in_flight) {
@@ -225,8 +233,8 @@ struct BoxReader {
 // Takes the boxes of a term, of `columns` columns. Calls multiply(other, k, box, first) for all terms of the other
 // operand that count, and all steps k along the columns: `box` describes those of the step in the box, `first` says
 // whether nothing has been summed yet. The boxes of the highest term are multiplied together, so that the products of
-// the highest terms come last.
-template <int term, int columns, class Multiply>
+// the highest terms come last. With `holds` no box is given back yet.
+template <int term, int columns, bool holds = false, class Multiply>
 CUFLASH_DEVICE void multiply_boxes(BoxReader<kBoxes>& reader, int& in_flight, Multiply multiply) {
   constexpr int kCount = chunks_of(columns), kOthers = kBf16Terms - term, kTogether = term == kHigh ? kCount : 1;
   repeat<kCount / kTogether>([&](auto group) __attribute__((always_inline)) {
@@ -243,7 +251,7 @@ CUFLASH_DEVICE void multiply_boxes(BoxReader<kBoxes>& reader, int& in_flight, Mu
         for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
           multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), term == kLast && c == 0 && k == 0);
       }
-    reader.commit(kTogether, in_flight);
+    reader.template commit<holds>(kTogether, in_flight);
   });
 }
 
@@ -253,6 +261,9 @@ CUFLASH_DEVICE auto& chunk_of(float (&value)[n_tiles][4]) {
   constexpr int kFirst = c * kNTiles;
   return (float (&)[min_of(n_tiles - kFirst, kNTiles)][4]) value[kFirst];
 }
+
+// Whether boxes are given back while P' is made: products may not end where some lanes may go another way.
+constexpr bool kGivesBackHalfway = kPairByPair || kScaleInExponent;
 
 // ---- The first warpgroup: dX', tdX' and tdV -------------------------------------------------------------------------
 
@@ -309,37 +320,57 @@ struct MakerOfDx {
     if constexpr (kMovesProducts) ptx::fence_operand(tx);
   }
 
-  // [2] dP' or [6] tdP', of the values that come next.
-  CUFLASH_DEVICE void make_dp(Accumulator& dp) {
+  // [2] dP' or [6] tdP', of the values that come next, in two parts: the products of all but the highest terms, which run
+  // while other numbers are made, and then the others.
+  template <int first, int last>
+  CUFLASH_DEVICE void issue_dp(Accumulator& dp, int& in_flight) {
     const u64 dout = descriptor_of(shared.dout);
-    int in_flight = 0;
     ptx::fence_operand(dp);
-    repeat<kBf16Terms>([&](auto n) __attribute__((always_inline)) {
-      multiply_boxes<kLast - decltype(n)::value, kDimV>(
-          reader, in_flight, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-            ptx::wgmma<false, false>(BFloat16{}, dp, box, along_k<kRows>(term_of(dout, other, kTermDo), k), !first);
+    repeat<first + 1 - last>([&](auto n) __attribute__((always_inline)) {
+      multiply_boxes<first - decltype(n)::value, kDimV, true>(
+          reader, in_flight, [&](int other, int k, u64 box, bool is_first) __attribute__((always_inline)) {
+            ptx::wgmma<false, false>(BFloat16{}, dp, box, along_k<kRows>(term_of(dout, other, kTermDo), k), !is_first);
           });
     });
+  }
+  CUFLASH_DEVICE void begin_dp(Accumulator& dp, int& in_flight) { issue_dp<kLast, kHigh + 1>(dp, in_flight); }
+  CUFLASH_DEVICE void finish_dp(Accumulator& dp, int& in_flight) {
+    reader.finish(in_flight);
+    issue_dp<kHigh, kHigh>(dp, in_flight);
     reader.finish(in_flight);
     ptx::fence_operand(dp);
   }
 
-  // [4] dX' = P' (dP' - delta) in place of dP', and what u' adds to tdX', u' dX', in place of u'. Where a function makes
-  // scores, u' is what dP' - delta is multiplied by.
-  CUFLASH_DEVICE void make_dx(const Accumulator& p, Accumulator& u, Accumulator& dx) const {
+  // [4] dX' = P' (dP' - delta), whose terms it stores, in place of dP'; in place of u' what it adds to tdX', u' dX'. Where
+  // a function makes scores, u' is what dP' - delta is multiplied by. Leaves P' u', as tdV needs it, in place of dX'; with
+  // a function it is made already. Calls halfway() after half of them.
+  template <class Halfway>
+  CUFLASH_DEVICE void make_dx(const Accumulator& p, Accumulator& u, const Accumulator& pu, Accumulator& dx,
+                              Halfway halfway) const {
     [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));
+    repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
+      constexpr int k = decltype(step)::value;
+      float made[2][4];
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-      float delta[2];
-      ptx::load_shared_x2(s_stats + 8 + n * 64, delta);
+      for (int n = 2 * k; n < 2 * k + 2; ++n) {
+        float delta[2];
+        ptx::load_shared_x2(s_stats + 8 + n * 64, delta);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float dp = after_dropout(dx[n][i], p[n][i]) - delta[i % 2];
-        dx[n][i] = weight_of_pair(p[n][i]) * dp;
-        u[n][i] *= kHasDerivative ? dp : dx[n][i];
-        scaled.apply(dx[n][i], u[n][i], common.scale);
+        for (int i = 0; i < 4; ++i) {
+          const float dp = after_dropout(dx[n][i], p[n][i]) - delta[i % 2];
+          made[n % 2][i] = kHasDerivative ? pu[n][i] : after_dropout(weight_of_pair(p[n][i]) * u[n][i], p[n][i]);
+          dx[n][i] = weight_of_pair(p[n][i]) * dp;
+          u[n][i] *= kHasDerivative ? dp : dx[n][i];
+          scaled.apply(dx[n][i], u[n][i], common.scale);
+        }
       }
-    }
+      if constexpr (kReadsDx) store_terms<k, k + 1>(dx, shared.dx, thread);
+#pragma unroll
+      for (int n = 2 * k; n < 2 * k + 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dx[n][i] = made[n % 2][i];
+      if constexpr (k == kSteps / 2 - 1) halfway();
+    });
   }
 
   // [7] tdX' = u' dX' + P' (tdP' - tdelta) in place of tdP'.
@@ -361,10 +392,9 @@ struct MakerOfDx {
   }
   CUFLASH_DEVICE static float weight_of_pair(float p) { return kHasDropout ? fabsf(p) : p; }
 
-  // Hands dX' or tdX' over.
-  CUFLASH_DEVICE void hand_over(const Accumulator& value) {
-    shared.dx_ring.empty(dx_at).wait(dx_at.parity ^ 1);
-    store_terms(value, shared.dx, thread);
+  // Hands over dX' or tdX', which has been stored once its memory was free.
+  CUFLASH_DEVICE void wait_for_space() const { shared.dx_ring.empty(dx_at).wait(dx_at.parity ^ 1); }
+  CUFLASH_DEVICE void hand_over() {
     ptx::fence_async_proxy();
     arrive_as_warp(shared.dx_ring.full(dx_at));
     dx_at.advance();
@@ -393,24 +423,40 @@ struct MakerOfDx {
   }
 
   CUFLASH_DEVICE void step() {
-    Accumulator s, tx, dx, pu;  // dP' before dX'
+    Accumulator s, tx, dx, tdx, pu;
+    int in_flight = 0;
     make_scores(s, tx);
-    shared.do_ring.full(do_at).wait(do_at.parity);
-    make_dp(dx);
     const PairWeights pairs(common, tile.work.batch, m_tile.head, tile.key_stop, tile.own_diagonal);
     const bool masked = m_tile.needs_mask(tile.queries);
+    shared.do_ring.full(do_at).wait(do_at.parity);
     const bool large = is_of_large(ptx::float_of(ptx::load_shared_b32(shared.stats)));
+    begin_dp(dx, in_flight);
     WeightsOfTile{common, tile, m_tile, lane_key, kept_scale}.make(
         s, tx, s_stats, pairs, masked, large, [&](int n, const float (&of_n)[4]) __attribute__((always_inline)) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) pu[n][i] = of_n[i];
+          if (kGivesBackHalfway && n == kNTiles / 2 - 1) {
+            // The assembler would sink these weights past the wait.
+            float sum = 0.0f;
+#pragma unroll
+            for (int m = 0; m <= n; ++m)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) sum += fabsf(s[m][i]);
+            ptx::keep_before(sum, shared.scratch);
+            reader.finish(in_flight);
+          }
         });
-    make_dx(s, tx, dx);
-    if constexpr (kReadsDx) hand_over(dx);
-    if constexpr (kMovesV) make_dp(dx);
-    make_tdx(s, tx, dx);
-    hand_over(dx);
-    if constexpr (kSumsTdv) add_tdv(pu);
+    finish_dp(dx, in_flight);
+    if constexpr (kMovesV) begin_dp(tdx, in_flight);
+    if constexpr (kReadsDx) wait_for_space();
+    make_dx(s, tx, pu, dx, [&]() __attribute__((always_inline)) { reader.finish(in_flight); });
+    if constexpr (kReadsDx) hand_over();
+    if constexpr (kMovesV) finish_dp(tdx, in_flight);
+    make_tdx(s, tx, tdx);
+    wait_for_space();
+    store_terms(tdx, shared.dx, thread);
+    hand_over();
+    if constexpr (kSumsTdv) add_tdv(dx);
     arrive_as_warp(shared.do_ring.empty(do_at));
     do_at.advance();
     m_tile.advance(tile.queries);
@@ -457,7 +503,7 @@ struct MakerOfTdk {
           for (int k = 0; k < kSteps; ++k)
             ptx::wgmma<false, true>(BFloat16{}, sum, along_k<kRows>(term_of(dx, other), k), along_k_transposed(box, k),
                                     term < kLast || k > 0);
-        reader.commit(1, in_flight);
+        reader.template commit<false>(1, in_flight);
       }
       reader.finish(in_flight);
       ptx::fence_operand(sum);

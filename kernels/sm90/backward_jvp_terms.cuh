@@ -175,27 +175,35 @@ struct WeightsOfTile {
 
 // ---- Results --------------------------------------------------------------------------------------------------------
 
-// Stores the terms of dX' or of tdX', whose rows are keys, one after the other from `to` on.
+// Where this lane stores terms of an operand whose rows are keys, in a tile from `to` on.
+CUFLASH_DEVICE u32 line_of_terms(u32 to, u32 thread) {
+  return to + (thread / 32 * 16 + lane_index() % 16) * kLineBytes;
+}
+// Stores the terms of 16 columns, from n-tile 2 k on. Returns what `split_step` does.
+template <class SplitPair>
+CUFLASH_DEVICE float store_step(const Accumulator& value, int k, u32 line, SplitPair split_pair) {
+  const u32 lane = lane_index();
+  u32 word[kBf16Terms][4];
+  const float rests = split_step(value, k, word, split_pair);
+#pragma unroll
+  for (int term = 0; term < kBf16Terms; ++term)
+    ptx::store_matrix_x4(line + term * kTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), word[term]);
+  return rests;
+}
+// The same for steps [first, stop) of numbers some of which may not be finite, which is rare.
+template <int first = 0, int stop = kSteps>
 CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to, u32 thread) {
-  const u32 lane = lane_index(), line = to + (thread / 32 * 16 + lane % 16) * kLineBytes;
-  const auto store = [&](auto split_pair) __attribute__((always_inline)) {
-    float rests = 0.0f;
+  const u32 line = line_of_terms(to, thread);
+  float rests = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      u32 word[kBf16Terms][4];
-      rests += split_step(value, k, word, split_pair);
+  for (int k = first; k < stop; ++k) rests += store_step(value, k, line, bf16_split_small);
+  if (ptx::any_lane(rests - rests != 0.0f)) {
 #pragma unroll
-      for (int term = 0; term < kBf16Terms; ++term)
-        ptx::store_matrix_x4(line + term * kTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), word[term]);
-    }
-    return rests;
-  };
-  const float rests = store(bf16_split_small);
-  if (ptx::any_lane(rests - rests != 0.0f)) {  // some are not finite, which is rare
-    store([](float x, float y, u32(&word)[kBf16Terms]) {
-      bf16_split(x, y, word);
-      return 0.0f;
-    });
+    for (int k = first; k < stop; ++k)
+      store_step(value, k, line, [](float x, float y, u32(&word)[kBf16Terms]) {
+        bf16_split(x, y, word);
+        return 0.0f;
+      });
   }
 }
 

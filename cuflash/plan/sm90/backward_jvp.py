@@ -6,12 +6,12 @@ One kernel adds to those of dq, dk and dv.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
-from cuflash.plan.families import BackwardJvpFamily, Row
+from cuflash.plan.families import BackwardJvpFamily
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups
-from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
 from cuflash.plan.sm90.tiles import (
@@ -167,7 +167,10 @@ class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm9
         super().draft(draft, tile)
 
 
-class _OfTerms(OfWarpgroups[Row], BackwardJvpFamily[Row]):
+_Row = TypeVar("_Row", bound=SplitTile)
+
+
+class _OfTerms(OfWarpgroups[_Row], BackwardJvpFamily[_Row]):
     """float32, of operands as bf16 terms."""
 
     outputs = BackwardJvp.outputs
@@ -182,7 +185,7 @@ class _OfTerms(OfWarpgroups[Row], BackwardJvpFamily[Row]):
             return "it adds to tdq in no fixed order"
         return why_not
 
-    def draft(self, draft: Draft, tile: Row) -> None:
+    def draft(self, draft: Draft, tile: _Row) -> None:
         problem, arrays = draft.problem, ("q", "k", "v", "dout")
         if "tdout" in draft.arrays or problem.is_packed:
             what = "packed sequences" if problem.is_packed else "tdout"

@@ -470,7 +470,7 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
 
     defined = ("tdk_boxes", "bf16_terms")
-    variations: ClassVar = {"num_stages": (4, 5, 6, 8), "tdk_boxes": (1, 2, 3, 6)}
+    variations: ClassVar = {"num_stages": (4, 5, 8, 10), "tdk_boxes": (2, 3, 4, 6)}
 
     element_bytes = 4
     num_warps = 16  # four each for dX and tdv, for tdk, for tdq and for the producers
@@ -479,7 +479,8 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
             (self.max_dim <= 2 * CHUNK, "a head dimension of two chunks"),
-            (self.num_stages >= 4 and self.tdk_boxes >= 1, "boxes of the highest terms, and those before them"),
+            (self.num_stages >= 4, "boxes of the highest terms, and those before them"),
+            (self.tdk_boxes >= 2, "a box to load while another one is multiplied"),
             (self.bf16_terms in (2, 3), "two or three bf16 terms"),
         )
 
@@ -487,7 +488,7 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
         boxes, box = self.num_stages + self.tdk_boxes, chunked_bytes(64, CHUNK)
         terms = 2 * chunked_bytes(64, dim) + chunked_bytes(64, dim_v) + box  # of k and its tangent, dout and dX
         stats = 16 * self.block_m
-        return self.bf16_terms * terms + boxes * box + stats + 8 * (1 + 4 + 2 * boxes)
+        return self.bf16_terms * terms + boxes * box + stats + 8 * (1 + 4 + 2 * boxes + 1)
 
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
@@ -685,8 +686,8 @@ BACKWARD_JVP_TF32_SM90_TILES = (
                                "on an H200 213 TFLOP/s, 1.5 times backward's time, by sm80/backward_jvp 98; with three "
                                "stages of q 194, one of dout 189, one buffer 186 (as above, full)", bf16_terms=2),
 )
-BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 4, 3, ARITHMETIC),)
-BACKWARD_JVP_TF32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 8, 6, ARITHMETIC, bf16_terms=2),)
+BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 5, 2, ARITHMETIC),)
+BACKWARD_JVP_TF32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 10, 4, ARITHMETIC, bf16_terms=2),)
 # fmt: on
 
 # On an H200, in times of the forward pass, full / causal (bfloat16, batch 4, seqlen 4096, heads x head_dim 2048). Tiles
