@@ -41,6 +41,8 @@ constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 static_assert(kBoxes >= 2 * max_of(kChunks, kChunksV), "boxes of the highest terms, and those before them");
 static_assert(kTdkBoxes >= 2, "the next box is taken while products read the one before");
 
+constexpr bool kSumsTdqOfDx = kDqByReduction && kMovesK;  // tdQ += dX tK
+
 // Shared memory: K and tK, dO, dX' or tdX', boxes of the first ring and of the second one, statistics and their
 // tangents, barriers. The columns of a term come one chunk after the other, the terms one after the other.
 constexpr u32 kTermK = chunked_bytes(kRows, kDim), kBytesK = kBf16Terms * kTermK;
@@ -564,7 +566,7 @@ CUFLASH_DEVICE void accumulate_tdq(const Params& common, const Shared& shared, u
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries)) {
     float* sum = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kRows * kDim) + thread * 4;
-    if constexpr (kReadsDx) serve(Constant < kDqByReduction && kMovesK > {}, shared.tk, sum);
+    if constexpr (kReadsDx) serve(Constant<kSumsTdqOfDx>{}, shared.tk, sum);
     serve(Constant<kDqByReduction>{}, shared.k, sum);
   }
 }
