@@ -66,14 +66,6 @@ struct BackwardJvpParams {
 static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
               "the argument differs from its description in Python");
 
-template <int stages>
-struct BoxRing {
-  u32 first;
-  Ring<stages> barriers;
-
-  CUFLASH_DEVICE u32 box(const Position<stages>& at) const { return first + at.stage * kTerm; }
-};
-
 struct Shared {
   u32 k, tk, dout, dx, stats, scratch;
   BoxRing<kBoxes> boxes;
@@ -112,17 +104,6 @@ struct Producer {
 
   CUFLASH_DEVICE int batch_of(int term) const { return term * params.common.batch + tile.work.batch; }
 
-  // Loads the box of chunk `c` of a term as soon as there is a free one.
-  template <int stages>
-  CUFLASH_DEVICE void load_box(const BoxRing<stages>& ring, Position<stages>& at, int map, int c, int row, int head,
-                               int term) const {
-    const Barrier full = ring.barriers.full(at);
-    ring.barriers.empty(at).wait(at.parity ^ 1);
-    full.arrive_expect(kTerm);
-    ptx::load_tensor(ring.box(at), params.maps[map], full.address, c * kChunk, row, head, batch_of(term));
-    at.advance();
-  }
-
   CUFLASH_DEVICE void produce_boxes() const {
     if (tile.num_steps == 0) return;
     shared.k_full.arrive_expect((1 + kMovesK) * kBytesK);
@@ -139,9 +120,10 @@ struct Producer {
       for (int term = kLast; term >= 0; --term) {
 #pragma unroll 1
         for (int c = 0; kMovesQ && c < kChunks; ++c)
-          load_box(shared.boxes, at, kMapQ, c, first_row, m_tile.head, kBf16Terms + term);
+          shared.boxes.load(at, params.maps[kMapQ], c, first_row, m_tile.head, batch_of(kBf16Terms + term));
 #pragma unroll 1
-        for (int c = 0; c < kChunks; ++c) load_box(shared.boxes, at, kMapQ, c, first_row, m_tile.head, term);
+        for (int c = 0; c < kChunks; ++c)
+          shared.boxes.load(at, params.maps[kMapQ], c, first_row, m_tile.head, batch_of(term));
       }
 #pragma unroll 1
       for (int first = 0; first <= kMovesV * kBf16Terms; first += kBf16Terms)
@@ -149,7 +131,7 @@ struct Producer {
         for (int term = kLast; term >= 0; --term)
 #pragma unroll 1
           for (int c = 0; c < kChunksV; ++c)
-            load_box(shared.boxes, at, kMapV, c, tile.first_key, tile.head_kv, first + term);
+            shared.boxes.load(at, params.maps[kMapV], c, tile.first_key, tile.head_kv, batch_of(first + term));
     }
   }
 
@@ -164,7 +146,8 @@ struct Producer {
         for (int c = 0; c < kChunks; ++c)
 #pragma unroll 1
           for (int term = kLast; term >= 0; --term)
-            load_box(shared.tdk_boxes, at, kMapQ, c, m_tile.m_block * kRows, m_tile.head, first + term);
+            shared.tdk_boxes.load(at, params.maps[kMapQ], c, m_tile.m_block * kRows, m_tile.head,
+                                  batch_of(first + term));
     }
   }
 
@@ -189,80 +172,6 @@ struct Producer {
     }
   }
 };
-
-// ---- Products with boxes --------------------------------------------------------------------------------------------
-
-// The boxes of a ring, as a warpgroup takes them and gives them back.
-template <int stages>
-struct BoxReader {
-  const BoxRing<stages>& ring;
-  Position<stages> at, oldest;
-
-  CUFLASH_DEVICE explicit BoxReader(const BoxRing<stages>& ring_) : ring(ring_) {}
-
-  CUFLASH_DEVICE u32 take() {
-    ring.barriers.full(at).wait(at.parity);
-    const u32 box = ring.box(at);
-    at.advance();
-    return box;
-  }
-  // Ends a group of products with the last `count` boxes. Waits for those of groups before, and gives back their boxes,
-  // `in_flight`, unless it `holds` them.
-  template <bool holds>
-  CUFLASH_DEVICE void commit(int count, int& in_flight) {
-    ptx::wgmma_commit();
-    if constexpr (!holds) {
-      ptx::wgmma_wait<1>();
-      release(in_flight);
-      in_flight = 0;
-    }
-    in_flight += count;
-  }
-  // Waits for all products, and gives all boxes back.
-  CUFLASH_DEVICE void finish(int& in_flight) {
-    ptx::wgmma_wait<0>();
-    release(in_flight);
-    in_flight = 0;
-  }
-
- private:
-  CUFLASH_DEVICE void release(int count) {
-#pragma unroll
-    for (int i = 0; i < count; ++i, oldest.advance()) arrive_as_warp(ring.barriers.empty(oldest));
-  }
-};
-
-// Takes the boxes of a term, of `columns` columns. Calls multiply(other, k, box, first) for all terms of the other
-// operand that count, and all steps k along the columns: `box` describes those of the step in the box, `first` says
-// whether nothing has been summed yet. The boxes of the highest term are multiplied together, so that the products of
-// the highest terms come last. With `holds` no box is given back yet.
-template <int term, int columns, bool holds = false, class Multiply>
-CUFLASH_DEVICE void multiply_boxes(BoxReader<kBoxes>& reader, int& in_flight, Multiply multiply) {
-  constexpr int kCount = chunks_of(columns), kOthers = kBf16Terms - term, kTogether = term == kHigh ? kCount : 1;
-  repeat<kCount / kTogether>([&](auto group) __attribute__((always_inline)) {
-    u64 box[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) box[i] = descriptor_of(reader.take());
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int other = kOthers - 1; other >= 0; --other)
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int c = decltype(group)::value * kTogether + i;
-#pragma unroll
-        for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
-          multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), term == kLast && c == 0 && k == 0);
-      }
-    reader.template commit<holds>(kTogether, in_flight);
-  });
-}
-
-// The n-tiles of chunk `c` of an accumulator.
-template <int c, int n_tiles>
-CUFLASH_DEVICE auto& chunk_of(float (&value)[n_tiles][4]) {
-  constexpr int kFirst = c * kNTiles;
-  return (float (&)[min_of(n_tiles - kFirst, kNTiles)][4]) value[kFirst];
-}
 
 // Whether boxes are given back while P' is made: products may not end where some lanes may go another way.
 constexpr bool kGivesBackHalfway = kPairByPair || kScaleInExponent;

@@ -1,21 +1,16 @@
-// What the kernels of the tangents of gradients in float32 share: sums of products of bf16 terms, weights and their
-// tangents, and terms of dX' and tdX' in shared memory. Tiles are 64 keys by 64 queries, with keys as rows.
+// What the kernels of the tangents of gradients in float32 share: weights and their tangents, and results. Tiles are 64
+// keys by 64 queries, with keys as rows.
 #pragma once
 #include "common/config.cuh"
-#include "common/io/bf16_split.cuh"
 #include "common/io/fragments.cuh"
-#include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/score/dropout.cuh"
 #include "common/score/gradient_tangents.cuh"
 #include "common/score/scores.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/pair_weights.cuh"
-#include "sm90/products.cuh"
-#include "sm90/tiles.cuh"
+#include "sm90/term_tiles.cuh"
 
-constexpr int kRows = 64;  // of every tile
-constexpr int kNTiles = kRows / 8, kSteps = kRows / 16;
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kPairsStats, "a lane reads lse of two queries, or their delta");
 static_assert(kHasValues && !kIsPacked && !kDqInOrder && !kSplitsGroup && !kSplitsTail, "not served");
@@ -26,60 +21,7 @@ constexpr bool kReadsDx = kMovesQ || kMovesK;  // by the products with tQ or tK;
 // Whether weights are made pair by pair (sm90/pair_weights.cuh).
 constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMovesAlibi;
 
-constexpr u32 kTerm = chunked_bytes(kRows, kChunk);  // one bf16 term of 64 rows and 64 columns
-constexpr u32 kBytesStats = kRows * 8;               // and as many of their tangents
-
-// ---- Products of terms ---------------------------------------------------------------------------------------------
-
-// Calls multiply(a, b, index) for the pairs of terms a and b whose products count, small ones first.
-template <class Multiply>
-CUFLASH_DEVICE void for_term_products(Multiply multiply) {
-  repeat<kTermProducts>([&](auto index) __attribute__((always_inline)) {
-    constexpr TermProduct product = term_product(decltype(index)::value);
-    multiply(Integer<product.a>{}, Integer<product.b>{}, decltype(index)::value);
-  });
-}
-CUFLASH_DEVICE u64 term_of(u64 tile, int term, u32 term_bytes = kTerm) { return tile + term * (term_bytes / 16); }
-
-using Accumulator = float[kNTiles][4];
-template <int steps>
-using Terms = u32[kBf16Terms][steps][4];  // of an operand in registers
-
-// Turns 16 columns of an accumulator, from n-tile 2 k on, into terms by `split_pair`. Returns the sum of its results.
-template <class SplitPair>
-CUFLASH_DEVICE float split_step(const Accumulator& value, int k, u32 (&word)[kBf16Terms][4], SplitPair split_pair) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float (&pair)[4] = value[2 * k + i / 2];
-    u32 terms[kBf16Terms];
-    sum += split_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1], terms);
-#pragma unroll
-    for (int term = 0; term < kBf16Terms; ++term) word[term][i] = terms[term];
-  }
-  return sum;
-}
-
-// An accumulator as the terms of an operand in registers.
-CUFLASH_DEVICE void to_terms(const Accumulator& value, Terms<kSteps>& operand) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    u32 word[kBf16Terms][4];
-    split_step(value, k, word, bf16_split_small);
-#pragma unroll
-    for (int term = 0; term < kBf16Terms; ++term)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) operand[term][k][i] = word[term][i];
-  }
-}
-
-template <int n_tiles>
-CUFLASH_DEVICE void add(float (&total)[n_tiles][4], const float (&sum)[n_tiles][4]) {
-#pragma unroll
-  for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[n][i] += sum[n][i];
-}
+constexpr u32 kBytesStats = kRows * 8;  // and as many of their tangents
 
 // ---- Weights and their tangents -------------------------------------------------------------------------------------
 
@@ -174,38 +116,6 @@ struct WeightsOfTile {
 };
 
 // ---- Results --------------------------------------------------------------------------------------------------------
-
-// Where this lane stores terms of an operand whose rows are keys, in a tile from `to` on.
-CUFLASH_DEVICE u32 line_of_terms(u32 to, u32 thread) {
-  return to + (thread / 32 * 16 + lane_index() % 16) * kLineBytes;
-}
-// Stores the terms of 16 columns, from n-tile 2 k on. Returns what `split_step` does.
-template <class SplitPair>
-CUFLASH_DEVICE float store_step(const Accumulator& value, int k, u32 line, SplitPair split_pair) {
-  const u32 lane = lane_index();
-  u32 word[kBf16Terms][4];
-  const float rests = split_step(value, k, word, split_pair);
-#pragma unroll
-  for (int term = 0; term < kBf16Terms; ++term)
-    ptx::store_matrix_x4(line + term * kTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), word[term]);
-  return rests;
-}
-// The same for steps [first, stop) of numbers some of which may not be finite, which is rare.
-template <int first = 0, int stop = kSteps>
-CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to, u32 thread) {
-  const u32 line = line_of_terms(to, thread);
-  float rests = 0.0f;
-#pragma unroll
-  for (int k = first; k < stop; ++k) rests += store_step(value, k, line, bf16_split_small);
-  if (ptx::any_lane(rests - rests != 0.0f)) {
-#pragma unroll
-    for (int k = first; k < stop; ++k)
-      store_step(value, k, line, [](float x, float y, u32(&word)[kBf16Terms]) {
-        bf16_split(x, y, word);
-        return 0.0f;
-      });
-  }
-}
 
 // Stores rows of a result.
 template <int head_dim, int n_tiles>

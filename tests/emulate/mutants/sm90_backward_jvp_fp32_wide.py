@@ -2,35 +2,36 @@
 
 from tests.emulate.mutants.mutant import mutant
 
+TILES = "sm90/term_tiles.cuh"
 KERNEL = "sm90/backward_jvp_fp32_wide.cu"
 PLAIN, OPTIONS, LARGE = (f"wide tangents float32{what}" for what in ("", " of pairs", " of large scores"))
 
 # fmt: off
 MUTANTS = (
     # ---- the producers
-    mutant("a box is loaded over what is read", KERNEL, "    ring.barriers.empty(at).wait(at.parity ^ 1);\n", "",
+    mutant("a box is loaded over what is read", TILES, "    barriers.empty(at).wait(at.parity ^ 1);\n", "",
            PLAIN),
     mutant("tK with the terms of K", KERNEL, "term < (1 + kMovesK) * kBf16Terms; ++term)",
            "term < kBf16Terms; ++term)", PLAIN),
-    mutant("tQ with the terms of Q", KERNEL, "c, first_row, m_tile.head, kBf16Terms + term);",
-           "c, first_row, m_tile.head, term);", PLAIN),
-    mutant("tV with the terms of V", KERNEL, "tile.first_key, tile.head_kv, first + term);",
-           "tile.first_key, tile.head_kv, term);", PLAIN),
-    mutant("one chunk for all", KERNEL, "full.address, c * kChunk, row, head,", "full.address, 0, row, head,", PLAIN),
+    mutant("tQ with the terms of Q", KERNEL, "c, first_row, m_tile.head, batch_of(kBf16Terms + term));",
+           "c, first_row, m_tile.head, batch_of(term));", PLAIN),
+    mutant("tV with the terms of V", KERNEL, "tile.first_key, tile.head_kv, batch_of(first + term));",
+           "tile.first_key, tile.head_kv, batch_of(term));", PLAIN),
+    mutant("one chunk for all", TILES, "full.address, c * kChunk, row, head, batch);", "full.address, 0, row, head, batch);", PLAIN),
     mutant("dO is loaded over what is read", KERNEL,
            "      shared.do_ring.empty(at).wait(at.parity ^ 1);\n", "", PLAIN),
     mutant("tQ for tdX', Q for dX'", KERNEL,
            "for (int first = kMovesQ * kBf16Terms; first >= 0; first -= kBf16Terms)",
            "for (int first = 0; first <= kMovesQ * kBf16Terms; first += kBf16Terms)", PLAIN),
     # ---- products with boxes
-    mutant("a box before it is there", KERNEL, "    ring.barriers.full(at).wait(at.parity);\n", "", PLAIN),
-    mutant("boxes are given back before their products are done", KERNEL, "      ptx::wgmma_wait<1>();\n", "", PLAIN),
-    mutant("one warp gives a box back for all", KERNEL, "arrive_as_warp(ring.barriers.empty(oldest));",
+    mutant("a box before it is there", TILES, "    ring.barriers.full(at).wait(at.parity);\n", "", PLAIN),
+    mutant("boxes are given back before their products are done", TILES, "      ptx::wgmma_wait<1>();\n", "", PLAIN),
+    mutant("one warp gives a box back for all", TILES, "arrive_as_warp(ring.barriers.empty(oldest));",
            "if (ptx::thread_index() % 128 == 0) for (int w = 0; w < 4; ++w) ring.barriers.empty(oldest).arrive();",
            PLAIN),
-    mutant("a sum begins with what was there", KERNEL, "term == kLast && c == 0 && k == 0);", "false);", PLAIN),
-    mutant("products of the high terms alone", KERNEL, "kOthers = kBf16Terms - term,", "kOthers = 1,", PLAIN),
-    mutant("every chunk begins a sum", KERNEL, "term == kLast && c == 0 && k == 0);", "term == kLast && k == 0);",
+    mutant("a sum begins with what was there", TILES, "term == kLast && c == 0 && k == 0);", "false);", PLAIN),
+    mutant("products of the high terms alone", TILES, "kOthers = kBf16Terms - term,", "kOthers = 1,", PLAIN),
+    mutant("every chunk begins a sum", TILES, "term == kLast && c == 0 && k == 0);", "term == kLast && k == 0);",
            PLAIN),
     # ---- dX', tdX' and tdV
     mutant("tK Q' is forgotten", KERNEL, "            if constexpr (kMovesK)\n", "            if constexpr (false)\n",
