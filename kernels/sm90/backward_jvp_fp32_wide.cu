@@ -38,8 +38,7 @@
 static_assert(kNumWarps == 16, "dX', tdK, tdQ and the producers");
 constexpr int kBoxes = CUFLASH_NUM_STAGES, kTdkBoxes = CUFLASH_TDK_BOXES;
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
-static_assert(kBoxes >= 2 * max_of(kChunks, kChunksV), "boxes of the highest terms, and those before them");
-static_assert(kTdkBoxes >= 2, "the next box is taken while products read the one before");
+static_assert(kBoxes >= max_of(kChunks, kChunksV), "the boxes of the highest terms");
 
 constexpr bool kSumsTdqOfDx = kDqByReduction && kMovesK;  // tdQ += dX tK
 
@@ -48,8 +47,7 @@ constexpr bool kSumsTdqOfDx = kDqByReduction && kMovesK;  // tdQ += dX tK
 constexpr u32 kTermK = chunked_bytes(kRows, kDim), kBytesK = kBf16Terms * kTermK;
 constexpr u32 kTermDo = chunked_bytes(kRows, kDimV), kBytesDo = kBf16Terms * kTermDo;
 constexpr u32 kBytesDx = kBf16Terms * kTerm;
-// And a word that keeps instructions in their order.
-constexpr u32 kBytesBarriers = 8 + 2 * Ring<1>::kBytes + Ring<kBoxes>::kBytes + Ring<kTdkBoxes>::kBytes + 8;
+constexpr u32 kBytesBarriers = 8 + 2 * Ring<1>::kBytes + Ring<kBoxes>::kBytes + Ring<kTdkBoxes>::kBytes;
 static_assert(2 * kBytesK + kBytesDo + kBytesDx + (kBoxes + kTdkBoxes) * kTerm + 2 * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
@@ -67,7 +65,7 @@ static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
               "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, tk, dout, dx, stats, scratch;
+  u32 k, tk, dout, dx, stats;
   BoxRing<kBoxes> boxes;
   BoxRing<kTdkBoxes> tdk_boxes;
   Barrier k_full;
@@ -86,7 +84,6 @@ struct Shared {
     dx_ring = {do_ring.address + Ring<1>::kBytes};
     boxes.barriers = {dx_ring.address + Ring<1>::kBytes};
     tdk_boxes.barriers = {boxes.barriers.address + Ring<kBoxes>::kBytes};
-    scratch = tdk_boxes.barriers.address + Ring<kTdkBoxes>::kBytes;
   }
 };
 
@@ -173,9 +170,6 @@ struct Producer {
   }
 };
 
-// Whether boxes are given back while P' is made: products may not end where some lanes may go another way.
-constexpr bool kGivesBackHalfway = kPairByPair || kScaleInExponent;
-
 // ---- The first warpgroup: dX', tdX' and tdV -------------------------------------------------------------------------
 
 struct MakerOfDx {
@@ -208,56 +202,42 @@ struct MakerOfDx {
   // [1] S' and tX'.
   CUFLASH_DEVICE void make_scores(Accumulator& s, Accumulator& tx) {
     const u64 keys = descriptor_of(shared.k), tangents = descriptor_of(shared.tk);
-    int in_flight = 0;
     ptx::fence_operand(s);
     if constexpr (kMovesProducts) ptx::fence_operand(tx);
     repeat<kBf16Terms>([&](auto n) __attribute__((always_inline)) {
       constexpr int kOwn = kLast - decltype(n)::value;
       if constexpr (kMovesQ)
-        multiply_boxes<kOwn, kDim>(
-            reader, in_flight, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-              ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
-            });
-      multiply_boxes<kOwn, kDim>(
-          reader, in_flight, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-            ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
-            if constexpr (kMovesK)
-              ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tangents, other, kTermK), k), box,
-                                       kMovesQ || !first);
-          });
+        multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
+        });
+      multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+        ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
+        if constexpr (kMovesK)
+          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tangents, other, kTermK), k), box,
+                                   kMovesQ || !first);
+      });
     });
-    reader.finish(in_flight);
     ptx::fence_operand(s);
     if constexpr (kMovesProducts) ptx::fence_operand(tx);
   }
 
-  // [2] dP' or [6] tdP', of the values that come next, in two parts: the products of all but the highest terms, which run
-  // while other numbers are made, and then the others.
-  template <int first, int last>
-  CUFLASH_DEVICE void issue_dp(Accumulator& dp, int& in_flight) {
+  // [2] dP' or [6] tdP', of the values that come next.
+  CUFLASH_DEVICE void make_dp(Accumulator& dp) {
     const u64 dout = descriptor_of(shared.dout);
     ptx::fence_operand(dp);
-    repeat<first + 1 - last>([&](auto n) __attribute__((always_inline)) {
-      multiply_boxes<first - decltype(n)::value, kDimV, true>(
-          reader, in_flight, [&](int other, int k, u64 box, bool is_first) __attribute__((always_inline)) {
-            ptx::wgmma<false, false>(BFloat16{}, dp, box, along_k<kRows>(term_of(dout, other, kTermDo), k), !is_first);
+    repeat<kBf16Terms>([&](auto n) __attribute__((always_inline)) {
+      multiply_boxes<kLast - decltype(n)::value, kDimV>(
+          reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+            ptx::wgmma<false, false>(BFloat16{}, dp, box, along_k<kRows>(term_of(dout, other, kTermDo), k), !first);
           });
     });
-  }
-  CUFLASH_DEVICE void begin_dp(Accumulator& dp, int& in_flight) { issue_dp<kLast, kHigh + 1>(dp, in_flight); }
-  CUFLASH_DEVICE void finish_dp(Accumulator& dp, int& in_flight) {
-    reader.finish(in_flight);
-    issue_dp<kHigh, kHigh>(dp, in_flight);
-    reader.finish(in_flight);
     ptx::fence_operand(dp);
   }
 
   // [4] dX' = P' (dP' - delta), whose terms it stores, in place of dP'; in place of u' what it adds to tdX', u' dX'. Where
   // a function makes scores, u' is what dP' - delta is multiplied by. Leaves P' u', as tdV needs it, in place of dX'; with
-  // a function it is made already. Calls halfway() after half of them.
-  template <class Halfway>
-  CUFLASH_DEVICE void make_dx(const Accumulator& p, Accumulator& u, const Accumulator& pu, Accumulator& dx,
-                              Halfway halfway) const {
+  // a function it is made already.
+  CUFLASH_DEVICE void make_dx(const Accumulator& p, Accumulator& u, const Accumulator& pu, Accumulator& dx) const {
     [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));
     repeat<kSteps>([&](auto step) __attribute__((always_inline)) {
       constexpr int k = decltype(step)::value;
@@ -280,7 +260,6 @@ struct MakerOfDx {
       for (int n = 2 * k; n < 2 * k + 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) dx[n][i] = made[n % 2][i];
-      if constexpr (k == kSteps / 2 - 1) halfway();
     });
   }
 
@@ -294,7 +273,8 @@ struct MakerOfDx {
       for (int i = 0; i < 4; ++i) {
         const float tdp = (kMovesV ? after_dropout(tdx[n][i], p[n][i]) : 0.0f) - tdelta[i % 2];
         // With a scale of 0, tdX' is what is multiplied by the tangent of the scale (ScaledGradients).
-        tdx[n][i] = kMovesScale && common.scale == 0 ? u_dx[n][i] : u_dx[n][i] + weight_of_pair(p[n][i]) * tdp;
+        tdx[n][i] =
+            kMovesScale && common.scale == 0 ? u_dx[n][i] : ptx::fused(weight_of_pair(p[n][i]), tdp, u_dx[n][i]);
       }
     }
   }
@@ -335,34 +315,21 @@ struct MakerOfDx {
 
   CUFLASH_DEVICE void step() {
     Accumulator s, tx, dx, tdx, pu;
-    int in_flight = 0;
     make_scores(s, tx);
+    shared.do_ring.full(do_at).wait(do_at.parity);
+    make_dp(dx);
     const PairWeights pairs(common, tile.work.batch, m_tile.head, tile.key_stop, tile.own_diagonal);
     const bool masked = m_tile.needs_mask(tile.queries);
-    shared.do_ring.full(do_at).wait(do_at.parity);
     const bool large = is_of_large(ptx::float_of(ptx::load_shared_b32(shared.stats)));
-    begin_dp(dx, in_flight);
     WeightsOfTile{common, tile, m_tile, lane_key, kept_scale}.make(
         s, tx, s_stats, pairs, masked, large, [&](int n, const float (&of_n)[4]) __attribute__((always_inline)) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) pu[n][i] = of_n[i];
-          if (kGivesBackHalfway && n == kNTiles / 2 - 1) {
-            // The assembler would sink these weights past the wait.
-            float sum = 0.0f;
-#pragma unroll
-            for (int m = 0; m <= n; ++m)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) sum += fabsf(s[m][i]);
-            ptx::keep_before(sum, shared.scratch);
-            reader.finish(in_flight);
-          }
         });
-    finish_dp(dx, in_flight);
-    if constexpr (kMovesV) begin_dp(tdx, in_flight);
     if constexpr (kReadsDx) wait_for_space();
-    make_dx(s, tx, pu, dx, [&]() __attribute__((always_inline)) { reader.finish(in_flight); });
+    make_dx(s, tx, pu, dx);
     if constexpr (kReadsDx) hand_over();
-    if constexpr (kMovesV) finish_dp(tdx, in_flight);
+    if constexpr (kMovesV) make_dp(tdx);
     make_tdx(s, tx, tdx);
     wait_for_space();
     store_terms(tdx, shared.dx, thread);
@@ -402,7 +369,6 @@ struct MakerOfTdk {
     repeat<kChunks>([&](auto chunk) __attribute__((always_inline)) {
       auto& total = chunk_of<decltype(chunk)::value>(tdk);
       float sum[sizeof(total) / sizeof(total[0])][4];
-      int in_flight = 0;
       ptx::fence_operand(sum);
 #pragma unroll
       for (int term = kLast; term >= 0; --term) {
@@ -414,9 +380,8 @@ struct MakerOfTdk {
           for (int k = 0; k < kSteps; ++k)
             ptx::wgmma<false, true>(BFloat16{}, sum, along_k<kRows>(term_of(dx, other), k), along_k_transposed(box, k),
                                     term < kLast || k > 0);
-        reader.template commit<false>(1, in_flight);
+        reader.finish();
       }
-      reader.finish(in_flight);
       ptx::fence_operand(sum);
       add(total, sum);
     });

@@ -123,27 +123,12 @@ struct BoxReader {
     at.advance();
     return box;
   }
-  // Ends a group of products with the last `count` boxes. Waits for those of groups before, and gives back their boxes,
-  // `in_flight`, unless it `holds` them.
-  template <bool holds>
-  CUFLASH_DEVICE void commit(int count, int& in_flight) {
+  // Ends a group of products, waits for it, and gives back its `count` boxes. Boxes are what products wait for: it is
+  // better to give one back at once than to have products of this warpgroup in flight while it waits for the next one.
+  template <int count = 1>
+  CUFLASH_DEVICE void finish() {
     ptx::wgmma_commit();
-    if constexpr (!holds) {
-      ptx::wgmma_wait<1>();
-      release(in_flight);
-      in_flight = 0;
-    }
-    in_flight += count;
-  }
-  // Waits for all products, and gives all boxes back.
-  CUFLASH_DEVICE void finish(int& in_flight) {
     ptx::wgmma_wait<0>();
-    release(in_flight);
-    in_flight = 0;
-  }
-
- private:
-  CUFLASH_DEVICE void release(int count) {
 #pragma unroll
     for (int i = 0; i < count; ++i, oldest.advance()) arrive_as_warp(ring.barriers.empty(oldest));
   }
@@ -152,9 +137,9 @@ struct BoxReader {
 // Takes the boxes of a term, of `columns` columns. Calls multiply(other, k, box, first) for all terms of the other
 // operand that count, and all steps k along the columns: `box` describes those of the step in the box, `first` says
 // whether nothing has been summed yet. The boxes of the highest term are multiplied together, so that the products of
-// the highest terms come last. With `holds` no box is given back yet.
-template <int term, int columns, bool holds = false, int stages, class Multiply>
-CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, int& in_flight, Multiply multiply) {
+// the highest terms come last.
+template <int term, int columns, int stages, class Multiply>
+CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply) {
   constexpr int kCount = chunks_of(columns), kOthers = kBf16Terms - term, kTogether = term == kHigh ? kCount : 1;
   repeat<kCount / kTogether>([&](auto group) __attribute__((always_inline)) {
     u64 box[kTogether];
@@ -170,7 +155,7 @@ CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, int& in_flight, Mu
         for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
           multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), term == kLast && c == 0 && k == 0);
       }
-    reader.template commit<holds>(kTogether, in_flight);
+    reader.template finish<kTogether>();
   });
 }
 

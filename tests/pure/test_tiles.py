@@ -126,8 +126,8 @@ TABLES = {
         (BACKWARD_JVP_TF32_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
         (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"max_dim": 192}, "a head dimension of two chunks"),
-        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"num_stages": 3}, "boxes of the highest terms"),
-        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"tdk_boxes": 1}, "a box to load while another one is multiplied"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"num_stages": 1}, "the boxes of the highest terms"),
+        (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"tdk_boxes": 0}, "and one for tdk"),
         (BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0], {"bf16_terms": 4}, "two or three bf16 terms"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (

@@ -470,7 +470,7 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
 
     defined = ("tdk_boxes", "bf16_terms")
-    variations: ClassVar = {"num_stages": (4, 5, 8, 10), "tdk_boxes": (2, 3, 4, 6)}
+    variations: ClassVar = {"num_stages": (4, 5, 6, 8, 10), "tdk_boxes": (1, 2, 3, 4, 6)}
 
     element_bytes = 4
     num_warps = 16  # four each for dX and tdv, for tdk, for tdq and for the producers
@@ -479,8 +479,7 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
             (self.max_dim <= 2 * CHUNK, "a head dimension of two chunks"),
-            (self.num_stages >= 4, "boxes of the highest terms, and those before them"),
-            (self.tdk_boxes >= 2, "a box to load while another one is multiplied"),
+            (self.num_stages >= 2 and self.tdk_boxes >= 1, "the boxes of the highest terms, and one for tdk"),
             (self.bf16_terms in (2, 3), "two or three bf16 terms"),
         )
 
@@ -488,7 +487,7 @@ class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
         boxes, box = self.num_stages + self.tdk_boxes, chunked_bytes(64, CHUNK)
         terms = 2 * chunked_bytes(64, dim) + chunked_bytes(64, dim_v) + box  # of k and its tangent, dout and dX
         stats = 16 * self.block_m
-        return self.bf16_terms * terms + boxes * box + stats + 8 * (1 + 4 + 2 * boxes + 1)
+        return self.bf16_terms * terms + boxes * box + stats + 8 * (1 + 4 + 2 * boxes)
 
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")

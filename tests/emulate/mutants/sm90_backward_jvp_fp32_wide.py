@@ -17,7 +17,8 @@ MUTANTS = (
            "c, first_row, m_tile.head, batch_of(term));", PLAIN),
     mutant("tV with the terms of V", KERNEL, "tile.first_key, tile.head_kv, batch_of(first + term));",
            "tile.first_key, tile.head_kv, batch_of(term));", PLAIN),
-    mutant("one chunk for all", TILES, "full.address, c * kChunk, row, head, batch);", "full.address, 0, row, head, batch);", PLAIN),
+    mutant("one chunk for all", TILES, "full.address, c * kChunk, row, head, batch);",
+           "full.address, 0, row, head, batch);", PLAIN),
     mutant("dO is loaded over what is read", KERNEL,
            "      shared.do_ring.empty(at).wait(at.parity ^ 1);\n", "", PLAIN),
     mutant("tQ for tdX', Q for dX'", KERNEL,
@@ -25,7 +26,7 @@ MUTANTS = (
            "for (int first = 0; first <= kMovesQ * kBf16Terms; first += kBf16Terms)", PLAIN),
     # ---- products with boxes
     mutant("a box before it is there", TILES, "    ring.barriers.full(at).wait(at.parity);\n", "", PLAIN),
-    mutant("boxes are given back before their products are done", TILES, "      ptx::wgmma_wait<1>();\n", "", PLAIN),
+    mutant("boxes are given back before their products are done", TILES, "    ptx::wgmma_wait<0>();\n", "", PLAIN),
     mutant("one warp gives a box back for all", TILES, "arrive_as_warp(ring.barriers.empty(oldest));",
            "if (ptx::thread_index() % 128 == 0) for (int w = 0; w < 4; ++w) ring.barriers.empty(oldest).arrive();",
            PLAIN),
