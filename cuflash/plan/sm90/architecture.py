@@ -9,7 +9,7 @@ from cuflash.plan.sm90.backward_jvp import BackwardJvp, BackwardJvpFloat32, Back
 from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
-from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpWide
+from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpFloat32Wide, JvpWide
 from cuflash.plan.sm90.reductions import Columns, Top
 
 SM90 = Architecture(
@@ -20,7 +20,7 @@ SM90 = Architecture(
         DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     ),
     forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
-    jvp=(JvpFloat32(), Jvp(), JvpWide()),
+    jvp=(JvpFloat32(), JvpFloat32Wide(), Jvp(), JvpWide()),
     backward_jvp=(BackwardJvpFloat32(), BackwardJvpFloat32Wide(), BackwardJvp()),
     backward=(BackwardFloat32(), BackwardWide(), Backward()),
     dq=(DqWide(),),

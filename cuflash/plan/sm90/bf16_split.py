@@ -13,6 +13,7 @@ from cuflash.plan.sm90.tiles import (
     BiasSm90Tile,
     ForwardFloat32Sm90Tile,
     JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
 )
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
@@ -22,6 +23,7 @@ SplitTile = (
     | BackwardFloat32Sm90Tile
     | BiasSm90Tile
     | JvpFloat32Sm90Tile
+    | JvpFloat32WideSm90Tile
     | BackwardJvpFloat32Sm90Tile
     | BackwardJvpFloat32WideSm90Tile
 )
