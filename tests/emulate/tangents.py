@@ -10,7 +10,9 @@ from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.tiles import (
     JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
     JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
     BackwardJvpFloat32Sm90Tile,
     BackwardJvpFloat32WideSm90Tile,
 )
@@ -58,19 +60,15 @@ def without_tdout(moved: Moved) -> Moved:
 
 
 def inputs_of_float32(case: Case, moved: Moved, tile: Float32Tile) -> tuple[Problem, dict[str, Any]]:
-    """The problem of a kernel of float32, and all that the pass takes.
-
-    Scores are split alike in both passes up to head_dim 64; above, jvp makes them of the numbers as they are.
-    """
-    problem = of_jvp = replace(case.problem, precision="highest")
+    """The problem of a kernel of float32, and all that the pass takes: scores are split alike in both passes."""
+    of_jvp = (JVP_FLOAT32_SM90_TILES, JVP_FLOAT32_WIDE_SM90_TILES)
+    problem = replace(case.problem, precision="highest")
     if tile.bf16_terms == 2:
-        problem = replace(problem, precision="tf32")
-    options: dict[str, Any] = {}
-    if isinstance(tile, BackwardJvpFloat32Sm90Tile):
-        of_jvp, options["tiles"] = problem, JVP_TF32_SM90_TILES if tile.bf16_terms == 2 else JVP_FLOAT32_SM90_TILES
+        problem, of_jvp = replace(problem, precision="tf32"), (JVP_TF32_SM90_TILES, JVP_TF32_WIDE_SM90_TILES)
     every = case.arrays() | without_tdout(moved).arrays(case)
     given = {name: x for name, x in every.items() if name not in ("dout", "dlse", "tdlse")}
-    results = passes.jvp(of_jvp, given, arch="9.0", **options, **case.random)
+    tiles = of_jvp[isinstance(tile, BackwardJvpFloat32WideSm90Tile)]
+    results = passes.jvp(problem, given, arch="9.0", tiles=tiles, **case.random)
     return problem, every | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
 
 

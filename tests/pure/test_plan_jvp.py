@@ -21,10 +21,13 @@ from cuflash.plan.sm90.tiles import (
     BACKWARD_JVP_TF32_SM90_TILES,
     BACKWARD_JVP_TF32_WIDE_SM90_TILES,
     JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
     JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
     BackwardJvpFloat32Sm90Tile,
     BackwardJvpFloat32WideSm90Tile,
     JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
 )
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
@@ -73,6 +76,8 @@ def test_every_row_is_chosen_somewhere():
         *JVP_WIDE_SM90_TILES,
         *JVP_FLOAT32_SM90_TILES,
         *JVP_TF32_SM90_TILES,
+        *JVP_FLOAT32_WIDE_SM90_TILES,
+        *JVP_TF32_WIDE_SM90_TILES,
         *BACKWARD_JVP_TILES,
         *BACKWARD_JVP_SM90_TILES,
         *BACKWARD_JVP_FLOAT32_SM90_TILES,
@@ -125,7 +130,9 @@ def test_kernels_make_what_is_needed():
         ({"dtype": "float64"}, ""),
         ({"dtype": "float32"}, None),
         ({"dtype": "float32", "head_dim": 20, "strides": "flipped"}, None),
-        ({"dtype": "float32", "head_dim": 72}, "not sm90/jvp_fp32: it serves head dimensions up to 64"),
+        ({"dtype": "float32", "head_dim": 72}, None),
+        ({"dtype": "float32", "head_dim": 8, "head_dim_v": 128}, None),
+        ({"dtype": "float32", "head_dim": 132}, "not sm90/jvp_fp32_wide: it serves head dimensions up to 128"),
         (
             {"dtype": "float32", "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
             "not sm90/jvp_fp32: it knows no packed sequences",
@@ -144,7 +151,8 @@ def test_kernels_make_what_is_needed():
 def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
     """Else the plan says why, and the kernel for all devices serves it."""
     plan = plan_of(problem_of(**options), JVP)
-    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile) == (why_not is None)
+    of_float32 = JvpFloat32Sm90Tile | JvpFloat32WideSm90Tile
+    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | of_float32) == (why_not is None)
     assert (why_not or "") in plan.reason
 
 

@@ -22,6 +22,7 @@ from tests.emulate.mutants import (
     sm90_backward_jvp_fp32_wide,
     sm90_bias,
     sm90_forward,
+    sm90_jvp_fp32_wide,
     sm90_wide,
     tangents,
 )
@@ -39,6 +40,7 @@ MUTANTS = (
     *sm90_backward_jvp.MUTANTS,
     *sm90_backward_jvp_fp32.MUTANTS,
     *sm90_backward_jvp_fp32_wide.MUTANTS,
+    *sm90_jvp_fp32_wide.MUTANTS,
     *sm90_bias.MUTANTS,
     *fp32.MUTANTS,
     *helpers.MUTANTS,

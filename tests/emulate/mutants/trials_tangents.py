@@ -10,6 +10,7 @@ from cuflash.plan.sm90.jvp import JvpSm90Tile, JvpWideSm90Tile
 from cuflash.plan.sm90.tiles import (
     BACKWARD_JVP_FLOAT32_SM90_TILES,
     BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
     JvpFloat32Sm90Tile,
 )
 from cuflash.plan.tiles import Tile
@@ -141,6 +142,15 @@ class JvpFloat32Sm90Trial(JvpSm90Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpFloat32WideSm90Trial(JvpSm90Trial):
+    """The same of head dimensions above 64."""
+
+    @property
+    def tile(self) -> Tile:
+        return JVP_FLOAT32_WIDE_SM90_TILES[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardJvpFloat32Sm90Trial:
     """backward_jvp in float32 on compute capability 9.0: tangents of q, k and v, or of all that there is."""
 
@@ -206,6 +216,13 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_FLOAT32, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1), moved=()
     ),
     "jvp float32 few keys": JvpFloat32Sm90Trial(case=replace(_FLOAT32, seqlen_k=40), schedules=SCHEDULES),
+    "wide jvp float32": JvpFloat32WideSm90Trial(
+        case=replace(_FLOAT32, seqlen_q=135, head_dim=128, head_dim_v=128, score_spread=8.0), schedules=SCHEDULES
+    ),
+    "wide jvp float32 of options": JvpFloat32WideSm90Trial(
+        case=replace(_FLOAT32, head_dim=72, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1),
+        moved=(),
+    ),
     "tangents float32": BackwardJvpFloat32Sm90Trial(case=_FEW),
     "tangents float32 with one stage": BackwardJvpFloat32Sm90Trial(
         case=_FEW, tile=replace(BACKWARD_JVP_FLOAT32_SM90_TILES[0], num_stages=1)
