@@ -35,7 +35,7 @@ MUTANTS = (
     mutant("every chunk begins a sum", TILES, "term == kLast && c == 0 && k == 0);", "term == kLast && k == 0);",
            PLAIN),
     # ---- dX', tdX' and tdV
-    mutant("tK Q' is forgotten", KERNEL, "            if constexpr (kMovesK)\n", "            if constexpr (false)\n",
+    mutant("tK Q' is forgotten", KERNEL, "        if constexpr (kMovesK)\n", "        if constexpr (false)\n",
            PLAIN),
     mutant("dX' without delta", KERNEL, " - delta[i % 2];", ";", PLAIN),
     mutant("tdX' without the tangent of delta", KERNEL, " - tdelta[i % 2];", ";", PLAIN),
