@@ -28,38 +28,20 @@
 //
 // The products of the four warps of a warpgroup end at different times: each warp says that its own is done.
 #include "common/config.cuh"
-#include "common/io/bf16_split.cuh"
-#include "common/io/fragments.cuh"
-#include "common/io/operands.cuh"
 #include "common/io/params.cuh"
-#include "common/score/dropout.cuh"
-#include "common/score/gradient_tangents.cuh"
-#include "common/score/scores.cuh"
+#include "sm90/backward_jvp_terms.cuh"
 #include "sm90/backward_work.cuh"
-#include "sm90/pair_weights.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-constexpr int kRows = 64;  // of every tile
-constexpr int kNTiles = kRows / 8, kSteps = kRows / 16;
-static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kDim <= kChunk && kDimV <= kChunk, "a tile is one chunk");
 static_assert(kNumWarps == 16, "P', dX', tdQ and the producers");
-static_assert(kPairsStats, "a lane reads lse of two queries, or their delta");
-static_assert(kHasValues && !kIsPacked && !kDqInOrder && !kSplitsGroup && !kSplitsTail, "not served");
 constexpr int kQStages = CUFLASH_NUM_STAGES, kDoStages = CUFLASH_DO_STAGES, kBuffers = CUFLASH_NUM_BUFFERS;
-
-constexpr bool kMovesProducts = kMovesQ || kMovesK;  // tX' = K tQ' + tK Q'
-constexpr bool kSumsTdv = kNeedsDv && kMovesScores;
-constexpr bool kReadsDx = kMovesQ || kMovesK;  // by [6] or [7]; both read tdX'
-// Whether weights are made pair by pair (sm90/pair_weights.cuh).
-constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMovesAlibi;
 
 // Shared memory: K and tK, the ring of Q and tQ, the ring of dO, buffers, statistics and their tangents, barriers. Terms
 // of a tile come one after the other; those of Q and tQ take turns, so that one product reads both.
-constexpr u32 kTerm = chunked_bytes(kRows, kChunk), kTerms = kBf16Terms * kTerm;
-constexpr u32 kBytesStats = kRows * 8;       // and as many of their tangents
+constexpr u32 kTerms = kBf16Terms * kTerm;
 constexpr u32 kBytesP = 128 * kNTiles * 16;  // and as many of u'
 static_assert(kBytesP <= kTerms, "P' lies where dX' will be");
 constexpr u32 kBytesBarriers = 8 * (2 + 2 * kQStages + 2 * kDoStages + 3 * kBuffers);
@@ -129,45 +111,6 @@ struct Shared {
   CUFLASH_DEVICE u32 tdx_at(const Position<kBuffers>& at) const { return dx_at(at) + kTerms; }
 };
 
-// ---- Products of terms ---------------------------------------------------------------------------------------------
-
-// Calls multiply(a, b, index) for the pairs of terms a and b whose products count, small ones first.
-template <class Multiply>
-CUFLASH_DEVICE void for_term_products(Multiply multiply) {
-  repeat<kTermProducts>([&](auto index) __attribute__((always_inline)) {
-    constexpr TermProduct product = term_product(decltype(index)::value);
-    multiply(Integer<product.a>{}, Integer<product.b>{}, decltype(index)::value);
-  });
-}
-CUFLASH_DEVICE u64 term_of(u64 tile, int term, u32 term_bytes = kTerm) { return tile + term * (term_bytes / 16); }
-
-using Accumulator = float[kNTiles][4];
-template <int steps>
-using Terms = u32[kBf16Terms][steps][4];  // of an operand in registers
-
-// Turns 16 columns of an accumulator, from n-tile 2 k on, into terms by `split_pair`. Returns the sum of its results.
-template <class SplitPair>
-CUFLASH_DEVICE float split_step(const Accumulator& value, int k, u32 (&word)[kBf16Terms][4], SplitPair split_pair) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float (&pair)[4] = value[2 * k + i / 2];
-    u32 terms[kBf16Terms];
-    sum += split_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1], terms);
-#pragma unroll
-    for (int term = 0; term < kBf16Terms; ++term) word[term][i] = terms[term];
-  }
-  return sum;
-}
-
-template <int n_tiles>
-CUFLASH_DEVICE void add(float (&total)[n_tiles][4], const float (&sum)[n_tiles][4]) {
-#pragma unroll
-  for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[n][i] += sum[n][i];
-}
-
 // ---- Producers ------------------------------------------------------------------------------------------------------
 
 // A producer is one thread. One loads K and tK, and stages of Q and tQ; the other V and tV, and stages of dO with the
@@ -230,19 +173,6 @@ struct Producer {
   }
 };
 
-// Stores rows of a result.
-template <int head_dim, int n_tiles>
-CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, u32 thread,
-                               const float (&value)[n_tiles][4], float factor) {
-  Storage* head = (Storage*)head_of(result, tile.work.batch, tile.head_kv);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = tile.first_key + thread / 32 * 16 + fragment_row() + half * 8;
-    if (key >= params.seqlen_k) continue;
-    store_row<head_dim>(head + key * result.row_stride, value, half, factor);
-  }
-}
-
 // ---- The first warpgroup: P', u' and tdV --------------------------------------------------------------------------
 
 struct MakerOfP {
@@ -304,99 +234,25 @@ struct MakerOfP {
       }
   }
 
-  // [2] P' and u' of n-tile `n`, whose statistics and their tangents are those of `lse` and `tlse`, in place of S' and
-  // tX': weights that dropout drops are marked by their sign. Returns P' u' as tdV needs it.
-  template <class RowOf>
-  CUFLASH_DEVICE void weigh(float (&p)[4], float (&u)[4], float (&pu)[4], int n, const float (&tlse)[2],
-                            const PairWeights& pairs, bool masked, const KeptWeights<true>& kept, RowOf row_of) const {
-    const int query = m_tile.m_block * kRows + fragment_column() + 8 * n;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = query + i % 2, key = lane_key + i / 2 * 8;
-      const float tangent = kMovesProducts ? u[i] : 0.0f;
-      if constexpr (kPairByPair) {
-        float weight;
-        u[i] = tangent;
-        pu[i] = pairs.make(p[i], u[i], weight, row, key, masked, row_of(i % 2), tlse[i % 2]);
-      } else {
-        float derivative;
-        p[i] = pairs.weights.of_hidden(p[i], row, key, masked, row_of(i % 2), derivative);
-        u[i] = p[i] == 0.0f ? 0.0f : tangent * pairs.weights.score.scale - tlse[i % 2];
-        pu[i] = p[i] * u[i];
-      }
-      if constexpr (kHasDropout) {
-        const bool keeps = kept.keeps(n, i);
-        p[i] = keeps ? p[i] : -p[i];
-        pu[i] = keeps ? pu[i] * kept_scale : 0.0f;
-      }
-    }
-  }
-
-  // Makes all of them, hands P' and u' over, and leaves P' u' in place of tX'. `row_of(query, lse)` is a row as weights
-  // take it.
-  template <class RowOf>
-  CUFLASH_DEVICE void hand_over(Accumulator& s, Accumulator& tx, const PairWeights& pairs, bool masked,
-                                RowOf row_of) const {
-    const u32 s_stats = shared.stats_at(do_at) + fragment_column() * 8, s_p = shared.dx_at(buffer) + thread * 16;
-    const int lane_query = m_tile.m_block * kRows + fragment_column();
-    [[maybe_unused]] const Dropout dropout(common, tile.work.batch, m_tile.head);
-    KeptWeights<true> kept = {};
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-      float lse[2], tlse[2], pu[4];  // of this lane's two queries
-      ptx::load_shared_x2(s_stats + n * 64, lse);
-      ptx::load_shared_x2(s_stats + kBytesStats + n * 64, tlse);
-      if (kHasDropout && n % 2 == 0) kept = dropout.transposed(lane_query + 8 * n, lane_key);
-      weigh(s[n], tx[n], pu, n, tlse, pairs, masked, kept,
-            [&](int i) { return row_of(lane_query + 8 * n + i, lse[i]); });
-      ptx::store_shared_f32x4(s_p + n * 2048, s[n]);
-      ptx::store_shared_f32x4(s_p + kTerms + n * 2048, tx[n]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tx[n][i] = pu[i];
-    }
-    arrive_as_warp(shared.handed.p_full(buffer));
-  }
-
-  // [2] of a tile, of which some rows may be `large` (common/softmax/backward.cuh).
+  // [2] Makes P' and u', hands them over, and leaves P' u' in place of tX'.
   CUFLASH_DEVICE void make_p(Accumulator& s, Accumulator& tx, const PairWeights& pairs, bool masked, bool large) const {
-    const Entry batch = tile.work.batch;
-    const int head = m_tile.head;
-    if constexpr (kPairByPair) {
-      hand_over(s, tx, pairs, masked, [&](int query, float lse) {
-        if (large) return RowStats(common, batch, head, query);
-        RowStats stats;
-        stats.lse = lse;
-        return stats;
-      });
-    } else {
-      const auto row_of = [&](int n, int i) { return m_tile.m_block * kRows + 8 * n + fragment_column() + i % 2; };
-      pairs.weights.hide_products((float (&)[1][kNTiles][4])s, masked, row_of,
-                                  [&](int, int i) { return lane_key + i / 2 * 8; });
-      // As in sm90/backward_fp32.cu: one body of code serves both where products are scores but for their factor.
-      const RowSum* row_sums = row_sums_of(common, batch, head);
-      if (large && kScaleInExponent) {
+    const u32 s_p = shared.dx_at(buffer) + thread * 16;
+    WeightsOfTile{common, tile, m_tile, lane_key, kept_scale}.make(
+        s, tx, shared.stats_at(do_at) + fragment_column() * 8, pairs, masked, large,
+        [&](int n, const float (&pu)[4]) __attribute__((always_inline)) {
+          ptx::store_shared_f32x4(s_p + n * 2048, s[n]);
+          ptx::store_shared_f32x4(s_p + kTerms + n * 2048, tx[n]);
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n) make_relative(s[n], n, row_sums + row_of(0, 0), pairs.weights.exponent_scale);
-      } else if (large) {
-        hand_over(s, tx, pairs, masked, [row_sums](int query, float) { return row_sums[query]; });
-      }
-      if (kScaleInExponent || !large) hand_over(s, tx, pairs, masked, [](int, float lse) { return PlainRow{lse}; });
-    }
+          for (int i = 0; i < 4; ++i) tx[n][i] = pu[i];
+        });
+    arrive_as_warp(shared.handed.p_full(buffer));
   }
 
   // [3] tdV += (P' u') dO. The tensor cores sum a tile, and tiles are added with rounding.
   CUFLASH_DEVICE void add_tdv(const Accumulator& pu) {
     Terms<kSteps> operand;
     float sum[kDimV / 8][4];
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      u32 word[kBf16Terms][4];
-      split_step(pu, k, word, bf16_split_small);
-#pragma unroll
-      for (int term = 0; term < kBf16Terms; ++term)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) operand[term][k][i] = word[term][i];
-    }
+    to_terms(pu, operand);
     const u64 dout = descriptor_of_transposed<kRows>(shared.do_at(do_at));
     issue(sum, [&]() __attribute__((always_inline)) {
       for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
@@ -523,30 +379,6 @@ struct MakerOfDx {
     }
   }
 
-  // Stores the terms of dX' or of tdX', whose rows are keys.
-  CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to) const {
-    const u32 lane = lane_index(), line = to + (thread / 32 * 16 + lane % 16) * kLineBytes;
-    const auto store = [&](auto split_pair) __attribute__((always_inline)) {
-      float rests = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        u32 word[kBf16Terms][4];
-        rests += split_step(value, k, word, split_pair);
-#pragma unroll
-        for (int term = 0; term < kBf16Terms; ++term)
-          ptx::store_matrix_x4(line + term * kTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)), word[term]);
-      }
-      return rests;
-    };
-    const float rests = store(bf16_split_small);
-    if (ptx::any_lane(rests - rests != 0.0f)) {  // some are not finite, which is rare
-      store([](float x, float y, u32(&word)[kBf16Terms]) {
-        bf16_split(x, y, word);
-        return 0.0f;
-      });
-    }
-  }
-
   // [6] tdK += dX' tQ + tdX' Q, as tdV.
   CUFLASH_DEVICE void add_tdk() {
     const u64 dx = descriptor_of(shared.dx_at(buffer)), tdx = descriptor_of(shared.tdx_at(buffer));
@@ -577,8 +409,8 @@ struct MakerOfDx {
     make_dx(dx, tdx);
     sync();  // all threads have read P' and u', which are overwritten, and the statistics
     if (thread == 0) shared.do_ring.empty(do_at).arrive();
-    if constexpr (kReadsDx) store_terms(dx, shared.dx_at(buffer));
-    store_terms(tdx, shared.tdx_at(buffer));
+    if constexpr (kReadsDx) store_terms(dx, shared.dx_at(buffer), thread);
+    store_terms(tdx, shared.tdx_at(buffer), thread);
     ptx::fence_async_proxy();
     sync();
     if (thread == 0) shared.handed.dx_full(buffer).arrive();

@@ -8,7 +8,14 @@ import numpy as np
 
 from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec
-from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, BackwardJvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
+    JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
+    BackwardJvpFloat32Sm90Tile,
+    BackwardJvpFloat32WideSm90Tile,
+)
 from cuflash.spec.inputs import NUMBERS
 from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS
 from cuflash.spec.problem import Problem
@@ -17,6 +24,8 @@ from cuflash.testing.rule import measure
 from cuflash.testing.tangents import Moved, assert_tangents, yardsticks_of
 from tests.scored import Scored
 from tests.second_derivatives import has_gradient, judge_functions
+
+Float32Tile = BackwardJvpFloat32Sm90Tile | BackwardJvpFloat32WideSm90Tile
 
 
 def check(case: Case, moved: Moved, arch: str | DeviceSpec, deterministic: bool = False, **options: Any) -> None:
@@ -46,22 +55,24 @@ def check_jvp(case: Case, moved: Moved, **options: Any) -> None:
 
 
 def without_tdout(moved: Moved) -> Moved:
-    """The other tangents: with tdout sm90/backward_jvp_fp32.cu does not serve a call."""
+    """The other tangents: with tdout the kernels of float32 do not serve a call."""
     return replace(moved, cotangents=tuple(name for name in moved.cotangents if name != "tdout"))
 
 
-def inputs_of_float32(case: Case, moved: Moved, tile: BackwardJvpFloat32Sm90Tile) -> tuple[Problem, dict[str, Any]]:
-    """The problem of sm90/backward_jvp_fp32.cu, and all that the pass takes: scores are split alike in both passes."""
-    problem, of_jvp = replace(case.problem, precision="highest"), JVP_FLOAT32_SM90_TILES
+def inputs_of_float32(case: Case, moved: Moved, tile: Float32Tile) -> tuple[Problem, dict[str, Any]]:
+    """The problem of a kernel of float32, and all that the pass takes: scores are split alike in both passes."""
+    of_jvp = (JVP_FLOAT32_SM90_TILES, JVP_FLOAT32_WIDE_SM90_TILES)
+    problem = replace(case.problem, precision="highest")
     if tile.bf16_terms == 2:
-        problem, of_jvp = replace(problem, precision="tf32"), JVP_TF32_SM90_TILES
+        problem, of_jvp = replace(problem, precision="tf32"), (JVP_TF32_SM90_TILES, JVP_TF32_WIDE_SM90_TILES)
     every = case.arrays() | without_tdout(moved).arrays(case)
     given = {name: x for name, x in every.items() if name not in ("dout", "dlse", "tdlse")}
-    results = passes.jvp(problem, given, arch="9.0", tiles=of_jvp, **case.random)
+    tiles = of_jvp[isinstance(tile, BackwardJvpFloat32WideSm90Tile)]
+    results = passes.jvp(problem, given, arch="9.0", tiles=tiles, **case.random)
     return problem, every | dict(zip(("out", "lse", "tout", "tlse"), results, strict=True))
 
 
-def check_float32(case: Case, moved: Moved, tile: BackwardJvpFloat32Sm90Tile, **options: Any) -> None:
+def check_float32(case: Case, moved: Moved, tile: Float32Tile, **options: Any) -> None:
     """Hold its results to the oracle rule.
 
     Two terms, which are for precision="tf32", have 16 bits of the 24 that the tolerance is for.

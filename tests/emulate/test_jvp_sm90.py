@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from cuflash.emulator import SCHEDULES, passes
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
-from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
+    JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
+    JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
+)
 from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import JVP
 from cuflash.testing import Case, cases, yardsticks
@@ -19,11 +26,17 @@ from tests.emulate.tangents import check_jvp
 from tests.sampling import examples, sample
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
-OF_FLOAT32 = [replace(case, dtype="float32") for case in CASES]
+FLOAT32_TILES = (*JVP_FLOAT32_SM90_TILES, *JVP_FLOAT32_WIDE_SM90_TILES)
+TF32_TILES = (*JVP_TF32_SM90_TILES, *JVP_TF32_WIDE_SM90_TILES)
+OF_FLOAT32 = [
+    replace(case, dtype="float32", head_dim=dims[0], head_dim_v=dims[1])
+    for case in CASES
+    for dims in ((case.head_dim, case.head_dim_v), (128, 128), (40, 72), (96, 40))
+]
 OF_HALVES = [case for case in CASES if case.dtype in ("float16", "bfloat16")]
 
 
-AnyTile = JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile
+AnyTile = JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile | JvpFloat32WideSm90Tile
 
 
 def check(case: Case, moved: Moved, tile: AnyTile | None = None, **options: Any) -> None:
@@ -134,7 +147,7 @@ def test_blocks_with_one_tile_each_the_longest_first(options, head_dim, monkeypa
 # ---- float32, as bf16 terms
 
 
-def check_float32(case: Case, moved: Moved, tile: JvpFloat32Sm90Tile, **options: Any) -> None:
+def check_float32(case: Case, moved: Moved, tile: JvpFloat32Sm90Tile | JvpFloat32WideSm90Tile, **options: Any) -> None:
     """Two terms, which are for precision="tf32", have 16 bits of the 24 that the tolerance is for."""
     if case.problem.is_packed:
         check(case, moved)  # another kernel serves it
@@ -171,16 +184,30 @@ def test_drawn_float32_cases(case, block_n, stages, terms, ping_pong, data):
     check_float32(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
 
 
+@settings(max_examples=examples(8))
+@given(
+    cases(dtypes=("float32",), features=FEATURES, max_seqlen=260, max_head_dim=128, max_scores=2**15),
+    st.sampled_from([(3, 2, 1), (3, 4, 3), (2, 3, 2), (2, 6, 4)]),
+    st.data(),
+)
+def test_drawn_float32_cases_of_boxes(case, boxes, data):
+    terms, num_stages, value_boxes = boxes
+    tile = JvpFloat32WideSm90Tile(
+        max_dim=128, num_stages=num_stages, value_boxes=value_boxes, bf16_terms=terms, origin="drawn"
+    )
+    check_float32(case, data.draw(moved_by(case)), tile, schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
 @pytest.mark.parametrize(
-    ("case", "moved"), sample([(case, moved) for case in OF_FLOAT32 for moved in moves_of(case)], 10), ids=str
+    ("case", "moved"), sample([(case, moved) for case in OF_FLOAT32 for moved in moves_of(case)], 20), ids=str
 )
 def test_float32_tangents_that_are_not_given(case, moved):
     check(case, moved)
 
 
-@pytest.mark.parametrize("tile", (*JVP_FLOAT32_SM90_TILES, *JVP_TF32_SM90_TILES), ids=str)
+@pytest.mark.parametrize("tile", (*FLOAT32_TILES, *TF32_TILES), ids=str)
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_float32_rows_of_the_table(tile, spread):
     """As `test_rows_of_the_table`."""
-    case = Case(seqlen_q=270, seqlen_k=520, head_dim=64, dtype="float32", causal=True, score_spread=spread)
+    case = Case(seqlen_q=270, seqlen_k=520, head_dim=tile.max_dim, dtype="float32", causal=True, score_spread=spread)
     check_float32(case, replace(everything(case), common=10.0), tile)

@@ -17,11 +17,17 @@ from cuflash.plan.sm90.backward_jvp import BACKWARD_JVP_SM90_TILES, BackwardJvpS
 from cuflash.plan.sm90.jvp import JVP_SM90_TILES, JVP_WIDE_SM90_TILES, JvpSm90Tile, JvpWideSm90Tile
 from cuflash.plan.sm90.tiles import (
     BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
     BACKWARD_JVP_TF32_SM90_TILES,
+    BACKWARD_JVP_TF32_WIDE_SM90_TILES,
     JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
     JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
     BackwardJvpFloat32Sm90Tile,
+    BackwardJvpFloat32WideSm90Tile,
     JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
 )
 from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import make_problem
@@ -70,10 +76,14 @@ def test_every_row_is_chosen_somewhere():
         *JVP_WIDE_SM90_TILES,
         *JVP_FLOAT32_SM90_TILES,
         *JVP_TF32_SM90_TILES,
+        *JVP_FLOAT32_WIDE_SM90_TILES,
+        *JVP_TF32_WIDE_SM90_TILES,
         *BACKWARD_JVP_TILES,
         *BACKWARD_JVP_SM90_TILES,
         *BACKWARD_JVP_FLOAT32_SM90_TILES,
         *BACKWARD_JVP_TF32_SM90_TILES,
+        *BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
+        *BACKWARD_JVP_TF32_WIDE_SM90_TILES,
         *DQ_JVP_TILES,
         *SCORES_JVP_TILES,
     )
@@ -120,7 +130,9 @@ def test_kernels_make_what_is_needed():
         ({"dtype": "float64"}, ""),
         ({"dtype": "float32"}, None),
         ({"dtype": "float32", "head_dim": 20, "strides": "flipped"}, None),
-        ({"dtype": "float32", "head_dim": 72}, "not sm90/jvp_fp32: it serves head dimensions up to 64"),
+        ({"dtype": "float32", "head_dim": 72}, None),
+        ({"dtype": "float32", "head_dim": 8, "head_dim_v": 128}, None),
+        ({"dtype": "float32", "head_dim": 132}, "not sm90/jvp_fp32_wide: it serves head dimensions up to 128"),
         (
             {"dtype": "float32", "cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)},
             "not sm90/jvp_fp32: it knows no packed sequences",
@@ -139,7 +151,8 @@ def test_kernels_make_what_is_needed():
 def test_what_hopper_has_a_kernel_of_its_own_for(options, why_not):
     """Else the plan says why, and the kernel for all devices serves it."""
     plan = plan_of(problem_of(**options), JVP)
-    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | JvpFloat32Sm90Tile) == (why_not is None)
+    of_float32 = JvpFloat32Sm90Tile | JvpFloat32WideSm90Tile
+    assert isinstance(plan.tiles[0], JvpSm90Tile | JvpWideSm90Tile | of_float32) == (why_not is None)
     assert (why_not or "") in plan.reason
 
 
@@ -183,12 +196,13 @@ def test_tangents_are_split_with_their_arrays(moved, precision):
 
 @pytest.mark.parametrize("moved", [(), ("q",), ("k", "v")])
 @pytest.mark.parametrize("need", [("tdq", "tdk", "tdv"), ("tdq",), ("tdv",)])
-def test_tangents_of_gradients_in_float32(moved, need):
+@pytest.mark.parametrize(("head_dim", "kernel"), [(64, "backward_jvp_fp32"), (72, "backward_jvp_fp32_wide")])
+def test_tangents_of_gradients_in_float32(moved, need, head_dim, kernel):
     """The copies of arrays have the terms of tangents, too, and there is one map for each; dout has no tangent."""
-    plan = plan_of(problem_of("float32", moved=moved), BACKWARD_JVP, need=need)
+    plan = plan_of(problem_of("float32", head_dim, moved), BACKWARD_JVP, need=need)
     of_tdq = ["helpers/backward_postprocess.cu"] if "tdq" in need else []
     assert [kernel.source for kernel in plan.kernels] == [
-        *("helpers/backward_preprocess.cu", "helpers/split_fp32.cu", "sm90/backward_jvp_fp32.cu"),
+        *("helpers/backward_preprocess.cu", "helpers/split_fp32.cu", f"sm90/{kernel}.cu"),
         *of_tdq,
     ]
     assert [spec.name for spec in plan.tensor_maps] == ["q_copy", "k_copy", "v_copy", "dout_copy"]
@@ -203,8 +217,11 @@ def test_tangents_of_gradients_in_float32(moved, need):
     [
         ({}, None),
         ({"head_dim": 20, "strides": "flipped", "softcap": 3.0}, None),
-        ({"deterministic": True}, "it adds to tdq in no fixed order"),
-        ({"head_dim": 72}, "it serves head dimensions up to 64"),
+        ({"deterministic": True}, "not sm90/backward_jvp_fp32: it adds to tdq in no fixed order"),
+        ({"head_dim": 72}, None),
+        ({"head_dim": 8, "head_dim_v": 128, "softcap": 3.0}, None),
+        ({"head_dim": 72, "deterministic": True}, "not sm90/backward_jvp_fp32_wide: it adds to tdq in no fixed order"),
+        ({"head_dim": 132}, "not sm90/backward_jvp_fp32_wide: it serves head dimensions up to 128"),
         ({"cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)}, "it knows no packed sequences"),
         ({"window": (10, 10)}, "splitting these takes too long"),
         ({"tdout": True}, "no stage of tdout fits into shared memory"),
@@ -216,9 +233,10 @@ def test_why_not_the_float32_kernel_of_sm90(options, why_not):
     problem = replace(problem_of("float32", **own), deterministic="deterministic" in options)
     operands = {"tdout": problem.q} if "tdout" in options else None
     plan = plan_of(problem, BACKWARD_JVP, operands=operands)
-    assert isinstance(plan.tiles[0], BackwardJvpFloat32Sm90Tile) == (why_not is None)
+    of_float32 = BackwardJvpFloat32Sm90Tile | BackwardJvpFloat32WideSm90Tile
+    assert isinstance(plan.tiles[0], of_float32) == (why_not is None)
     if why_not is not None:
-        assert "not sm90/backward_jvp_fp32: " in plan.reason and why_not in plan.reason
+        assert "not sm90/backward_jvp_fp32" in plan.reason and why_not in plan.reason
 
 
 @pytest.mark.parametrize("what", ["tdout", "packed sequences"])
@@ -226,8 +244,9 @@ def test_a_float32_tile_that_does_not_serve(what):
     packed = {"cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512)} if what == "packed sequences" else {}
     problem = problem_of("float32", **packed)
     operands = {"tdout": problem.q} if what == "tdout" else None
-    with pytest.raises(NotImplementedError, match=f"tiles: got a BackwardJvpFloat32Sm90Tile with {what}"):
-        plan_of(problem, BACKWARD_JVP, operands=operands, tiles=BACKWARD_JVP_FLOAT32_SM90_TILES)
+    for (tile,) in (BACKWARD_JVP_FLOAT32_SM90_TILES, BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES):
+        with pytest.raises(NotImplementedError, match=f"tiles: got a {type(tile).__name__} with {what}"):
+            plan_of(problem, BACKWARD_JVP, operands=operands, tiles=(tile,))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from cuflash.plan.families import Architecture
 from cuflash.plan.sm90.backward import Backward, BackwardFloat32
 from cuflash.plan.sm90.backward_bias import BiasGradient
-from cuflash.plan.sm90.backward_jvp import BackwardJvp, BackwardJvpFloat32
+from cuflash.plan.sm90.backward_jvp import BackwardJvp, BackwardJvpFloat32, BackwardJvpFloat32Wide
 from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
-from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpWide
+from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpFloat32Wide, JvpWide
 from cuflash.plan.sm90.reductions import Columns, FirstMaxima, Top
 
 SM90 = Architecture(
@@ -20,8 +20,8 @@ SM90 = Architecture(
         DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     ),
     forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
-    jvp=(JvpFloat32(), Jvp(), JvpWide()),
-    backward_jvp=(BackwardJvpFloat32(), BackwardJvp()),
+    jvp=(JvpFloat32(), JvpFloat32Wide(), Jvp(), JvpWide()),
+    backward_jvp=(BackwardJvpFloat32(), BackwardJvpFloat32Wide(), BackwardJvp()),
     backward=(BackwardFloat32(), BackwardWide(), Backward()),
     dq=(DqWide(),),
     bias=(BiasGradient(),),

@@ -6,22 +6,26 @@ One kernel adds to those of dq, dk and dv.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BackwardJvpFamily
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups
-from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
 from cuflash.plan.sm90.tiles import (
     BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
     BACKWARD_JVP_TF32_SM90_TILES,
+    BACKWARD_JVP_TF32_WIDE_SM90_TILES,
     BackwardJvpFloat32Sm90Tile,
+    BackwardJvpFloat32WideSm90Tile,
 )
 from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
+from cuflash.spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +167,12 @@ class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm9
         super().draft(draft, tile)
 
 
-class BackwardJvpFloat32(OfWarpgroups[BackwardJvpFloat32Sm90Tile], BackwardJvpFamily[BackwardJvpFloat32Sm90Tile]):
+_Row = TypeVar("_Row", bound=SplitTile)
+
+
+class _OfTerms(OfWarpgroups[_Row], BackwardJvpFamily[_Row]):
     """float32, of operands as bf16 terms."""
 
-    kernel = "sm90/backward_jvp_fp32"
-    rows = BACKWARD_JVP_FLOAT32_SM90_TILES
-    tf32_rows = BACKWARD_JVP_TF32_SM90_TILES
     outputs = BackwardJvp.outputs
     serves_tdq_alone = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1, "CUFLASH_PLAIN_FRAGMENTS": 1}
@@ -181,17 +185,42 @@ class BackwardJvpFloat32(OfWarpgroups[BackwardJvpFloat32Sm90Tile], BackwardJvpFa
             return "it adds to tdq in no fixed order"
         return why_not
 
-    def draft(self, draft: Draft, tile: BackwardJvpFloat32Sm90Tile) -> None:
+    def draft(self, draft: Draft, tile: _Row) -> None:
         problem, arrays = draft.problem, ("q", "k", "v", "dout")
         if "tdout" in draft.arrays or problem.is_packed:
             what = "packed sequences" if problem.is_packed else "tdout"
-            raise NotImplementedError(
-                f"tiles: got a BackwardJvpFloat32Sm90Tile with {what}, expected a BackwardJvpTile"
-            )
+            raise NotImplementedError(f"tiles: got a {type(tile).__name__} with {what}, expected a BackwardJvpTile")
         tangents = tuple(f"t{name}" for name in INPUTS if name in (problem.moved or ()))
         add_bf16_split(draft, tile, arrays, tangents)
         draft.map_tensors(dict.fromkeys(arrays, tile.block_m))
         super().draft(draft, tile)
+
+
+class BackwardJvpFloat32(_OfTerms[BackwardJvpFloat32Sm90Tile]):
+    """Head dimensions whose operands fit into shared memory together."""
+
+    kernel = "sm90/backward_jvp_fp32"
+    rows = BACKWARD_JVP_FLOAT32_SM90_TILES
+    tf32_rows = BACKWARD_JVP_TF32_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return "" if _is_wide(draft.problem) else super().why_not(draft)
+
+
+class BackwardJvpFloat32Wide(_OfTerms[BackwardJvpFloat32WideSm90Tile]):
+    """Larger ones."""
+
+    kernel = "sm90/backward_jvp_fp32_wide"
+    rows = BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES
+    tf32_rows = BACKWARD_JVP_TF32_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return super().why_not(draft) if _is_wide(draft.problem) else ""
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether head dimensions are above those of `BackwardJvpFloat32`."""
+    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in BACKWARD_JVP_FLOAT32_SM90_TILES)
 
 
 def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:

@@ -9,15 +9,23 @@ from cuflash.plan.sm90.scored import bias_by
 from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardJvpFloat32Sm90Tile,
+    BackwardJvpFloat32WideSm90Tile,
     BiasSm90Tile,
     ForwardFloat32Sm90Tile,
     JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
 )
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
 
 SplitTile = (
-    ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile | JvpFloat32Sm90Tile | BackwardJvpFloat32Sm90Tile
+    ForwardFloat32Sm90Tile
+    | BackwardFloat32Sm90Tile
+    | BiasSm90Tile
+    | JvpFloat32Sm90Tile
+    | JvpFloat32WideSm90Tile
+    | BackwardJvpFloat32Sm90Tile
+    | BackwardJvpFloat32WideSm90Tile
 )
 
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
-from cuflash.plan.sm90.tiles import JVP_FLOAT32_SM90_TILES, JVP_TF32_SM90_TILES, WGMMA_COLUMNS, JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    JVP_FLOAT32_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
+    JVP_TF32_SM90_TILES,
+    JVP_TF32_WIDE_SM90_TILES,
+    WGMMA_COLUMNS,
+    JvpFloat32Sm90Tile,
+    JvpFloat32WideSm90Tile,
+)
 from cuflash.plan.tensor_map import CHUNK
 from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
 from cuflash.spec.passes import JVP
@@ -172,24 +180,51 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
         _add(draft, tile, self.source, **boxes, heads_together=_heads_together(draft.problem, LONGEST_FIRST_KEYS_WIDE))
 
 
-class JvpFloat32(ForwardFamily[JvpFloat32Sm90Tile]):
+_Row = TypeVar("_Row", bound=SplitTile)
+
+
+class _OfTerms(ForwardFamily[_Row]):
     """float32, of operands as bf16 terms."""
 
-    kernel = "sm90/jvp_fp32"
-    rows = JVP_FLOAT32_SM90_TILES
-    tf32_rows = JVP_TF32_SM90_TILES
     outputs = JVP.default
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_split(draft, self.table(draft.problem))
 
-    def draft(self, draft: Draft, tile: JvpFloat32Sm90Tile) -> None:
+    def draft(self, draft: Draft, tile: _Row) -> None:
         draft.add_block_index(tile, "key_index")
         moved = draft.problem.moved or ()
         arrays = ("q", "k", "v")
         add_bf16_split(draft, tile, arrays, tuple(f"t{name}" for name in arrays if name in moved))
         draft.map_tensors({"q": tile.block_m, "k": tile.block_n, "v": tile.block_n})
         add_persistent(draft, tile, self.source)
+
+
+class JvpFloat32(_OfTerms[JvpFloat32Sm90Tile]):
+    """Head dimensions whose operands fit into shared memory together."""
+
+    kernel = "sm90/jvp_fp32"
+    rows = JVP_FLOAT32_SM90_TILES
+    tf32_rows = JVP_TF32_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return "" if _is_wide(draft.problem) else super().why_not(draft)
+
+
+class JvpFloat32Wide(_OfTerms[JvpFloat32WideSm90Tile]):
+    """Larger ones."""
+
+    kernel = "sm90/jvp_fp32_wide"
+    rows = JVP_FLOAT32_WIDE_SM90_TILES
+    tf32_rows = JVP_TF32_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        return super().why_not(draft) if _is_wide(draft.problem) else ""
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether head dimensions are above those of `JvpFloat32`."""
+    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in JVP_FLOAT32_SM90_TILES)
 
 
 def _heads_together(problem: Problem, least_keys: int) -> int:

@@ -162,6 +162,40 @@ class JvpFloat32Sm90Tile(Sm90Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpFloat32WideSm90Tile(Sm90Tile):
+    """The same for head dimensions whose operands do not fit into shared memory together: boxes of them arrive in turn.
+
+    A box is one bf16 term of 64 columns. Warpgroups have the same 64 queries.
+    """
+
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int  # boxes of k and its tangent
+    value_boxes: int  # boxes of v and its tangent, for 64 columns
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+
+    defined = ("value_boxes", "bf16_terms")
+    variations: ClassVar = {"num_stages": (3, 4, 6), "value_boxes": (2, 3, 4)}
+
+    element_bytes = 4
+    num_warps = 16  # four each for weights, for each chunk of columns and for the producers
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
+            (self.max_dim <= 2 * CHUNK, "a head dimension of two chunks"),
+            (self.num_stages >= 2 and self.value_boxes >= 1, "the boxes of the highest terms, and one of values"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        box, chunks = chunked_bytes(64, CHUNK), -(-dim_v // CHUNK)
+        boxes = self.num_stages + chunks * self.value_boxes
+        terms = 2 * chunked_bytes(64, dim) + 2 * box  # of q and its tangent, and of weights
+        return self.bf16_terms * terms + boxes * box + 8 * self.block_m + 8 * (4 + 2 * boxes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Sm90Tile):
     """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
@@ -488,9 +522,44 @@ class BackwardJvpFloat32Sm90Tile(Sm90Tile):
         return tiles * self.bf16_terms * chunked_bytes(64, CHUNK) + stats + barriers
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardJvpFloat32WideSm90Tile(Sm90Tile):
+    """The same for head dimensions whose operands do not fit into shared memory together: boxes of them arrive in turn.
+
+    A box is one bf16 term of 64 columns.
+    """
+
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int  # boxes of q, v and their tangents, for the gradients of scores
+    tdk_boxes: int  # boxes of q and its tangent, for tdk
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+
+    defined = ("tdk_boxes", "bf16_terms")
+    variations: ClassVar = {"num_stages": (4, 5, 6, 8, 10), "tdk_boxes": (1, 2, 3, 4, 6)}
+
+    element_bytes = 4
+    num_warps = 16  # four each for dX and tdv, for tdk, for tdq and for the producers
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
+            (self.max_dim <= 2 * CHUNK, "a head dimension of two chunks"),
+            (self.num_stages >= 2 and self.tdk_boxes >= 1, "the boxes of the highest terms, and one for tdk"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        boxes, box = self.num_stages + self.tdk_boxes, chunked_bytes(64, CHUNK)
+        terms = 2 * chunked_bytes(64, dim) + chunked_bytes(64, dim_v) + box  # of k and its tangent, dout and dX
+        stats = 16 * self.block_m
+        return self.bf16_terms * terms + boxes * box + stats + 8 * (1 + 4 + 2 * boxes)
+
+
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
 _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
 _jvp_float32_sm90 = maker(JvpFloat32Sm90Tile, "max_dim block_n num_stages ping_pong origin")
+_jvp_float32_wide_sm90 = maker(JvpFloat32WideSm90Tile, "max_dim num_stages value_boxes origin")
 _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
@@ -501,6 +570,7 @@ _maxima_sm90 = maker(MaximaSm90Tile, "max_dim block_m block_n num_stages origin"
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 _backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
+_backward_jvp_float32_wide_sm90 = maker(BackwardJvpFloat32WideSm90Tile, "max_dim num_stages tdk_boxes origin")
 
 # fmt: off
 FORWARD_SM90_TILES = (
@@ -591,6 +661,8 @@ JVP_FLOAT32_SM90_TILES = (
                       "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, with "
                       "48 keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
 )
+JVP_FLOAT32_WIDE_SM90_TILES = (_jvp_float32_wide_sm90(128, 4, 3, ARITHMETIC),)
+JVP_TF32_WIDE_SM90_TILES = (_jvp_float32_wide_sm90(128, 6, 4, ARITHMETIC, bf16_terms=2),)
 JVP_TF32_SM90_TILES = (
     _jvp_float32_sm90(64, 64, 1, False,
                       "on an H200 220 / 202 TFLOP/s, sm80/jvp 97 / 86, in two stages 205 / 199, with 48 keys 199 / 186 "
@@ -683,6 +755,8 @@ BACKWARD_JVP_TF32_SM90_TILES = (
                                "on an H200 213 TFLOP/s, 1.5 times backward's time, by sm80/backward_jvp 98; with three "
                                "stages of q 194, one of dout 189, one buffer 186 (as above, full)", bf16_terms=2),
 )
+BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 5, 2, ARITHMETIC),)
+BACKWARD_JVP_TF32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 10, 4, ARITHMETIC, bf16_terms=2),)
 # fmt: on
 
 # On an H200, in times of the forward pass, full / causal (bfloat16, batch 4, seqlen 4096, heads x head_dim 2048). Tiles

@@ -3,6 +3,7 @@
 from tests.emulate.mutants.mutant import mutant
 
 KERNEL = "sm90/backward_jvp_fp32.cu"
+TERMS = "sm90/backward_jvp_terms.cuh"
 COPIES = "common/io/copies.cuh"
 
 PLAIN, OPTIONS, LARGE, LONE = (
@@ -36,17 +37,17 @@ MUTANTS = (
     mutant("P' is written over V", KERNEL, "    shared.handed.dx_empty(buffer).wait(buffer.parity);\n", "", PLAIN),
     mutant("no pair is hidden", KERNEL, "const bool masked = m_tile.needs_mask(tile.queries);",
            "const bool masked = false;", PLAIN),
-    mutant("u' without tlse", KERNEL, "tangent * pairs.weights.score.scale - tlse[i % 2];",
+    mutant("u' without tlse", TERMS, "tangent * pairs.weights.score.scale - tlse[i % 2];",
            "tangent * pairs.weights.score.scale;", PLAIN),
-    mutant("tdV of P'", KERNEL, "pu[i] = p[i] * u[i];", "pu[i] = p[i];", PLAIN),
-    mutant("tdV of pairs that dropout drops", KERNEL, "pu[i] = keeps ? pu[i] * kept_scale : 0.0f;",
+    mutant("tdV of P'", TERMS, "pu[i] = p[i] * u[i];", "pu[i] = p[i];", PLAIN),
+    mutant("tdV of pairs that dropout drops", TERMS, "pu[i] = keeps ? pu[i] * kept_scale : 0.0f;",
            "pu[i] = pu[i] * kept_scale;", OPTIONS),
-    mutant("dropout drops nothing", KERNEL, "p[i] = keeps ? p[i] : -p[i];", ";", OPTIONS),
-    mutant("large rows by their lse", KERNEL,
+    mutant("dropout drops nothing", TERMS, "p[i] = keeps ? p[i] : -p[i];", ";", OPTIONS),
+    mutant("large rows by their lse", TERMS,
            "make_relative(s[n], n, row_sums + row_of(0, 0), pairs.weights.exponent_scale);", ";", LARGE),
-    mutant("large rows of pairs by their lse", KERNEL, "if (large) return RowStats(common, batch, head, query);", "",
+    mutant("large rows of pairs by their lse", TERMS, "if (large) return RowStats(common, batch, head, query);", "",
            "tangents float32 of pairs of large scores"),
-    mutant("statistics of other rows", KERNEL, "ptx::load_shared_x2(s_stats + n * 64, lse);",
+    mutant("statistics of other rows", TERMS, "ptx::load_shared_x2(s_stats + n * 64, lse);",
            "ptx::load_shared_x2(s_stats, lse);", PLAIN),
     mutant("P' is handed over before all have written it", KERNEL, "arrive_as_warp(shared.handed.p_full(buffer));",
            "if (thread % 32 == 0) shared.handed.p_full(buffer).arrive();", PLAIN),
@@ -86,7 +87,7 @@ MUTANTS = (
            "      for (int i = 0; i < 4 && thread == 0; ++i) shared.handed.dx_empty(buffer).arrive();\n"
            "      float* sum", PLAIN),
     mutant("tdK without the scale", KERNEL, "tile, thread, tdk, factor);", "tile, thread, tdk, 1.0f);", PLAIN),
-    mutant("keys past the last one", KERNEL, "    if (key >= params.seqlen_k) continue;\n", "", PLAIN),
+    mutant("keys past the last one", TERMS, "    if (key >= params.seqlen_k) continue;\n", "", PLAIN),
     # ---- tdQ
     mutant("tdQ without dX tK", KERNEL, "if constexpr (kMovesK) multiply(dx, tk, index > 0);",
            "if constexpr (kMovesK) multiply(tdx, k, index > 0);", PLAIN),

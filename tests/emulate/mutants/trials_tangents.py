@@ -7,12 +7,25 @@ from typing import Any
 from cuflash.emulator import SCHEDULES, Schedule
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.jvp import JvpSm90Tile, JvpWideSm90Tile
-from cuflash.plan.sm90.tiles import BACKWARD_JVP_FLOAT32_SM90_TILES, BackwardJvpFloat32Sm90Tile, JvpFloat32Sm90Tile
+from cuflash.plan.sm90.tiles import (
+    BACKWARD_JVP_FLOAT32_SM90_TILES,
+    BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES,
+    JVP_FLOAT32_WIDE_SM90_TILES,
+    JvpFloat32Sm90Tile,
+)
 from cuflash.plan.tiles import Tile
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved, everything, movable
 from tests.cuda_scores import CUDA_SCORES
-from tests.emulate.tangents import check, check_float32, check_functions, check_jvp, check_partials, movable_of
+from tests.emulate.tangents import (
+    Float32Tile,
+    check,
+    check_float32,
+    check_functions,
+    check_jvp,
+    check_partials,
+    movable_of,
+)
 from tests.scored import few_tiles
 from tests.second_derivatives import CASES, PACKED
 
@@ -129,12 +142,21 @@ class JvpFloat32Sm90Trial(JvpSm90Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpFloat32WideSm90Trial(JvpSm90Trial):
+    """The same of head dimensions above 64."""
+
+    @property
+    def tile(self) -> Tile:
+        return JVP_FLOAT32_WIDE_SM90_TILES[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardJvpFloat32Sm90Trial:
     """backward_jvp in float32 on compute capability 9.0: tangents of q, k and v, or of all that there is."""
 
     case: Case
     of_everything: bool = False
-    tile: BackwardJvpFloat32Sm90Tile = BACKWARD_JVP_FLOAT32_SM90_TILES[0]
+    tile: Float32Tile = BACKWARD_JVP_FLOAT32_SM90_TILES[0]
     schedules: tuple[Schedule, ...] = SCHEDULES
 
     def run(self, kernels: Path | None = None) -> None:
@@ -160,6 +182,7 @@ _GROUPS = Case(
 _FLOAT32 = replace(_GROUPS, dtype="float32", head_dim=64, head_dim_v=40)
 _FEW = Case(**{**SIZES, "dtype": "float32", "num_heads": 2, "num_heads_kv": 1, "head_dim_v": 40}, causal=True)
 _OF_PAIRS = replace(_FEW, softcap=1.5, scale=0.3, alibi_slopes=(2,), dropout=0.2)
+_OF_BOXES = replace(_FEW, seqlen_q=135, seqlen_k=150, head_dim=128, head_dim_v=72, batch=1)
 _WIDE = replace(_GROUPS, seqlen_k=300, head_dim=136, head_dim_v=200)
 AnyTrial = TangentTrial | FunctionTangentTrial | JvpSm90Trial | BackwardJvpFloat32Sm90Trial | SinkTrial
 TRIALS: dict[str, AnyTrial] = {
@@ -193,6 +216,13 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_FLOAT32, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1), moved=()
     ),
     "jvp float32 few keys": JvpFloat32Sm90Trial(case=replace(_FLOAT32, seqlen_k=40), schedules=SCHEDULES),
+    "wide jvp float32": JvpFloat32WideSm90Trial(
+        case=replace(_FLOAT32, seqlen_q=135, head_dim=128, head_dim_v=128, score_spread=8.0), schedules=SCHEDULES
+    ),
+    "wide jvp float32 of options": JvpFloat32WideSm90Trial(
+        case=replace(_FLOAT32, head_dim=72, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1),
+        moved=(),
+    ),
     "tangents float32": BackwardJvpFloat32Sm90Trial(case=_FEW),
     "tangents float32 with one stage": BackwardJvpFloat32Sm90Trial(
         case=_FEW, tile=replace(BACKWARD_JVP_FLOAT32_SM90_TILES[0], num_stages=1)
@@ -205,6 +235,18 @@ TRIALS: dict[str, AnyTrial] = {
     ),
     "tangents float32 of pairs of large scores": BackwardJvpFloat32Sm90Trial(
         case=replace(_FEW, alibi_slopes=(2,), score_mean=3e3), of_everything=True, schedules=SCHEDULES[:1]
+    ),
+    "wide tangents float32": BackwardJvpFloat32Sm90Trial(case=_OF_BOXES, tile=BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0]),
+    "wide tangents float32 of pairs": BackwardJvpFloat32Sm90Trial(
+        case=replace(_OF_BOXES, softcap=1.5, scale=0.3, dropout=0.2),
+        of_everything=True,
+        tile=BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0],
+        schedules=SCHEDULES[:1],
+    ),
+    "wide tangents float32 of large scores": BackwardJvpFloat32Sm90Trial(
+        case=replace(_OF_BOXES, score_mean=3e3),
+        tile=BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES[0],
+        schedules=SCHEDULES[:1],
     ),
     "jvp wide": JvpWideSm90Trial(case=replace(_WIDE, score_spread=8.0), schedules=SCHEDULES),
     "jvp wide window": JvpWideSm90Trial(case=replace(_WIDE, causal=False, window=(70, 10), num_heads=1)),
