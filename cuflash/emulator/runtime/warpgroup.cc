@@ -3,7 +3,9 @@
 // wait; until then these hold signalling NaNs, which are compared then, as are the operands in registers.
 //
 // A wait covers what the own warp reads of operand a, its 16 rows, and all of b: warps end at different times, as was
-// seen on an H200, where a buffer of a that one warp had given back for all was overwritten too early.
+// seen on an H200, where a buffer of a that one warp had given back for all was overwritten too early. There a product
+// begins when the last warp has issued it. The waits of its warps ended at the same clock with one warpgroup on the SM,
+// up to 12 clocks apart with two, and up to 58 with three.
 #include "warpgroup.h"
 
 #include <algorithm>
