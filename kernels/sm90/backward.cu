@@ -56,7 +56,9 @@
 template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
-  static constexpr bool kIssuesDpFirst = kIssuesDpEarly && !kEntropyInDp;      // before S' is there
+  // Before S' is there, or as soon as it is.
+  static constexpr bool kIssuesDpFirst = kIssuesDpEarly && !kEntropyInDp;
+  static constexpr bool kIssuesDpNext = kIssuesDpEarly && kEntropyInDp;
   static constexpr int kGradientGroups = (makes_dv && kHasValues) + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
   // Keeping the lane in a register makes a step 3 to 5 % faster where one is to spare, and 1 to 2 % slower elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
@@ -163,10 +165,13 @@ struct Consumer {
 
   // [GEMM 2] dP' = V dO', or dP' += V dO' where it begins with what follows from exponents.
   CUFLASH_DEVICE void issue_dp(float (&ds)[kQueryTiles][4], u32 s_do) {
-    if constexpr (kHasValues)
-      issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do, kEntropyInDp);
-    else if constexpr (!kEntropyInDp)
-      set_zero((float (&)[1][kQueryTiles][4])ds);
+    if constexpr (!kHasValues && kEntropyInDp) return;
+    if constexpr (!kHasValues) return set_zero((float (&)[1][kQueryTiles][4])ds);
+    issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do, kEntropyInDp);
+  }
+  CUFLASH_DEVICE void issue_dp_early(float (&ds)[kQueryTiles][4], u32 s_do) {
+    if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
+    issue_dp(ds, s_do);
   }
   // dP' = -(delta + dH E), where `p` holds the exponents E.
   CUFLASH_DEVICE static void start_dp(const float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], u32 s_stats) {
@@ -199,6 +204,8 @@ struct Consumer {
     else if constexpr (makes_dk)
       issue_columns<kBlockM>(dk, [&](int k) -> auto& { return ds_operand[k]; }, q, adds);
   }
+
+  CUFLASH_DEVICE void issue_step_before(int number) { issue_gradients(number > 1, number == 0); }
 
   // Waits for these two products. With `frees`, gives back the tiles that they have read.
   CUFLASH_DEVICE void finish_gradients(bool frees) {
@@ -301,10 +308,7 @@ struct Consumer {
         for (int n = 0; n < kQueryTiles; ++n) make_relative(p[n], n, row_sums(), weights.exponent_scale);
       }
     }
-    if constexpr (kEntropyInDp)
-      to_exponents(p, s_stats, weights.exponent_scale, kClampsExponents || masked || large);
-    else
-      to_p(p, derivative, s_stats, weights.exponent_scale);
+    to_p(p, derivative, s_stats, weights.exponent_scale, masked || large);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
@@ -485,26 +489,17 @@ struct Consumer {
     [[maybe_unused]] const bool large = makes_dv && has_large_rows(s_stats);  // early: products do not wait for it
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
-    const auto issue_dp_early = [&]() {
-      if constexpr (kHasValues) shared.do_ring.full(at).wait(at.parity);
-      issue_dp(ds, s_do);
-    };
-    constexpr bool kIssuesGradientsFirst = kIssuesDpFirst || !kIssuesDpEarly;
-    if constexpr (kIssuesDpFirst) issue_dp_early();
-    if constexpr (kIssuesGradientsFirst) issue_gradients(number > 1, number == 0);
+    if constexpr (kIssuesDpFirst) issue_dp_early(ds, s_do);
+    if constexpr (!kIssuesDpNext) issue_step_before(number);
     if constexpr (!makes_dk) ping_pong.pass();
-    constexpr int kPending = kIssuesGradientsFirst ? kGradientGroups + (kIssuesDpFirst && kHasValues) : 0;
+    constexpr int kPending = kIssuesDpNext ? 0 : kGradientGroups + (kIssuesDpFirst && kHasValues);
 #if CUFLASH_HAS_SCORE_FUNCTION
     if constexpr (makes_dv || kSumsScoreArgs) row_values.store();
     if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
 #else
     if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown, large);
 #endif
-    if constexpr (!kIssuesGradientsFirst) {
-      start_dp(p, ds, s_stats);
-      issue_dp_early();
-      issue_gradients(number > 1, number == 0);
-    }
+    if constexpr (kIssuesDpNext) start_dp(p, ds, s_stats), issue_dp_early(ds, s_do), issue_step_before(number);
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);

@@ -31,7 +31,7 @@ CUFLASH_DEVICE void to_exponents(float (&p)[kQueryTiles][4], u32 s_stats, float 
     float lse[2];
     ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] * exponent_scale - lse[i % 2];
+    for (int i = 0; i < 4; ++i) p[n][i] = ptx::fused(p[n][i], exponent_scale, -lse[i % 2]);
   }
   if (!may_be_hidden) return;
 #pragma unroll
@@ -42,9 +42,11 @@ CUFLASH_DEVICE void to_exponents(float (&p)[kQueryTiles][4], u32 s_stats, float 
 
 // Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With Kept::kWeights these are the
 // tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats` is
-// the address of the statistics of this lane's first query.
+// the address of the statistics of this lane's first query. With kEntropyInDp `p` becomes the exponents, see above.
 template <int rows>
-CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale) {
+CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale,
+                         bool may_be_hidden) {
+  if constexpr (kEntropyInDp) return to_exponents(p, s_stats, exponent_scale, kClampsExponents || may_be_hidden);
 #pragma unroll
   for (int n = 0; n < kQueryTiles; ++n) {
     float lse[2];  // of this lane's two queries

@@ -69,7 +69,7 @@ MUTANTS = (
     mutant("the first keys of large rows alone", ROW_SUMS, "key < min_of(tiles.stop * kBlockN, key_stop)",
            "key < min_of(16, key_stop)", "large rows sm80"),
     # ---- helpers/backward_preprocess.cu
-    mutant("rows without keys have weights", ROW_SUMS, "has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();",
+    mutant("rows without keys have weights", ROW_SUMS, "has_keys ? own_lse * kExponentOfE + 0 : lse_without_weights();",
            "own_lse * kExponentOfE + 0;", "backward terms"),
     mutant("lse of the backward pass in natural units", ROW_SUMS, "own_lse * kExponentOfE + 0 :",
            "own_lse + 0 :", "backward"),

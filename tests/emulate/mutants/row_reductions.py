@@ -54,7 +54,7 @@ MUTANTS = (
            "row reductions sm90 dropout"),
     mutant("dP replaces what it begins with", MAIN, "rows_v, s_do, kEntropyInDp", "rows_v, s_do",
            "row reductions sm90"),
-    mutant("infinite values of keys make infinite exponents", MAIN, "kClampsExponents || ", "",
+    mutant("infinite values of keys make infinite exponents", "sm90/backward_weights.cuh", "kClampsExponents || ", "",
            "row reductions sm90 keys"),
     mutant("hidden pairs have infinite exponents", "sm90/backward_weights.cuh", "if (!may_be_hidden) return;",
            "return;", "row reductions sm90"),
