@@ -724,7 +724,7 @@ BACKWARD_JVP_TF32_SM90_TILES = (
 )
 BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES = (
     _backward_jvp_float32_wide_sm90(128,  5, 2,
-                                    "on an H200 104 / 97 TFLOP/s, 2.35 / 2.27 times backward's time, with 4 boxes and 3 "
+                                    "on an H200 104 / 97 TFLOP/s, 2.35 / 2.27 times backward's time, 4 boxes and 3 "
                                     "100 / 94 (16 heads, batch 2, seqlen 4096 full / causal; weights made in another "
                                     "order); sm80/backward_jvp 4.7"),
 )
