@@ -38,7 +38,8 @@
 static_assert(kNumWarps == 16, "dX', tdK, tdQ and the producers");
 constexpr int kBoxes = CUFLASH_NUM_STAGES, kTdkBoxes = CUFLASH_TDK_BOXES;
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
-static_assert(kBoxes >= max_of(kChunks, kChunksV), "the boxes of the highest terms");
+static_assert(kBoxes >= 2 * max_of(kChunks, kChunksV), "boxes of the highest terms, and those before them");
+static_assert(kTdkBoxes >= 2, "the next box is taken while products read the one before");
 
 constexpr bool kSumsTdqOfDx = kDqByReduction && kMovesK;  // tdQ += dX tK
 
@@ -217,6 +218,7 @@ struct MakerOfDx {
                                    kMovesQ || !first);
       });
     });
+    reader.finish();
     ptx::fence_operand(s);
     if constexpr (kMovesProducts) ptx::fence_operand(tx);
   }
@@ -231,6 +233,7 @@ struct MakerOfDx {
             ptx::wgmma<false, false>(BFloat16{}, dp, box, along_k<kRows>(term_of(dout, other, kTermDo), k), !first);
           });
     });
+    reader.finish();
     ptx::fence_operand(dp);
   }
 
@@ -380,8 +383,9 @@ struct MakerOfTdk {
           for (int k = 0; k < kSteps; ++k)
             ptx::wgmma<false, true>(BFloat16{}, sum, along_k<kRows>(term_of(dx, other), k), along_k_transposed(box, k),
                                     term < kLast || k > 0);
-        reader.finish();
+        reader.commit();
       }
+      reader.finish();
       ptx::fence_operand(sum);
       add(total, sum);
     });

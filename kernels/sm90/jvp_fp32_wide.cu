@@ -38,7 +38,8 @@ static_assert(!kIsPacked && kPageSize == 0 && kHasValues, "not served");
 constexpr int kBoxes = CUFLASH_NUM_STAGES, kValueBoxes = CUFLASH_VALUE_BOXES;
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 static_assert(kChunksV <= 2, "two warpgroups have the columns");
-static_assert(kBoxes >= kChunks, "the boxes of the highest terms");
+static_assert(kBoxes >= 2 * kChunks, "boxes of the highest terms, and those before them");
+static_assert(kValueBoxes >= 2, "the next box is taken while products read the one before");
 
 // Shared memory: Q and tQ, P and P (tS - c), boxes of keys, boxes of values of each chunk of columns, factors of rows,
 // barriers.
@@ -196,6 +197,7 @@ struct MakerOfP {
                                    kMovesQ || !first);
         });
     });
+    reader.finish();
     ptx::fence_operand(s);
     if constexpr (kMovesX)
       ptx::fence_operand(tx);
@@ -346,7 +348,7 @@ struct Columns {
       const u64 box = descriptor_of_transposed<kRows>(reader.take());
       ptx::wgmma_fence();
       multiply_step(box);
-      reader.finish();
+      reader.commit();
     };
 #pragma unroll
     for (int term = kLast; term >= 0; --term) {
@@ -365,6 +367,7 @@ struct Columns {
         if constexpr (kMovesScores) add_products(sum_a, tp, box, !kMovesV && term == kLast);
       });
     }
+    reader.finish();
     arrive_as_warp(shared.p_ring.empty(p_at));
     p_at.advance();
     ptx::fence_operand(sum_o);

@@ -123,14 +123,27 @@ struct BoxReader {
     at.advance();
     return box;
   }
-  // Ends a group of products, waits for it, and gives back its `count` boxes. Boxes are what products wait for: it is
-  // better to give one back at once than to have products of this warpgroup in flight while it waits for the next one.
+  // Ends a group of products with the last `count` boxes. Waits for the group before, and gives back its boxes.
   template <int count = 1>
-  CUFLASH_DEVICE void finish() {
+  CUFLASH_DEVICE void commit() {
     ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    release();
+    in_flight = count;
+  }
+  // Waits for all products, and gives all boxes back.
+  CUFLASH_DEVICE void finish() {
     ptx::wgmma_wait<0>();
+    release();
+    in_flight = 0;
+  }
+
+ private:
+  int in_flight = 0;  // boxes of the last group
+
+  CUFLASH_DEVICE void release() {
 #pragma unroll
-    for (int i = 0; i < count; ++i, oldest.advance()) arrive_as_warp(ring.barriers.empty(oldest));
+    for (int i = 0; i < in_flight; ++i, oldest.advance()) arrive_as_warp(ring.barriers.empty(oldest));
   }
 };
 
@@ -155,7 +168,7 @@ CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply)
         for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
           multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), term == kLast && c == 0 && k == 0);
       }
-    reader.template finish<kTogether>();
+    reader.template commit<kTogether>();
   });
 }
 

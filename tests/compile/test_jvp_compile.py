@@ -206,7 +206,7 @@ def test_float32_rows_of_hopper(tile, options):
     for kernel in plan.kernels:
         resources = compile_spec(kernel).resources
         assert SERIALIZED not in resources.log
-        assert resources.spill_stores_bytes <= ({64: 64, 128: 192 + 32}[tile.max_dim] if "jvp" in kernel.source else 0)
+        assert resources.spill_stores_bytes <= ((64 if tile.max_dim == 64 else 280) if "jvp" in kernel.source else 0)
 
 
 @pytest.mark.parametrize(

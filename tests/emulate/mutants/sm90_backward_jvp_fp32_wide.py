@@ -26,7 +26,7 @@ MUTANTS = (
            "for (int first = 0; first <= kMovesQ * kBf16Terms; first += kBf16Terms)", PLAIN),
     # ---- products with boxes
     mutant("a box before it is there", TILES, "    ring.barriers.full(at).wait(at.parity);\n", "", PLAIN),
-    mutant("boxes are given back before their products are done", TILES, "    ptx::wgmma_wait<0>();\n", "", PLAIN),
+    mutant("boxes are given back before their products are done", TILES, "    ptx::wgmma_wait<1>();\n", "", PLAIN),
     mutant("one warp gives a box back for all", TILES, "arrive_as_warp(ring.barriers.empty(oldest));",
            "if (ptx::thread_index() % 128 == 0) for (int w = 0; w < 4; ++w) ring.barriers.empty(oldest).arrive();",
            PLAIN),

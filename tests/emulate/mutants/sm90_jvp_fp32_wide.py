@@ -31,7 +31,7 @@ MUTANTS = (
     mutant("P is written over what is read", KERNEL, "    shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);\n", "",
            PLAIN),
     mutant("P is read before it is there", KERNEL, "    ptx::fence_async_proxy();\n", "", PLAIN),
-    mutant("sums without the mean", KERNEL, "    take_out_mean(softmax, of_o, of_a);\n", "", PLAIN),
+    mutant("sums without the mean", KERNEL, "    take_out_mean(softmax, of_o, of_a);\n", "", OPTIONS),
     mutant("sinks are left out", KERNEL, "if constexpr (kHasSinks) softmax.add_sink(of_o, of_a);", "", OPTIONS),
     mutant("sums are not divided by l", KERNEL, "of_o[0][0][i] *= inverse, of_a[0][0][i] *= inverse;", ";", PLAIN),
     # ---- O and A
