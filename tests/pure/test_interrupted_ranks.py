@@ -87,8 +87,9 @@ def lines():
 @settings(max_examples=60 if sampling.exhaustive else 20, deadline=None)
 @given(data=st.data(), error=st.sampled_from([KeyboardInterrupt, MemoryError]))
 def test_an_error_at_any_line_is_heard_of_and_leaves_nothing(method, data, error, lines):
-    interrupt = Interrupt(FILES, data.draw(st.integers(1, len(lines[method]))), error)
-    is_around = lines[method][interrupt.line - 1] in AROUND  # other ranks may wait to the end
+    line = data.draw(st.integers(1, len(lines[method])))
+    interrupt = Interrupt(FILES, line, error)
+    is_around = lines[method][line - 1] in AROUND  # other ranks may wait to the end
     found, comms = run(method, interrupt, timeout=1 if is_around else 3)
     if not interrupt.where:  # threads take turns in another order
         return
