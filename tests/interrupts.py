@@ -18,9 +18,13 @@ class Interrupt:
         self, files: Callable[[str], bool], line: int | None = None, error: type[BaseException] = KeyboardInterrupt
     ) -> None:
         self.files, self.line, self.error = files, line, error
-        self.lines = 0
+        self.functions: list[str] = []  # that of each line
         self._entered: dict[FrameType, set[int]] = {}  # lines by frame
         self.where = ""  # the function that was interrupted
+
+    @property
+    def lines(self) -> int:
+        return len(self.functions)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -37,9 +41,9 @@ class Interrupt:
         if event == "return":
             self._entered.pop(frame, None)
         if event == "line" and not self._leaves_context(frame):
-            self.lines += 1
+            self.functions.append(frame.f_code.co_name)
             if self.lines == self.line:
-                self.where = frame.f_code.co_name
+                self.where = self.functions[-1]
                 raise self.error
         return self._trace
 
