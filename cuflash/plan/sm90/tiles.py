@@ -661,8 +661,16 @@ JVP_FLOAT32_SM90_TILES = (
                       "on an H200 116 / 112 TFLOP/s, 3.1 / 2.9 times the forward pass's time, sm80/jvp 53 / 51, with "
                       "48 keys 110 / 108, with 32 in two stages 106 / 94 (32 heads, seqlen 4096 full / causal)"),
 )
-JVP_FLOAT32_WIDE_SM90_TILES = (_jvp_float32_wide_sm90(128, 4, 3, ARITHMETIC),)
-JVP_TF32_WIDE_SM90_TILES = (_jvp_float32_wide_sm90(128, 6, 4, ARITHMETIC, bf16_terms=2),)
+JVP_FLOAT32_WIDE_SM90_TILES = (
+    _jvp_float32_wide_sm90(128, 4, 3,
+                           "on an H200 101 / 87 TFLOP/s, 3.48 / 3.43 times forward's time, sm80/jvp 48 / 46 (16 heads, "
+                           "batch 2, seqlen 4096 full / causal); 6 boxes and 2 99 full"),
+)
+JVP_TF32_WIDE_SM90_TILES = (
+    _jvp_float32_wide_sm90(128, 6, 4,
+                           "on an H200 182 TFLOP/s, 3.45 times forward's time, sm80/jvp 99 (16 heads, batch 2, seqlen "
+                           "4096)", bf16_terms=2),
+)
 JVP_TF32_SM90_TILES = (
     _jvp_float32_sm90(64, 64, 1, False,
                       "on an H200 220 / 202 TFLOP/s, sm80/jvp 97 / 86, in two stages 205 / 199, with 48 keys 199 / 186 "
@@ -757,11 +765,14 @@ BACKWARD_JVP_TF32_SM90_TILES = (
 )
 BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES = (
     _backward_jvp_float32_wide_sm90(128,  5, 2,
-                                    "on an H200 104 / 97 TFLOP/s, 2.35 / 2.27 times backward's time, 4 boxes and 3 "
-                                    "100 / 94 (16 heads, batch 2, seqlen 4096 full / causal; weights made in another "
-                                    "order); sm80/backward_jvp 4.7"),
+                                    "on an H200 100 / 93 TFLOP/s, 2.32 / 2.21 times backward's time, 4 boxes and 3 95 "
+                                    "/ 85, sm80/backward_jvp 4.7 times (16 heads, batch 2, seqlen 4096 full / causal)"),
 )
-BACKWARD_JVP_TF32_WIDE_SM90_TILES = (_backward_jvp_float32_wide_sm90(128, 10, 4, ARITHMETIC, bf16_terms=2),)
+BACKWARD_JVP_TF32_WIDE_SM90_TILES = (
+    _backward_jvp_float32_wide_sm90(128, 10, 4,
+                                    "on an H200 173 TFLOP/s, 2.14 times backward's time, 11 boxes and 3 172, 8 and 6 "
+                                    "159 (16 heads, batch 2, seqlen 4096)", bf16_terms=2),
+)
 # fmt: on
 
 # On an H200, in times of the forward pass, full / causal (bfloat16, batch 4, seqlen 4096, heads x head_dim 2048). Tiles
