@@ -196,7 +196,7 @@ CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
-CUFLASH_DEVICE float log2_of_normal(float x) { return ::emulator::log2_approx(x); }
+CUFLASH_DEVICE float log2_of_normal(float x) { return ::emulator::log2_approx(fabsf(x) < 0x1p-126f ? 0.0f : x); }
 CUFLASH_DEVICE int floor_to_int(float x) { return ::emulator::floor_to_int(x); }
 CUFLASH_DEVICE float floor_to_float(float x) { return ::emulator::floor_to_float(x); }
 template <class T>

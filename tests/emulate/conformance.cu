@@ -348,6 +348,12 @@ CUFLASH_DEVICE void map_log2(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(log2_approx, Params, kBlock, 1, map_log2)
 
+CUFLASH_DEVICE void map_log2_of_normal(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::log2_of_normal(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(log2_of_normal, Params, kBlock, 1, map_log2_of_normal)
+
 CUFLASH_DEVICE void map_floor_to_int(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   if (i < params.count) destination_of<int>(params)[i] = ptx::floor_to_int(source_of<float>(params)[i]);

@@ -74,6 +74,17 @@ def check_log2_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
+def check_log2_of_normal(run):
+    x = np.concatenate([np.geomspace(2.0**-126, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
+    got = run("log2_of_normal", source=x, destination=ones(np.float32, len(x)), **threads_of(x))
+    np.testing.assert_allclose(got, np.log2(x.astype(np.float64)), rtol=2.0**-22, atol=2.0**-22)
+
+    special = np.array([0, -0.0, 1, np.inf, -1, np.nan, 2.0**-127, 2.0**-149], np.float32)  # the last are flushed
+    expected = np.array([-np.inf, -np.inf, 0, np.inf, np.nan, np.nan, -np.inf, -np.inf], np.float32)
+    got = run("log2_of_normal", source=special, destination=ones(np.float32, len(special)), **threads_of(special))
+    np.testing.assert_array_equal(got, expected)
+
+
 def check_multiply(run):
     factors = np.random.default_rng(0).standard_normal((1000, 2)).astype(np.float32)
     product = factors[:, 0] * factors[:, 1]

@@ -65,7 +65,8 @@ class Launcher:
         self._module, self._computes = module, computes
         self.kernels: Path | None = None  # a folder other than that of the package
         self.launched: list[KernelSpec] = []
-        self.arguments: list[bytes] = []  # of kernels that are launched
+        self.keeps_arguments = False
+        self.arguments: list[bytes] = []  # of kernels that are launched, where they are kept
         self._loaded: list[KernelSpec] = []
 
     def plan(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> LaunchPlan:
@@ -97,6 +98,8 @@ class Launcher:
             return
         assert grid == spec.grid
         self.launched.append(spec)
+        if not (self._computes or self.keeps_arguments):
+            return
         launches = self._module._launches.values()
         (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
         nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])

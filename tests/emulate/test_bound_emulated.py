@@ -32,6 +32,7 @@ def device(arch, *, computes=False):
     with launcher(arch, computes=computes) as launches:
         backend: Any = sys.modules["cuflash.gpu.backend"]
         backend._calls = itertools.repeat(7)
+        launches.keeps_arguments = True
         cuda = sys.modules["cupy"].cuda
         cuda.alloc = functools.cache(cuda.alloc)
         backend_of = {"cupy": backend}.__getitem__

@@ -484,7 +484,8 @@ def test_kernels_are_told_all_that_they_ask_for():
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
-    for problem, pass_, arch in itertools.product((problem_of(), float32), (JVP, BACKWARD_JVP), ("8.0", "9.0")):
+    with_tangents = (problem_of(), float32, problem_of(1024, 1024, dim=128, dtype="float32"))
+    for problem, pass_, arch in itertools.product(with_tangents, (JVP, BACKWARD_JVP), ("8.0", "9.0")):
         of_tangents = choose_plan(replace(problem, moved=("q",)), DeviceSpec.for_arch(arch), pass_)
         given |= {name for kernel in of_tangents.kernels for name, _ in kernel.defines if name != "CUFLASH_TANGENTS"}
     for pass_, arch in itertools.product((COLUMN_SUMS, COLUMN_MAX, TOP_KEYS), ("8.0", "9.0")):
