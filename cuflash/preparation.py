@@ -431,7 +431,8 @@ class BoundForward(Generic[ResultT]):
                 )
         given = {name: x for name, x in arrays.items() if x is not None}
         self._forms = {name: _form_of(name, x, options) for name, x in given.items()}
-        self._launches: dict[tuple[str, ...], BoundLaunch] = {}  # by the names of the arrays that are given
+        # By the names of the arrays that are given; None where calls are more than one launch on these arrays.
+        self._launches: dict[tuple[str, ...], BoundLaunch | None] = {}
         self._result = named_tuple(ForwardResult, self._want)
         self._bound(given)
 
@@ -487,12 +488,13 @@ class BoundForward(Generic[ResultT]):
         arrays |= {name: given.get(name) for name in self._want}
         call = prepare(self.options, arrays, INPUTS, self._want, self._want)
         names = tuple(given)
-        if names in self._launches:
-            self._launches[names].bind(call.arrays)
-        elif call.backend == "cupy":
+        launch = self._launches.get(names)
+        if launch is not None:
+            if call.is_direct:
+                launch.bind(call.arrays)
+        elif call.backend == "cupy" and names not in self._launches:
             launch = importlib.import_module("cuflash.gpu.bound").BoundLaunch(call.options, call.arrays, call.need)
-            if call.is_direct and launch.is_bound:
-                self._launches[names] = launch
+            self._launches[names] = launch if call.is_direct and launch.is_bound else None
         return call
 
 

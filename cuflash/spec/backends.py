@@ -12,8 +12,6 @@ from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.passes import PASSES_WITHOUT_TANGENTS, Pass
 
 Passes = tuple[Pass, ...]
-
-
 Random = tuple[int, int]  # the seed and the offset of dropout
 
 

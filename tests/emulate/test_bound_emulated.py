@@ -137,6 +137,20 @@ def test_block_tables_grow(arch):
             assert is_prepared == plans
 
 
+@pytest.mark.one_in(1)
+def test_calls_that_are_more_than_a_launch_are_looked_up_once():
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=40, dtype="bfloat16", strides="transposed")
+    with device("9.0"):
+        backend: Any = sys.modules["cuflash.gpu.backend"]
+        q, k, v = (case.arrays()[name].view(DeviceArray) for name in "qkv")
+        bound = cuflash.FlashAttention().bind(q, k, v)
+        assert not is_one_launch(bound, {"q": q, "k": k, "v": v})
+        with mock.patch.object(backend, "_found", wraps=backend._found) as found:
+            for number in (1, 2):
+                bound(q, k, v)
+                assert found.call_count == number
+
+
 def test_what_is_wrong_is_said():
     q, k, v = (np.ones((2, 3, 30, 16), np.float32).view(DeviceArray) for _ in range(3))
     attn = cuflash.FlashAttention()
