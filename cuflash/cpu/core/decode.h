@@ -72,11 +72,13 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, int
     }
 }
 
-// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q have the stride `stride`.
-// It is a function of its own so that the sums stay in registers.
+constexpr int MOST_PRODUCT_ROWS = 4;  // of q, at a time
+template <class T> constexpr int KEYS_OF_SUMS = LANES<T> > FEW_KEYS ? LANES<T> : FEW_KEYS;
+
+// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of the next row of q lie KEYS_OF_SUMS
+// vectors further. It is a function of its own so that the sums stay in registers.
 template <class T, class S, int R>
-__attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, int64_t dim, const char *const *k,
-                                                 T *lanes, int64_t stride) {
+__attribute__((noinline)) void lanes_of_products(const T *q, int64_t dim, const char *const *k, Vector<T> *lanes) {
     const S *k0 = (const S *)k[0], *k1 = (const S *)k[1], *k2 = (const S *)k[2], *k3 = (const S *)k[3];
     Vector<T> sums0[R] = {}, sums1[R] = {}, sums2[R] = {}, sums3[R] = {};
     for (int64_t d = 0; d < dim; d += LANES<T>) {
@@ -84,7 +86,7 @@ __attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, i
         const Vector<T> x2 = load_as<T>(k2 + d), x3 = load_as<T>(k3 + d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            const Vector<T> y = load(q + r * q_stride + d);
+            const Vector<T> y = load(q + r * dim + d);
             sums0[r] = add_product_as<T, S>(sums0[r], x0, y);
             sums1[r] = add_product_as<T, S>(sums1[r], x1, y);
             sums2[r] = add_product_as<T, S>(sums2[r], x2, y);
@@ -93,21 +95,21 @@ __attribute__((noinline)) void lanes_of_products(const T *q, int64_t q_stride, i
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-        store(lanes + r * stride + 0 * LANES<T>, sums0[r]);
-        store(lanes + r * stride + 1 * LANES<T>, sums1[r]);
-        store(lanes + r * stride + 2 * LANES<T>, sums2[r]);
-        store(lanes + r * stride + 3 * LANES<T>, sums3[r]);
+        Vector<T> *to = lanes + r * KEYS_OF_SUMS<T>;
+        to[0] = sums0[r], to[1] = sums1[r], to[2] = sums2[r], to[3] = sums3[r];
     }
 }
 
-// s[r][j] = dot(q[r], k[j]) for R rows. The rest of the last vector gets products of the last key.
-template <class T, class S, int R>
-NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
-    constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
-    Vector<T> lanes[R * GROUP_OF_KEYS];
-    for (int64_t j = 0; j < num_keys; j += GROUP_OF_KEYS) {
-#pragma GCC unroll 8
-        for (int n = 0; n < GROUP_OF_KEYS; n += FEW_KEYS) {
+// s[r][j] = dot(q[r], k[j]) for up to MOST_PRODUCT_ROWS rows, by their `lanes_of_products`. The rest of the last vector
+// gets products of the last key. One copy serves all dtypes of keys and numbers of rows: compilers take long for it.
+template <class T>
+NOINLINE void dot_products(void (*lanes_of)(const T *, int64_t, const char *const *, Vector<T> *), int64_t num_rows,
+                           const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, const Coming *coming, T *s) {
+    constexpr int N = LANES<T>;
+    Vector<T> lanes[MOST_PRODUCT_ROWS * KEYS_OF_SUMS<T>];
+    for (int64_t j = 0; j < num_keys; j += KEYS_OF_SUMS<T>) {
+#pragma GCC unroll 4
+        for (int n = 0; n < KEYS_OF_SUMS<T>; n += FEW_KEYS) {
             const char *rows[FEW_KEYS];
 #pragma GCC unroll 4
             for (int x = 0; x < FEW_KEYS; ++x) {
@@ -115,13 +117,12 @@ NOINLINE void dot_products(const T *q, int64_t dim, const KeyRows &k, int64_t nu
                 rows[x] = k.at[key];
                 if (coming) coming->fetch(key);
             }
-            lanes_of_products<T, S, R>(q, dim, dim, rows, (T *)(lanes + n), GROUP_OF_KEYS * N);
+            lanes_of(q, dim, rows, lanes + n);
         }
+        for (int64_t r = 0; r < num_rows; ++r)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int n = 0; n < GROUP_OF_KEYS; n += N)
-                store(s + r * SCORES_STRIDE<T> + j + n, sums_of_lanes<T>(lanes + r * GROUP_OF_KEYS + n));
+            for (int n = 0; n < KEYS_OF_SUMS<T>; n += N)
+                store(s + r * SCORES_STRIDE<T> + j + n, sums_of_lanes<T>(lanes + r * KEYS_OF_SUMS<T> + n));
     }
 }
 
@@ -188,9 +189,9 @@ inline void scores_of_few(int64_t num_rows, const T *q, int64_t dim, const KeyRo
                           T *s) {
     with_numbers<T>(k.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_decode<4>(num_rows, [&](int64_t r, auto rows) {
-            dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
-                                                      s + r * SCORES_STRIDE<T>);
+        for_decode<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
+            dot_products<T>(lanes_of_products<T, S, rows>, rows, q + r * dim, dim, k, num_keys,
+                            r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<T>);
         });
     });
 }

@@ -94,9 +94,9 @@ template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &
 [[maybe_unused]] NOINLINE void bf16x2_scores(int64_t num_rows, const float *q, int64_t dim, const KeyRows &k,
                                              int64_t num_keys, Coming coming, float *s) {
     const int64_t width = bf16x2_count(dim);
-    for_decode<4>(num_rows, [&](int64_t r, auto rows) {
-        dot_products<float, Bf16x2, decltype(rows)::value>(q + r * width, width, k, num_keys,
-                                                           r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
+    for_decode<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
+        dot_products<float>(lanes_of_products<float, Bf16x2, rows>, rows, q + r * width, width, k, num_keys,
+                            r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
     });
 }
 

@@ -10,7 +10,8 @@ namespace {
 template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
     if constexpr (sizeof(T) == 4) {
         if (dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
-        if (dtype == FLOAT16) return run((const Float16 *)nullptr);
+        if constexpr (SERVES_FLOAT16)
+            if (dtype == FLOAT16) return run((const Float16 *)nullptr);
     }
     run((const T *)nullptr);
 }

@@ -68,6 +68,12 @@ constexpr bool HAS_TILES = HAS_BF16X2;
 #else
 constexpr bool HAS_TILES = false;
 #endif
+// Whether calls of float16 come here: kernels for bfloat16 alone serve them where there are tile registers.
+#if defined(ONLY_BFLOAT16)
+constexpr bool SERVES_FLOAT16 = HAS_TILES;
+#else
+constexpr bool SERVES_FLOAT16 = true;
+#endif
 template <class T> constexpr bool MAY_USE_BF16X2 = HAS_BF16X2 && sizeof(T) == 4;
 template <class T> constexpr bool MAY_USE_TILES = HAS_TILES && sizeof(T) == 4;
 
