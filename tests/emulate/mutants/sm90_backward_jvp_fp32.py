@@ -25,9 +25,9 @@ MUTANTS = (
            "      const Barrier full = shared.q_ring.full(at);\n", LONE),
     mutant("dO is loaded over what is read", KERNEL, "      shared.do_ring.empty(at).wait(at.parity ^ 1);\n", "",
            PLAIN),
-    mutant("tangents of statistics of the first rows", KERNEL,
-           "row_tangents_of(common, tile.work.batch, m_tile.head) + first_row * 2,",
-           "row_tangents_of(common, tile.work.batch, m_tile.head),", PLAIN),
+    mutant("tangents of statistics of the first rows", TERMS,
+           "row_tangents_of(params, tile.work.batch, m_tile.head) + first,",
+           "row_tangents_of(params, tile.work.batch, m_tile.head),", PLAIN),
     # ---- P', u' and tdV
     mutant("the terms of Q lie next to each other", KERNEL, "term_of(queries, i.value, 2 * kTerm)",
            "term_of(queries, i.value)", PLAIN),
@@ -55,6 +55,7 @@ MUTANTS = (
            "    set_zero((float (&)[1][sizeof(total) / sizeof(total[0])][4])total);\n    add(total, sum);\n", PLAIN),
     mutant("dO is given back before tdV is made", TERMS, "    wait_for<0>(sum);\n    add(total, sum);\n",
            "    add(total, sum);\n", PLAIN),
+    mutant("tdV of the first chunk of dO", TERMS, "s_dout + c * kTerm);", "s_dout);", "wide tangents float32"),
     # ---- dX', tdX' and tdK
     mutant("tV with V", KERNEL, "load(tv, shared.tdx_at({}));", "load(tv, shared.dx_at({}));", PLAIN),
     mutant("V is given back before it is read", KERNEL, "      dx_empty({i}).init(8);\n",
