@@ -10,7 +10,7 @@
 // maxima rise, and at the end, these scale what they have by factors of the rows: O becomes x O, A becomes x A + y O.
 //
 // Tensor cores truncate sums instead of rounding them. So they sum the products of one tile of keys only, small products
-// first, and FADD, which rounds, adds these to O and A.
+// first, and FFMA, which rounds, adds these to O and A.
 //
 //   barrier          one phase is over when                      who waits
 //   q_full           Q and tQ have arrived                       [1]
@@ -51,7 +51,7 @@ static_assert(2 * kBytesQ + 2 * kBytesP + (kBoxes + kChunksV * kValueBoxes) * kT
               "shared memory differs from the plan");
 
 // Registers of a thread once each role has its own number of them: as many in all as the block started with.
-constexpr int kWeightRegisters = 152, kSumRegisters = 168, kProducerRegisters = 24;
+constexpr int kWeightRegisters = 168, kSumRegisters = 160, kProducerRegisters = 24;
 
 struct Shared {
   u32 q, p, tp, factors;
@@ -270,28 +270,31 @@ struct Columns {
   CUFLASH_DEVICE Columns(const Params& common_, const Shared& shared_, u32 thread_)
       : common(common_), shared(shared_), thread(thread_), reader(shared.value_boxes[chunk]) {}
 
-  // O becomes x O, A becomes x A + y O, by the factors of the rows.
-  CUFLASH_DEVICE void rescale() {
+  using Factors = float[2][2];  // x and y of this lane's rows
+
+  CUFLASH_DEVICE void load_factors(Factors& factors) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float factor[2];
-      ptx::load_shared_x2(shared.factors + (thread / 32 * 16 + fragment_row() + 8 * half) * 8, factor);
+    for (int half = 0; half < 2; ++half)
+      ptx::load_shared_x2(shared.factors + (thread / 32 * 16 + fragment_row() + 8 * half) * 8, factors[half]);
+  }
+  // O becomes x O + sum_o, A becomes x A + y O + sum_a.
+  CUFLASH_DEVICE void accumulate(const Factors& factors, const Sum& sum_o, const Sum& sum_a) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
+    for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          a[n][i] = a[n][i] * factor[0] + factor[1] * o[n][i];
-          o[n][i] *= factor[0];
-        }
-    }
+      for (int i = 0; i < 4; ++i) {
+        const float (&factor)[2] = factors[i / 2];
+        a[n][i] = ptx::fused(factor[1], o[n][i], ptx::fused(factor[0], a[n][i], sum_a[n][i]));
+        o[n][i] = ptx::fused(factor[0], o[n][i], sum_o[n][i]);
+      }
   }
 
   // [3] of one tile of keys.
   CUFLASH_DEVICE void step() {
     const u64 p = descriptor_of(shared.p), tp = descriptor_of(shared.tp);
     Sum sum_o, sum_a;
+    Factors factors;
     shared.p_ring.full(p_at).wait(p_at.parity);
-    rescale();
     ptx::fence_operand(sum_o);
     ptx::fence_operand(sum_a);
     const auto multiply = [&](auto multiply_step) __attribute__((always_inline)) {
@@ -317,20 +320,23 @@ struct Columns {
         if constexpr (kMovesScores) add_products(sum_a, tp, box, !kMovesV && term == kLast);
       });
     }
+    load_factors(factors);
     reader.finish();
     arrive_as_warp(shared.p_ring.empty(p_at));
     p_at.advance();
     ptx::fence_operand(sum_o);
     ptx::fence_operand(sum_a);
-    add(o, sum_o);
-    if constexpr (kMovesV || kMovesScores) add(a, sum_a);
+    accumulate(factors, sum_o, sum_a);
   }
 
   CUFLASH_DEVICE void store(const QueryTile& tile) {
     shared.p_ring.full(p_at).wait(p_at.parity);
-    rescale();
+    Factors factors;
+    load_factors(factors);
     arrive_as_warp(shared.p_ring.empty(p_at));
     p_at.advance();
+    const Sum none = {};
+    accumulate(factors, none, none);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.first_row + thread / 32 * 16 + fragment_row() + 8 * half;
