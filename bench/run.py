@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -10,17 +11,22 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cuflash import FlashAttention
+from cuflash.gpu.compiler import CompileError, compile_spec
 from cuflash.gpu.progress import Bar
+from cuflash.plan import KernelSpec
+from cuflash.spec.passes import PASS_NAMES
 
 from . import ceiling, environment
 from .cases import ALL_PASSES, Case
 from .check import Check, Errors
 from .contender import Absent, Contender
-from .inputs import Inputs, make_inputs
+from .inputs import Inputs, keywords_of, make_inputs
 from .peers import ADAPTERS
 from .report import REASON_LENGTH
 from .suites import Suite
@@ -194,6 +200,31 @@ def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Ben
             yield {**fields, **found[name], **extra}
 
 
+def compile_ahead(bench: Bench, cases: Iterable[Case], passes: Iterable[str]) -> None:
+    """Compile the kernels of cuflash's calls on all cores. One after another, they would take most of a run.
+
+    What fails here fails again as a contender, which is recorded.
+    """
+    passes = tuple(passes)
+    wanted = [name for name in PASS_NAMES if name in passes]
+    kernels = set()
+    for case in cases:
+        inputs = make_inputs(bench.xp, case, passes=passes)
+        arrays = dict(inputs.terms) | dict(inputs.tangents)
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            plans = FlashAttention(**keywords_of(case)).plan(inputs.q, inputs.k, inputs.v, passes=wanted, **arrays)
+            found = [getattr(plans, name, None) for name in wanted]
+            kernels |= {kernel for plan in found if plan is not None for kernel in plan.kernels}
+
+    def compile_one(kernel: KernelSpec) -> None:
+        with contextlib.suppress(CompileError):
+            compile_spec(kernel)
+
+    with ThreadPoolExecutor(environment.cores()) as pool:
+        list(pool.map(compile_one, kernels))
+    bench.free_memory()
+
+
 def run_suite(
     name: str,
     suite: Suite,
@@ -223,6 +254,8 @@ def run_suite(
     facts = environment.describe(gpu=suite.kind != "cpu", revision_given=revision)
     facts |= {"contenders": names, "devices": devices}
     journal.write("run", kind=suite.kind, about=suite.about, filter=match, **facts, **bench.ceiling())
+    if suite.kind == "gpu":
+        compile_ahead(bench, cases, passes)
     tasks = [
         (case, [x for x in names if peers is not None or case in suite.only.get(x, (case,))], passes) for case in cases
     ]

@@ -54,15 +54,6 @@ constexpr int kPRegisters = 168, kDxRegisters = 232, kTdqRegisters = 80, kProduc
 
 constexpr u32 kDxWarpgroup = 1;  // named barrier
 
-// The tensor maps, of terms: of q, k and v, followed by those of their tangents, and of dout.
-constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3;
-struct BackwardJvpParams {
-  Params common;
-  TensorMap maps[4];
-};
-static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
-              "the argument differs from its description in Python");
-
 // The barriers of the buffers in which P' and u', and then dX' and tdX', are handed over.
 struct BufferBarriers {
   u32 address;
@@ -163,11 +154,7 @@ struct Producer {
       const Barrier full = shared.do_ring.full(at);
       shared.do_ring.empty(at).wait(at.parity ^ 1);
       full.arrive_expect(kTerms + 2 * kBytesStats);
-      const u32 stats = shared.stats_at(at);
-      const Params& common = params.common;
-      ptx::load_bulk(stats, stats_of(common, tile.work.batch, m_tile.head) + first_row * 2, kBytesStats, full.address);
-      ptx::load_bulk(stats + kBytesStats, row_tangents_of(common, tile.work.batch, m_tile.head) + first_row * 2,
-                     kBytesStats, full.address);
+      load_stats(params.common, shared.stats_at(at), full, tile, m_tile);
       load(shared.do_at(at), kMapDout, full, first_row, m_tile.head);
     }
   }
@@ -248,24 +235,6 @@ struct MakerOfP {
     arrive_as_warp(shared.handed.p_full(buffer));
   }
 
-  // [3] tdV += (P' u') dO. The tensor cores sum a tile, and tiles are added with rounding.
-  CUFLASH_DEVICE void add_tdv(const Accumulator& pu) {
-    Terms<kSteps> operand;
-    float sum[kDimV / 8][4];
-    to_terms(pu, operand);
-    const u64 dout = descriptor_of_transposed<kRows>(shared.do_at(do_at));
-    issue(sum, [&]() __attribute__((always_inline)) {
-      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k)
-          ptx::wgmma<true>(BFloat16{}, sum, operand[i.value][k], along_k_transposed(term_of(dout, j.value), k),
-                           index > 0 || k > 0);
-      });
-    });
-    wait_for<0>(sum);
-    add(tdv, sum);
-  }
-
   CUFLASH_DEVICE void step() {
     float s_and_ktq[(1 + kMovesQ) * kNTiles][4];
     Accumulator tx;
@@ -278,7 +247,7 @@ struct MakerOfP {
     finish_scores(s_and_ktq, tx);
     shared.handed.dx_empty(buffer).wait(buffer.parity);
     make_p((Accumulator&)s_and_ktq, tx, pairs, masked, large);
-    if constexpr (kSumsTdv) add_tdv(tx);
+    if constexpr (kSumsTdv) add_tdv(tdv, tx, shared.do_at(do_at));  // [3]
     arrive_as_warp(shared.do_ring.empty(do_at));
     q_at.advance(), do_at.advance(), buffer.advance();
     m_tile.advance(tile.queries);

@@ -46,7 +46,7 @@ constexpr bool kSumsTdqOfDx = kDqByReduction && kMovesK;  // tdQ += dX tK
 // Shared memory: K and tK, dO, dX' or tdX', boxes of the first ring and of the second one, statistics and their
 // tangents, barriers. The columns of a term come one chunk after the other, the terms one after the other.
 constexpr u32 kTermK = chunked_bytes(kRows, kDim), kBytesK = kBf16Terms * kTermK;
-constexpr u32 kTermDo = chunked_bytes(kRows, kDimV), kBytesDo = kBf16Terms * kTermDo;
+constexpr u32 kBytesDo = kBf16Terms * kTermDo;
 constexpr u32 kBytesDx = kBf16Terms * kTerm;
 constexpr u32 kBytesBarriers = 8 + 2 * Ring<1>::kBytes + Ring<kBoxes>::kBytes + Ring<kTdkBoxes>::kBytes;
 static_assert(2 * kBytesK + kBytesDo + kBytesDx + (kBoxes + kTdkBoxes) * kTerm + 2 * kBytesStats + kBytesBarriers ==
@@ -55,15 +55,6 @@ static_assert(2 * kBytesK + kBytesDo + kBytesDx + (kBoxes + kTdkBoxes) * kTerm +
 
 // Registers of a thread once each role has its own number of them: as many in all as the block started with.
 constexpr int kDxRegisters = 240, kTdkRegisters = 136, kTdqRegisters = 104, kProducerRegisters = 32;
-
-// The tensor maps, of terms: of q, k and v, followed by those of their tangents, and of dout.
-constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3;
-struct BackwardJvpParams {
-  Params common;
-  TensorMap maps[4];
-};
-static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
-              "the argument differs from its description in Python");
 
 struct Shared {
   u32 k, tk, dout, dx, stats;
@@ -150,7 +141,6 @@ struct Producer {
   }
 
   CUFLASH_DEVICE void produce_dout() const {
-    const Params& common = params.common;
     QueryTileIterator m_tile = tile.first();
     Position<1> at;
 #pragma unroll 1
@@ -159,10 +149,7 @@ struct Producer {
       const Barrier full = shared.do_ring.full(at);
       shared.do_ring.empty(at).wait(at.parity ^ 1);
       full.arrive_expect(kBytesDo + 2 * kBytesStats);
-      ptx::load_bulk(shared.stats, stats_of(common, tile.work.batch, m_tile.head) + first_row * 2, kBytesStats,
-                     full.address);
-      ptx::load_bulk(shared.stats + kBytesStats, row_tangents_of(common, tile.work.batch, m_tile.head) + first_row * 2,
-                     kBytesStats, full.address);
+      load_stats(params.common, shared.stats, full, tile, m_tile);
 #pragma unroll 1
       for (int term = 0; term < kBf16Terms; ++term)
         load_chunks<kRows, kDimV>(shared.dout + term * kTermDo, params.maps[kMapDout], full, first_row, m_tile.head,
@@ -294,28 +281,6 @@ struct MakerOfDx {
     dx_at.advance();
   }
 
-  // [5] tdV += (P' u') dO. The tensor cores sum a tile, and tiles are added with rounding.
-  CUFLASH_DEVICE void add_tdv(const Accumulator& pu) {
-    Terms<kSteps> operand;
-    to_terms(pu, operand);
-    repeat<kChunksV>([&](auto chunk) __attribute__((always_inline)) {
-      constexpr int c = decltype(chunk)::value;
-      const u64 dout = descriptor_of_transposed<kRows>(shared.dout + c * kTerm);
-      auto& total = chunk_of<c>(tdv);
-      float sum[sizeof(total) / sizeof(total[0])][4];
-      issue(sum, [&]() __attribute__((always_inline)) {
-        for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
-#pragma unroll
-          for (int k = 0; k < kSteps; ++k)
-            ptx::wgmma<true>(BFloat16{}, sum, operand[i.value][k],
-                             along_k_transposed(term_of(dout, j.value, kTermDo), k), index > 0 || k > 0);
-        });
-      });
-      wait_for<0>(sum);
-      add(total, sum);
-    });
-  }
-
   CUFLASH_DEVICE void step() {
     Accumulator s, tx, dx, tdx, pu;
     make_scores(s, tx);
@@ -337,7 +302,7 @@ struct MakerOfDx {
     wait_for_space();
     store_terms(tdx, shared.dx, thread);
     hand_over();
-    if constexpr (kSumsTdv) add_tdv(dx);
+    if constexpr (kSumsTdv) add_tdv(tdv, dx, shared.dout);  // [5]
     arrive_as_warp(shared.do_ring.empty(do_at));
     do_at.advance();
     m_tile.advance(tile.queries);

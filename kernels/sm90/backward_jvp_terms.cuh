@@ -1,5 +1,5 @@
-// What the kernels of the tangents of gradients in float32 share: weights and their tangents, and results. Tiles are 64
-// keys by 64 queries, with keys as rows.
+// What the kernels of the tangents of gradients in float32 share: their argument, statistics of rows, weights and their
+// tangents, tdV and results. Tiles are 64 keys by 64 queries, with keys as rows.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
@@ -22,6 +22,25 @@ constexpr bool kReadsDx = kMovesQ || kMovesK;  // by the products with tQ or tK;
 constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMovesAlibi;
 
 constexpr u32 kBytesStats = kRows * 8;  // and as many of their tangents
+constexpr u32 kTermDo = chunked_bytes(kRows, kDimV);
+
+// The tensor maps, of terms: of q, k and v, followed by those of their tangents, and of dout.
+constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3;
+struct BackwardJvpParams {
+  Params common;
+  TensorMap maps[4];
+};
+static_assert(sizeof(BackwardJvpParams) == CUFLASH_ARGUMENT_BYTES,
+              "the argument differs from its description in Python");
+
+// A producer. Loads the statistics of a tile of queries, and their tangents, which `full` expects already.
+CUFLASH_DEVICE void load_stats(const Params& params, u32 to, const Barrier& full, const BackwardWork& tile,
+                               const QueryTileIterator& m_tile) {
+  const int first = m_tile.m_block * kRows * 2;
+  ptx::load_bulk(to, stats_of(params, tile.work.batch, m_tile.head) + first, kBytesStats, full.address);
+  ptx::load_bulk(to + kBytesStats, row_tangents_of(params, tile.work.batch, m_tile.head) + first, kBytesStats,
+                 full.address);
+}
 
 // ---- Weights and their tangents -------------------------------------------------------------------------------------
 
@@ -114,6 +133,30 @@ struct WeightsOfTile {
     }
   }
 };
+
+// ---- tdV ------------------------------------------------------------------------------------------------------------
+
+// tdV += (P' u') dO, of the terms of dO at `s_dout`. The tensor cores sum a tile, and tiles are added with rounding.
+CUFLASH_DEVICE void add_tdv(float (&tdv)[kDimV / 8][4], const Accumulator& pu, u32 s_dout) {
+  Terms<kSteps> operand;
+  to_terms(pu, operand);
+  repeat<chunks_of(kDimV)>([&](auto chunk) __attribute__((always_inline)) {
+    constexpr int c = decltype(chunk)::value;
+    const u64 dout = descriptor_of_transposed<kRows>(s_dout + c * kTerm);
+    auto& total = chunk_of<c>(tdv);
+    float sum[sizeof(total) / sizeof(total[0])][4];
+    issue(sum, [&]() __attribute__((always_inline)) {
+      for_term_products([&](auto i, auto j, int index) __attribute__((always_inline)) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+          ptx::wgmma<true>(BFloat16{}, sum, operand[i.value][k], along_k_transposed(term_of(dout, j.value, kTermDo), k),
+                           index > 0 || k > 0);
+      });
+    });
+    wait_for<0>(sum);
+    add(total, sum);
+  });
+}
 
 // ---- Results --------------------------------------------------------------------------------------------------------
 

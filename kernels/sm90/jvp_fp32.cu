@@ -21,9 +21,8 @@
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
-#include "common/score/dropout.cuh"
 #include "sm90/forward_roles.cuh"
-#include "sm90/jvp_scores.cuh"
+#include "sm90/jvp_terms.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
@@ -64,24 +63,15 @@ CUFLASH_DEVICE Position<kSlots> position_of(const Position<kNumStages>& tile, in
 }
 CUFLASH_DEVICE constexpr int term_at(int n) { return kLast - n; }
 
-// The producer: one thread. It iterates over the tiles as the consumers do, as far ahead of them as the rings allow. In
-// the map of an array, term i of batch entry b has batch index i * batch + b; the terms of its tangent follow.
+// The producer: one thread. It iterates over the tiles as the consumers do, as far ahead of them as the rings allow.
 struct Producer {
   const JvpParams& params;
   const Shared& shared;
   Position<1> query;
   Position<kNumStages> key;
 
-  CUFLASH_DEVICE int term_batch(int term, int batch) const { return term * params.common.batch + batch; }
-
   CUFLASH_DEVICE void load_q(const QueryTile& tile) {
-    const Barrier full = shared.q_ring.full(query);
-    shared.q_ring.empty(query).wait(query.parity ^ 1);
-    full.arrive_expect((1 + kMovesQ) * kBytesQ);
-#pragma unroll 1
-    for (int i = 0; i < (1 + kMovesQ) * kBf16Terms; ++i)
-      load_chunks<kBlockM, kDim>(shared.q + i * kTermQ, params.maps[kMapQ], full, tile.first_row, tile.work.head,
-                                 term_batch(i, tile.work.batch));
+    load_query_terms<kTermQ>(params, shared.q, shared.q_ring, query, tile);
   }
   template <int columns, bool moves>
   CUFLASH_DEVICE void load_keys(const QueryTile& tile, const Ring<kSlots>& ring, u32 terms, const TensorMap& map,
@@ -94,10 +84,10 @@ struct Producer {
       ring.empty(at).wait(at.parity ^ 1);
       ring.full(at).arrive_expect((1 + moves) * kTerm);
       load_chunks<kBlockN, columns>(to, map, ring.full(at), first_key, tile.head_kv,
-                                    term_batch(term_at(n), tile.work.batch));
+                                    batch_of_term(params.common, term_at(n), tile.work.batch));
       if constexpr (moves)
         load_chunks<kBlockN, columns>(to + kTerm, map, ring.full(at), first_key, tile.head_kv,
-                                      term_batch(kBf16Terms + term_at(n), tile.work.batch));
+                                      batch_of_term(params.common, kBf16Terms + term_at(n), tile.work.batch));
     }
   }
   CUFLASH_DEVICE void produce() {
@@ -115,49 +105,32 @@ struct Producer {
 };
 
 // One consumer warpgroup, number `index` of kConsumers, at work on one tile of queries, of which it owns 64.
-struct Consumer {
+struct Consumer : TangentRows {
   using Terms = u32[kBlockN / 16][kBf16Terms][4];  // of P or of P (tS - c)
   using Sum = float[kColumnTiles][4];
 
-  const Params& common;
   const Shared& shared;
-  const u32 index, thread;
+  const u32 index;
   const bool elected;
   const ConsumerPingPong& ping_pong;
   Position<kNumStages>& key;
-  const QueryTile& tile;
   const u32 s_q;
-  const int lane_row;
-  const Score score;
-  const ScoreTangents tangents;
-  const Dropout dropout;
-  const float exponent_scale;
 
-  TangentSoftmax<1> softmax;
   float o[1][kColumnTiles][4], a[1][kColumnTiles][4];
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
                           Position<kNumStages>& key_, const QueryTile& tile_)
-      : common(common_),
+      : TangentRows(common_, tile_, tile_.first_row + index_ * 64),
         shared(shared_),
         index(index_),
-        thread(ptx::thread_index() % 128),
-        elected(thread == 0),
+        elected(ptx::thread_index() % 128 == 0),
         ping_pong(ping_pong_),
         key(key_),
-        tile(tile_),
-        s_q(shared.q + index * 64 * kLineBytes),
-        lane_row(tile.first_row + index * 64 + thread / 32 * 16 + fragment_row()),
-        score(common, tile.work.batch, tile.work.head, tile.key_stop),
-        tangents(common, tile.work.batch, tile.work.head),
-        dropout(common, tile.work.batch, tile.work.head),
-        exponent_scale(score.exponent_scale()),
-        softmax(make_tangent_softmax(common, tile.work.batch, tile.work.head)) {
+        s_q(shared.q + index * 64 * kLineBytes) {
     set_zero(o);
     set_zero(a);
   }
 
-  CUFLASH_DEVICE int lane_key(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
   CUFLASH_DEVICE void release(const Barrier& empty) const {
     if (elected) empty.arrive();
   }
@@ -240,23 +213,6 @@ struct Consumer {
     key.advance();
   }
 
-  // [2] Turns products into weights.
-  template <class Masked>
-  CUFLASH_DEVICE void softmax_step(float (&s)[1][kNTiles][4], float (&ts)[1][kNTiles][4], int n_block, Masked masked) {
-    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
-    make_scores(score, tangents, mask, s, ts, lane_row, lane_key(n_block), masked);
-    const auto raised = softmax.to_weights(s, exponent_scale);
-    make_tangents(score, tangents, ts, lane_row, lane_key(n_block));
-    const Constant<Masked::value || kMayHide> selects;
-    const float scale = kTangentIsScaled ? score.scale : 1.0f;
-    softmax.rescale_sums(raised, s, ts, o, a, scale, selects);
-    softmax.weigh_tangents(s, ts, scale, selects);
-    if constexpr (kHasDropout) {
-      const float kept_scale = kept_scale_of(common);
-      dropout.drop(s[0], lane_row, lane_key(n_block), kept_scale);
-      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);
-    }
-  }
   CUFLASH_DEVICE static void to_terms(const float (&weights)[kNTiles][4], Terms& terms) {
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k)
@@ -292,11 +248,7 @@ struct Consumer {
       set_zero(ts);
     if (n_block == keys.start) arrive_as_warp(empty);
 
-    // Where scores take many instructions, the mask is always evaluated, so that they are compiled once.
-    if (kNeedsProduct || kBiasBytes != 0 || n_block >= keys.full_stop || n_block < keys.full_start)
-      softmax_step(s, ts, n_block, Constant<true>{});
-    else
-      softmax_step(s, ts, n_block, Constant<false>{});
+    softmax_step(s, ts, o, a, n_block, keys);  // [2]
     to_terms(s[0], p);
     if constexpr (kSumsTogether && kMovesScores) to_terms(ts[0], tp);
 

@@ -10,7 +10,7 @@
 // maxima rise, and at the end, these scale what they have by factors of the rows: O becomes x O, A becomes x A + y O.
 //
 // Tensor cores truncate sums instead of rounding them. So they sum the products of one tile of keys only, small products
-// first, and FADD, which rounds, adds these to O and A.
+// first, and FFMA, which rounds, adds these to O and A.
 //
 //   barrier          one phase is over when                      who waits
 //   q_full           Q and tQ have arrived                       [1]
@@ -24,9 +24,8 @@
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
-#include "common/score/dropout.cuh"
 #include "common/softmax/store_lse.cuh"
-#include "sm90/jvp_scores.cuh"
+#include "sm90/jvp_terms.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/term_tiles.cuh"
@@ -52,7 +51,7 @@ static_assert(2 * kBytesQ + 2 * kBytesP + (kBoxes + kChunksV * kValueBoxes) * kT
               "shared memory differs from the plan");
 
 // Registers of a thread once each role has its own number of them: as many in all as the block started with.
-constexpr int kWeightRegisters = 152, kSumRegisters = 168, kProducerRegisters = 24;
+constexpr int kWeightRegisters = 168, kSumRegisters = 160, kProducerRegisters = 24;
 
 struct Shared {
   u32 q, p, tp, factors;
@@ -80,23 +79,16 @@ struct Shared {
 
 // ---- Producers ------------------------------------------------------------------------------------------------------
 
-// A producer is one thread. One loads Q and tQ, and boxes of keys; the others boxes of columns of values. In the map of
-// an array, term i of batch entry b has batch index i * batch + b; the terms of its tangent follow.
+// A producer is one thread. One loads Q and tQ, and boxes of keys; the others boxes of columns of values.
 struct Producer {
   const JvpParams& params;
   const Shared& shared;
 
   CUFLASH_DEVICE int batch_of(const QueryTile& tile, int term) const {
-    return term * params.common.batch + tile.work.batch;
+    return batch_of_term(params.common, term, tile.work.batch);
   }
   CUFLASH_DEVICE void load_q(const QueryTile& tile, Position<1>& query) const {
-    const Barrier full = shared.q_ring.full(query);
-    shared.q_ring.empty(query).wait(query.parity ^ 1);
-    full.arrive_expect((1 + kMovesQ) * kBytesQ);
-#pragma unroll 1
-    for (int i = 0; i < (1 + kMovesQ) * kBf16Terms; ++i)
-      load_chunks<kRows, kDim>(shared.q + i * kTermQ, params.maps[kMapQ], full, tile.first_row, tile.work.head,
-                               batch_of(tile, i));
+    load_query_terms<kTermQ>(params, shared.q, shared.q_ring, query, tile);
     query.advance();
   }
   // Calls load(tile, first_key) for the tiles of keys of all tiles of queries.
@@ -146,38 +138,17 @@ struct Producer {
 // ---- The warpgroup of weights ---------------------------------------------------------------------------------------
 
 // At work on one tile of queries.
-struct MakerOfP {
-  const Params& common;
+struct MakerOfP : TangentRows {
   const Shared& shared;
   const u32 thread;
   BoxReader<kBoxes>& reader;
   Position<1>& p_at;
-  const QueryTile& tile;
-  const int lane_row;
-  const Score score;
-  const ScoreTangents tangents;
-  const Dropout dropout;
-  const float exponent_scale;
 
-  TangentSoftmax<1> softmax;
   float of_o[1][1][4], of_a[1][1][4];  // a column in which O is 1 and A is 0 shows the factors of all columns
 
   CUFLASH_DEVICE MakerOfP(const Params& common_, const Shared& shared_, u32 thread_, BoxReader<kBoxes>& reader_,
                           Position<1>& p_at_, const QueryTile& tile_)
-      : common(common_),
-        shared(shared_),
-        thread(thread_),
-        reader(reader_),
-        p_at(p_at_),
-        tile(tile_),
-        lane_row(tile.first_row + thread / 32 * 16 + fragment_row()),
-        score(common, tile.work.batch, tile.work.head, tile.key_stop),
-        tangents(common, tile.work.batch, tile.work.head),
-        dropout(common, tile.work.batch, tile.work.head),
-        exponent_scale(score.exponent_scale()),
-        softmax(make_tangent_softmax(common, tile.work.batch, tile.work.head)) {}
-
-  CUFLASH_DEVICE int lane_key(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
+      : TangentRows(common_, tile_, tile_.first_row), shared(shared_), thread(thread_), reader(reader_), p_at(p_at_) {}
 
   // [1]
   CUFLASH_DEVICE void multiply_keys(Accumulator& s, Accumulator& tx) {
@@ -205,24 +176,6 @@ struct MakerOfP {
       set_zero((float (&)[1][kNTiles][4])tx);
   }
 
-  // [2]
-  template <class Masked>
-  CUFLASH_DEVICE void softmax_step(float (&s)[1][kNTiles][4], float (&ts)[1][kNTiles][4], int n_block, Masked masked) {
-    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
-    make_scores(score, tangents, mask, s, ts, lane_row, lane_key(n_block), masked);
-    const auto raised = softmax.to_weights(s, exponent_scale);
-    make_tangents(score, tangents, ts, lane_row, lane_key(n_block));
-    const Constant<Masked::value || kMayHide> selects;
-    const float scale = kTangentIsScaled ? score.scale : 1.0f;
-    begin_factors();
-    softmax.rescale_sums(raised, s, ts, of_o, of_a, scale, selects);
-    softmax.weigh_tangents(s, ts, scale, selects);
-    if constexpr (kHasDropout) {
-      const float kept_scale = kept_scale_of(common);
-      dropout.drop(s[0], lane_row, lane_key(n_block), kept_scale);
-      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);
-    }
-  }
   CUFLASH_DEVICE void begin_factors() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_o[0][0][i] = 1.0f, of_a[0][0][i] = 0.0f;
@@ -248,11 +201,8 @@ struct MakerOfP {
     float s[1][kNTiles][4], ts[1][kNTiles][4];
     multiply_keys(s[0], ts[0]);
     if (n_block == tile.keys.start) arrive_as_warp(empty);
-    // Where scores take many instructions, the mask is always evaluated, so that they are compiled once.
-    if (kNeedsProduct || kBiasBytes != 0 || n_block >= tile.keys.full_stop || n_block < tile.keys.full_start)
-      softmax_step(s, ts, n_block, Constant<true>{});
-    else
-      softmax_step(s, ts, n_block, Constant<false>{});
+    begin_factors();
+    softmax_step(s, ts, of_o, of_a, n_block, tile.keys);  // [2]
     hand_over([&]() __attribute__((always_inline)) {
       store_terms(s[0], shared.p, thread);
       if constexpr (kMovesScores) store_terms(ts[0], shared.tp, thread);
@@ -320,28 +270,31 @@ struct Columns {
   CUFLASH_DEVICE Columns(const Params& common_, const Shared& shared_, u32 thread_)
       : common(common_), shared(shared_), thread(thread_), reader(shared.value_boxes[chunk]) {}
 
-  // O becomes x O, A becomes x A + y O, by the factors of the rows.
-  CUFLASH_DEVICE void rescale() {
+  using Factors = float[2][2];  // x and y of this lane's rows
+
+  CUFLASH_DEVICE void load_factors(Factors& factors) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float factor[2];
-      ptx::load_shared_x2(shared.factors + (thread / 32 * 16 + fragment_row() + 8 * half) * 8, factor);
+    for (int half = 0; half < 2; ++half)
+      ptx::load_shared_x2(shared.factors + (thread / 32 * 16 + fragment_row() + 8 * half) * 8, factors[half]);
+  }
+  // O becomes x O + sum_o, A becomes x A + y O + sum_a.
+  CUFLASH_DEVICE void accumulate(const Factors& factors, const Sum& sum_o, const Sum& sum_a) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
+    for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          a[n][i] = a[n][i] * factor[0] + factor[1] * o[n][i];
-          o[n][i] *= factor[0];
-        }
-    }
+      for (int i = 0; i < 4; ++i) {
+        const float (&factor)[2] = factors[i / 2];
+        a[n][i] = ptx::fused(factor[1], o[n][i], ptx::fused(factor[0], a[n][i], sum_a[n][i]));
+        o[n][i] = ptx::fused(factor[0], o[n][i], sum_o[n][i]);
+      }
   }
 
   // [3] of one tile of keys.
   CUFLASH_DEVICE void step() {
     const u64 p = descriptor_of(shared.p), tp = descriptor_of(shared.tp);
     Sum sum_o, sum_a;
+    Factors factors;
     shared.p_ring.full(p_at).wait(p_at.parity);
-    rescale();
     ptx::fence_operand(sum_o);
     ptx::fence_operand(sum_a);
     const auto multiply = [&](auto multiply_step) __attribute__((always_inline)) {
@@ -367,20 +320,23 @@ struct Columns {
         if constexpr (kMovesScores) add_products(sum_a, tp, box, !kMovesV && term == kLast);
       });
     }
+    load_factors(factors);
     reader.finish();
     arrive_as_warp(shared.p_ring.empty(p_at));
     p_at.advance();
     ptx::fence_operand(sum_o);
     ptx::fence_operand(sum_a);
-    add(o, sum_o);
-    if constexpr (kMovesV || kMovesScores) add(a, sum_a);
+    accumulate(factors, sum_o, sum_a);
   }
 
   CUFLASH_DEVICE void store(const QueryTile& tile) {
     shared.p_ring.full(p_at).wait(p_at.parity);
-    rescale();
+    Factors factors;
+    load_factors(factors);
     arrive_as_warp(shared.p_ring.empty(p_at));
     p_at.advance();
+    const Sum none = {};
+    accumulate(factors, none, none);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.first_row + thread / 32 * 16 + fragment_row() + 8 * half;

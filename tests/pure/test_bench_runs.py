@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 import cuflash.testing as ct
 from bench import ceiling, peers, report
 from bench.__main__ import ROOT, main
-from bench.cases import BLOCK, Case
+from bench.cases import ALL_PASSES, BLOCK, Case
 from bench.check import Check
 from bench.contender import Absent, Contender
 from bench.inputs import make_inputs
-from bench.run import choose_cases, choose_contenders, distribute, failures, run_suite
+from bench.run import Bench, choose_cases, choose_contenders, compile_ahead, distribute, failures, run_suite
 from bench.suites import SUITES, Suite
 from bench.timing import (
     CALLS_IN_A_ROW,
@@ -31,6 +32,7 @@ from bench.timing import (
     time_host,
     time_interleaved,
 )
+from cuflash.gpu.compiler import CompileError
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from tests.benched import OPTIONAL, PLAIN, SMALL, by_contender, tiny_suite
@@ -299,6 +301,33 @@ def test_the_steps_of_a_run_on_a_device(kind, fake_cupy, tmp_path):
         assert found["naive"]["median_us"] == pytest.approx(500)
         assert records[-1]["ceiling"]["product_tflops"] == pytest.approx(2 * 8**3 / 500 / 1e6)
     assert ("TFLOP/s" if kind == "gpu" else "Microseconds") in report.heading(records)
+
+
+def test_kernels_of_all_cases_are_compiled_ahead(monkeypatch, fake_cupy):
+    """Once each; what is refused, or does not compile, is for the contender to report."""
+    asked: list[set[str]] = []
+    compiled: list[str] = []
+
+    def plan(self, q, k, v, *, passes, **arrays):
+        asked.append({*passes, *arrays})
+        if q.shape == PLAIN.q_shape:
+            raise NotImplementedError("not served")
+        plans = {name: types.SimpleNamespace(kernels=(f"{q.shape} {name}", "shared", "broken")) for name in passes[1:]}
+        return types.SimpleNamespace(**plans, forward=None)
+
+    def compile_one(kernel):
+        compiled.append(kernel)
+        if kernel == "broken":
+            raise CompileError("it does not compile", "", ())
+
+    monkeypatch.setattr("bench.run.FlashAttention.plan", plan)
+    monkeypatch.setattr("bench.run.compile_spec", compile_one)
+    other = replace(SMALL, seqlen_q=3)
+    compile_ahead(Bench.make("gpu", 1e-4), (PLAIN, SMALL, other), ALL_PASSES)
+    own = {f"{case.q_shape} {name}" for case in (SMALL, other) for name in ("backward", "jvp", "backward_jvp")}
+    assert sorted(compiled) == sorted((*own, "shared", "broken"))
+    passes = {"forward", "backward", "jvp", "backward_jvp"}
+    assert all(passes | {"tq", "tk", "tv"} <= words and "double_backward" not in words for words in asked)
 
 
 def test_a_gpu_suite_without_cupy_says_so(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ SM90 = "sm90/column_sums.cu"
 CANDIDATES = "common/softmax/candidates.cuh"
 TOP = "sm80/top_keys.cu"
 TOP_SM90 = "sm90/top_keys.cu"
+SCAN_SM90 = "sm90/key_scan.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -90,7 +91,7 @@ MUTANTS = (
     mutant("no wait for Q", TOP_SM90, "  if (tile.keys.start < tile.keys.stop) shared.q_full.wait(0);\n", "",
            "top sm90"),
     mutant("no wait for K", TOP_SM90, "      shared.ring.full(at).wait(at.parity);\n", "", "top sm90"),
-    mutant("stages are not given back", TOP_SM90, "      arrive_as_warp(shared.ring.empty(at));\n", "", "top sm90"),
+    mutant("stages are not given back", SCAN_SM90, "    arrive_as_warp(shared.ring.empty(at));\n", "", "top sm90"),
     mutant("a stage is filled too early", TOP_SM90, "shared.ring.empty(at).wait(at.parity ^ 1);\n",
            "shared.ring.empty(at).wait(at.parity);\n", "top sm90"),
     mutant("keys come once", TOP_SM90, "; pass < 2; ++pass)", "; pass < 1; ++pass)", "top sm90"),

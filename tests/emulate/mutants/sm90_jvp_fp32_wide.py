@@ -2,7 +2,7 @@
 
 from tests.emulate.mutants.mutant import mutant
 
-KERNEL = "sm90/jvp_fp32_wide.cu"
+KERNEL, TERMS = "sm90/jvp_fp32_wide.cu", "sm90/jvp_terms.cuh"
 PLAIN, OPTIONS = "wide jvp float32", "wide jvp float32 of options"
 
 # fmt: off
@@ -11,10 +11,6 @@ MUTANTS = (
     mutant("tK with the terms of K", KERNEL,
            "                                      batch_of(tile, kBf16Terms + term));\n                }\n",
            "                                      batch_of(tile, term));\n                }\n", PLAIN),
-    mutant("Q is loaded over what is read", KERNEL, "    shared.q_ring.empty(query).wait(query.parity ^ 1);\n", "",
-           PLAIN),
-    mutant("tQ is not announced", KERNEL, "full.arrive_expect((1 + kMovesQ) * kBytesQ);",
-           "full.arrive_expect(kBytesQ);", PLAIN),
     # ---- weights
     mutant("Q tK' replaces tQ K'", KERNEL, "                                   kMovesQ || !first);",
            "                                   !first);", PLAIN),
@@ -22,12 +18,9 @@ MUTANTS = (
     mutant("Q is given back with the first tile of keys", KERNEL,
            "if (n_block == tile.keys.start) arrive_as_warp(empty);",
            "if (n_block == tile.keys.stop - 1) arrive_as_warp(empty);", PLAIN),
-    mutant("nothing is hidden", KERNEL, "      softmax_step(s, ts, n_block, Constant<true>{});",
-           "      softmax_step(s, ts, n_block, Constant<false>{});", PLAIN),
-    mutant("factors of the tile before", KERNEL, "    begin_factors();\n    softmax.rescale_sums(",
-           "    softmax.rescale_sums(", PLAIN),
-    mutant("dropout of P alone", KERNEL, "if constexpr (kMovesScores) dropout.drop(ts[0],",
-           "if constexpr (false) dropout.drop(ts[0],", OPTIONS),
+    mutant("nothing is hidden", TERMS, "      softmax_step(s, ts, o, a, n_block, Constant<true>{});",
+           "      softmax_step(s, ts, o, a, n_block, Constant<false>{});", PLAIN),
+    mutant("factors of the tile before", KERNEL, "    begin_factors();\n    softmax_step(", "    softmax_step(", PLAIN),
     mutant("P is written over what is read", KERNEL, "    shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);\n", "",
            PLAIN),
     mutant("P is read before it is there", KERNEL, "    ptx::fence_async_proxy();\n", "", PLAIN),
@@ -35,9 +28,12 @@ MUTANTS = (
     mutant("sinks are left out", KERNEL, "if constexpr (kHasSinks) softmax.add_sink(of_o, of_a);", "", OPTIONS),
     mutant("sums are not divided by l", KERNEL, "of_o[0][0][i] *= inverse, of_a[0][0][i] *= inverse;", ";", PLAIN),
     # ---- O and A
-    mutant("A without what O adds to it", KERNEL, "a[n][i] * factor[0] + factor[1] * o[n][i];",
-           "a[n][i] * factor[0];", PLAIN),
-    mutant("O is not rescaled", KERNEL, "          o[n][i] *= factor[0];\n", "", PLAIN),
+    mutant("A without what O adds to it", KERNEL, "ptx::fused(factor[1], o[n][i], ", "(", PLAIN),
+    mutant("O is not rescaled", KERNEL, "= ptx::fused(factor[0], o[n][i], sum_o[n][i]);",
+           "= o[n][i] + sum_o[n][i];", PLAIN),
+    mutant("factors of the tile before or after", KERNEL,
+           "    load_factors(factors);\n    reader.finish();\n    arrive_as_warp(shared.p_ring.empty(p_at));\n",
+           "    reader.finish();\n    arrive_as_warp(shared.p_ring.empty(p_at));\n    load_factors(factors);\n", PLAIN),
     mutant("A without P (tS - c) V", KERNEL, "if constexpr (kMovesScores) add_products(sum_a, tp,",
            "if constexpr (false) add_products(sum_a, tp,", PLAIN),
     mutant("products of the high terms alone", KERNEL, "for (int other = kLast - term; other >= 0; --other)",

@@ -6,7 +6,7 @@ JVP = "sm80/jvp.cu"
 JVP90 = "sm90/jvp.cu"
 JVP_SCORES = "sm90/jvp_scores.cuh"
 WIDE = "sm90/jvp_wide.cu"
-FLOAT32 = "sm90/jvp_fp32.cu"
+FLOAT32, FLOAT32_TERMS = "sm90/jvp_fp32.cu", "sm90/jvp_terms.cuh"
 COPIES = "common/io/copies.cuh"
 OF_KEYS = "sm80/backward_jvp.cu"
 OF_QUERIES = "sm80/backward_jvp_dq.cu"
@@ -137,14 +137,14 @@ MUTANTS = (
     mutant("no wait for Q", FLOAT32, "    shared.q_ring.full(query).wait(query.parity);\n", "", "jvp float32"),
     mutant("the producer does not wait for a free term", FLOAT32, "      ring.empty(at).wait(at.parity ^ 1);\n", "",
            "jvp float32"),
-    mutant("the producer does not wait for a free Q", FLOAT32,
-           "    shared.q_ring.empty(query).wait(query.parity ^ 1);\n", "", "jvp float32 few keys"),
-    mutant("tQ is not announced", FLOAT32, "arrive_expect((1 + kMovesQ) * kBytesQ)", "arrive_expect(kBytesQ)",
-           "jvp float32"),
+    mutant("the producer does not wait for a free Q", FLOAT32_TERMS, "  ring.empty(query).wait(query.parity ^ 1);\n",
+           "", "jvp float32 few keys", "wide jvp float32"),
+    mutant("tQ is not announced", FLOAT32_TERMS, "arrive_expect((1 + kMovesQ) * kBf16Terms * term_bytes)",
+           "arrive_expect(kBf16Terms * term_bytes)", "jvp float32", "wide jvp float32"),
     mutant("terms of tangents are not announced", FLOAT32, "arrive_expect((1 + moves) * kTerm)",
            "arrive_expect(kTerm)", "jvp float32"),
-    mutant("tK with the terms of K", FLOAT32, "term_batch(kBf16Terms + term_at(n), tile.work.batch)",
-           "term_batch(term_at(n), tile.work.batch)", "jvp float32"),
+    mutant("tK with the terms of K", FLOAT32, "batch_of_term(params.common, kBf16Terms + term_at(n), ",
+           "batch_of_term(params.common, term_at(n), ", "jvp float32"),
     mutant("terms come in another order", FLOAT32, "int term_at(int n) { return kLast - n; }",
            "int term_at(int n) { return n; }", "jvp float32"),
     mutant("tQ with the terms of Q", FLOAT32, "multiply(ts, kBf16Terms + term_product(i).a, keys, i > 0)",
@@ -167,15 +167,15 @@ MUTANTS = (
            "jvp float32 window"),
     mutant("skipped terms are not given back", FLOAT32,
            "      release(shared.v_ring.empty(position_of(key, n)));\n", "", "jvp float32"),
-    mutant("tiles without a mask", FLOAT32, "n_block >= keys.full_stop || n_block < keys.full_start",
+    mutant("tiles without a mask", FLOAT32_TERMS, "n_block >= keys.full_stop || n_block < keys.full_start",
            "n_block >= keys.full_stop", "jvp float32 window"),
     mutant("Q is not given back without keys", FLOAT32,
            "    if (keys.start == keys.stop) arrive_as_warp(empty);\n", "", "jvp float32 few keys"),
     mutant("Q is given back at every tile", FLOAT32, "    if (n_block == keys.start) arrive_as_warp(empty);",
            "    arrive_as_warp(empty);", "jvp float32"),
-    mutant("tangents of pairs that dropout drops", FLOAT32,
-           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key(n_block), kept_scale);\n", "",
-           "jvp float32 options"),
+    mutant("tangents of pairs that dropout drops", FLOAT32_TERMS,
+           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key, kept_scale);\n", "",
+           "jvp float32 options", "wide jvp float32 of options"),
     mutant("no sink", FLOAT32, "    if constexpr (kHasSinks) softmax.add_sink(o, a);\n", "", "jvp float32 options"),
     mutant("tout without the mean", FLOAT32, "    take_out_mean(softmax, o, a);\n", "", "jvp float32 window"),
     mutant("rows past the last one", FLOAT32, "      if (row >= common.seqlen_q) break;\n", "", "jvp float32"),
