@@ -15,7 +15,7 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
 // multiply-add keeps what the rounding of the row max leaves of it: the weight of the largest score is then not 1, and
 // products of TF32 terms, which hold 23 of the 24 bits of a value, are rounded once more. So a row that attends to one
 // key would be off by two units in the last place of its value.
-constexpr bool kRoundsScores = kElementBytes == 4 && kFactorInExponent && !kRoundsToTf32;
+constexpr bool kRoundsScores = kElementBytes == 4 && kFactorInExponent && !kRoundsToTf32 && kHasValues;
 
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
 template <int m_tiles, bool natural = kNaturalRowMax, bool max_by_weights = false>
