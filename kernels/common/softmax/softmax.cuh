@@ -52,14 +52,17 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   // Multiplies scores by their scale, if they are to be rounded. Returns the scale that is left.
   template <int n_tiles>
   CUFLASH_DEVICE static Real rounded(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) {
-    if constexpr (!kRoundsScores) return exponent_scale;
+    if constexpr (kRoundsScores) {
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
+      for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int n = 0; n < n_tiles; ++n)
+        for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) score[m][n][i] = ptx::multiply(score[m][n][i], exponent_scale);
-    return 1;
+          for (int i = 0; i < 4; ++i) score[m][n][i] = ptx::multiply(score[m][n][i], exponent_scale);
+      return 1;
+    } else {
+      return exponent_scale;
+    }
   }
 
   // Updates the row maxima only, because the output is still being summed. If it returns true, the output must later be
