@@ -28,8 +28,7 @@ class OfWeights(Shards):
 
     def __init__(self, whole, split_q, split_k):
         super().__init__(whole, split_q, split_k)
-        of_rows = ("weights", "dweights", "max", "entropy", "dmax", "dentropy")
-        self.split_axes |= {name: (split_q, -1) for name in of_rows}
+        self.split_axes |= {name: (split_q, -1) for name in ("weights", "dweights")}
         self.split_axes |= {name: (split_k, -1) for name in ("column_sums", "column_max", "dsums")}
         self.split_axes |= {name: (split_q, -2) for name in ("indices", "key_weights")}
 

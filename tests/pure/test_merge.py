@@ -133,7 +133,7 @@ def test_gradients_of_row_reductions_of_splits(case_and_splits, want, has_values
     inputs: list[Any] = [x if has_values else {**x, "v": None} for x in ct.split_keys(case, splits_of_keys)]
     results = [attn.forward(**x, want=want)._asdict() for x in inputs]
     outs, lses = ([x[name] for x in results] for name in ("out", "lse"))
-    of_splits = {plural: [x[name] for x in results] for name, plural in PLURALS.items() if name in want}
+    of_splits: Any = {plural: [x[name] for x in results] for name, plural in PLURALS.items() if name in want}
     merged = cuflash.merge(outs, lses, **of_splits)._asdict()
     given: Any = of_splits | {f"d{name}": arrays[f"d{name}"] for name in want}
     given |= {name: merged[name] for name in want if name == "entropy"}
