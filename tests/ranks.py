@@ -10,11 +10,12 @@ import numpy as np
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
 from tests.scored import Scored
 
 PAIR_OPTIONS = ("bias", "mask")
-REQUIRED = ("q", "k", "v", "out", "lse", "dout", "dlse")
+REQUIRED = ("q", "k", "v", "out", "lse", "dout", "dlse", "dmax", "dentropy")
 
 
 class Whole(NamedTuple):
@@ -44,7 +45,7 @@ class Shards:
         axis = -3 if problem.layout == "bshd" and problem.ndim > 2 else -2
         self.split_axes = {name: (split_q, axis) for name in ("q", "dout", "out", "dq")}
         self.split_axes |= {name: (split_k, axis) for name in ("k", "v", "dk", "dv")}
-        self.split_axes |= {name: (split_q, -1) for name in ("lse", "dlse")}
+        self.split_axes |= {name: (split_q, -1) for name in ("lse", "dlse", "max", "entropy", "dmax", "dentropy")}
         for name in PAIR_OPTIONS:
             shape: tuple[int, ...] = arrays[name].shape if name in arrays else ()
             if len(shape) > 1 and (shape[-2] != 1 or problem.seqlen_q == 1):
@@ -90,10 +91,12 @@ def compute(
     own = shards.of(attn.rank, arrays)
     inputs, need = ct.qkv(own), ct.gradients_of(problem) if need is None else need
     optional = {name: x for name, x in own.items() if name not in REQUIRED} | random
-    out, lse = attn.forward(*inputs, **optional)
-    of_lse = {"dlse": own["dlse"]} if "dlse" in own else {}
-    gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **optional, **of_lse)
-    return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
+    want = [name for name in ROW_REDUCTIONS if f"d{name}" in own]
+    found = attn.forward(*inputs, want=want, **optional)._asdict()
+    of_rows: dict[str, Any] = {name: own[name] for name in ("dlse", "dmax", "dentropy") if name in own}
+    of_rows |= {"entropy": found["entropy"]} if "dentropy" in own else {}
+    gradients = attn.backward(own["dout"], *inputs, found["out"], found["lse"], need=need, **optional, **of_rows)
+    return found | dict(zip(need, gradients, strict=True))
 
 
 def on_threads(ranks: int, work: Callable[[cd.Transport], Any]) -> list[Any]:
@@ -134,6 +137,6 @@ def judge(case: ct.Case | Scored, results: Mapping[str, Any]) -> None:
         measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
         assert not any(m.failure for m in measured), "\n".join(map(str, measured))
         return
-    gradients = {name: x for name, x in results.items() if name not in ("out", "lse")}
-    ct.assert_forward(case, results["out"], results["lse"])
-    ct.assert_backward(case, **gradients)
+    of_forward = {name: x for name, x in results.items() if name in ("out", "lse", *ROW_REDUCTIONS)}
+    ct.assert_forward(case, **of_forward)
+    ct.assert_backward(case, **{name: x for name, x in results.items() if name not in of_forward})

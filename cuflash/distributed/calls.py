@@ -313,9 +313,6 @@ class Calls:
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
-        if arrays.get("dmax") is not None:
-            expected = "dlse and dentropy alone: which key of which rank gets it is known where all keys are"
-            raise not_served("dmax", type(arrays["dmax"]).__name__, expected)
         own = spec.prepare(self.options, arrays, required, (), rewrites=False)
         if own.backend == "streamed":
             raise not_served("k", "Streamed", "keys and values where q is: each rank has only a shard of them")

@@ -381,7 +381,7 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
         dlse : array, optional
             Gradient with respect to this rank's lse, of its shape and dtype: on all ranks or on none.
         dmax : array, optional
-            Not served.
+            Gradient with respect to the maximum of this rank's rows, like dlse.
         entropy, dentropy : array, optional
             The entropy of this rank's rows that `forward` returned, which dentropy needs, and the gradient with respect
             to it, like dlse.

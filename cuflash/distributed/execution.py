@@ -111,6 +111,10 @@ class Execution(Run):
         self.fill(tuple(results.values()), lambda run: run._backward(need, results, pass_))
 
     def _backward(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
+        if self.arrays.get("dmax") is not None and "first_maxima" not in self.arrays:
+            arrays = {**self.arrays, "first_maxima": self._first_maxima()}
+            replace(self, arrays=arrays)._backward(need, results, pass_)
+            return
         if self.has_large_rows:
             taken = (*INPUTS, *NAMES, *TAKEN_BY_BACKWARD, *self.options.score_args)
             without_tangents = replace(self, arrays={name: x for name, x in self.arrays.items() if name in taken})
@@ -123,6 +127,22 @@ class Execution(Run):
             self._backward_by_queries(of_queries, results, pass_)
         if of_keys:
             self._backward_by_keys(of_keys, results, pass_)
+
+    def _first_maxima(self) -> Array:
+        """Of this rank's queries the key of all ranks that gets the gradient of the maximum: the first that has it.
+
+        The weight of this key is 1 relative to the maximum, whatever a sink leaves of it: it is the strongest one.
+        """
+        inputs = {name: self.arrays.get(name) for name in (*INPUTS, *NAMES, *self.options.score_args)}
+        inputs["v"] = self.arrays["v"][..., :0]
+        options = replace(self.options, dropout=0.0)
+        run = replace(self, arrays=inputs, options=options, has_large_rows=False)
+        shape, dtype = self.arrays["lse"].shape, self.slices.softmax_dtype
+        of_rows = {name: self.xp.empty(shape, dtype) for name in ("lse", "max")}
+        run._forward({"out": self.xp.empty((*shape, 0), self.arrays["q"].dtype), **of_rows}, FORWARD)
+        found = {"key_indices": self.xp.empty((*shape, 1), np.int32), "key_weights": self.xp.empty((*shape, 1), dtype)}
+        replace(run, arrays={**inputs, "lse": of_rows["max"]})._top_keys(found)
+        return found["key_indices"][..., 0]
 
     def _row_sums(self, need: tuple[str, ...], *, is_wide: bool = False) -> Array:
         """The row sums of this rank's queries over the keys of all ranks, where lse is large.
@@ -425,6 +445,10 @@ class Execution(Run):
         if "minus_tdelta" in found:  # it stands for tout and tdlse, with an out of zeros
             found["tdlse"] = found.pop("minus_tdelta")
             found["tout"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
+        if "first_maxima" in found:
+            first, spans = found.pop("first_maxima"), [tile.own_keys] if by_keys else tile.needed
+            is_here = functools.reduce(self.xp.logical_or, [(first >= start) & (first < stop) for start, stop in spans])
+            found["dmax"] = self.xp.where(is_here, found["dmax"], 0)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
             found = self.slices.with_keys_before(found, tile.front[1])

@@ -27,10 +27,10 @@ from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
 from cuflash.gpu import merging
 from cuflash.gpu.merging import Tangents
-from cuflash.shards.reductions import RunningReductions, entropy_of
+from cuflash.shards.reductions import RunningReductions, entropy_backward, entropy_of, max_backward
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
-from cuflash.spec.outputs import OUTPUTS, NamedForwardResult
+from cuflash.spec.outputs import OUTPUTS, NamedForwardResult, NamedMergeGradients
 from cuflash.spec.results import (
     ForwardResult,
     JvpResult,
@@ -144,10 +144,8 @@ def merge(
     has_values = _has_values(outs, touts=touts)
     touts = touts if has_values or tlses is None else tuple(outs)
     of_reductions = {name: x for name, x in (("maxes", maxes), ("entropies", entropies)) if x is not None}
-    groups = {"outs": outs, "lses": lses, **_tangents(touts=touts, tlses=tlses), **of_reductions}
-    if of_reductions and "tlses" in groups:
-        name = next(iter(of_reductions))
-        raise type_error(name, "arrays together with tlses", "None: row reductions have no tangents")
+    groups = {"outs": outs, "lses": lses, **_together(touts=touts, tlses=tlses), **of_reductions}
+    _check_apart(of_reductions, groups)
     names, given = _by_name(groups)
     imported = array_imports.import_arguments(**_required(given, has_values))
     arrays = imported.arrays if has_values else _with_no_columns(imported.arrays, given)
@@ -173,6 +171,7 @@ def merge(
 
 
 _REDUCTIONS = {"maxes": "max", "entropies": "entropy"}  # what their partial results are called
+_OF_SPLITS = ("touts", "tlses", *_REDUCTIONS)
 
 
 def _merge_reductions(
@@ -302,6 +301,12 @@ def merge_backward(
     touts: Sequence[Array], tlses: Sequence[Array], tout: Array, tlse: Array, tdout: Array | None = None,
     tdlse: Array | None = None, layout: Literal["bhsd", "bshd"] = "bhsd",
 ) -> MergeGradientTangents[ArrayT, LseT]: ...
+@overload
+def merge_backward(
+    dout: Array, outs: Sequence[ArrayT], lses: Sequence[LseT], out: Array, lse: Array, *, dlse: Array | None = None,
+    maxes: Sequence[Array] | None = None, entropies: Sequence[Array] | None = None, entropy: Array | None = None,
+    dmax: Array | None = None, dentropy: Array | None = None, layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> NamedMergeGradients[ArrayT, LseT]: ...
 # fmt: on
 
 
@@ -319,14 +324,26 @@ def merge_backward(
     tlse: Array | None = None,
     tdout: Array | None = None,
     tdlse: Array | None = None,
+    maxes: Sequence[Array] | None = None,
+    entropies: Sequence[Array] | None = None,
+    entropy: Array | None = None,
+    dmax: Array | None = None,
+    dentropy: Array | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-) -> MergeGradients | MergeGradientTangents:
+) -> MergeGradients | MergeGradientTangents | NamedMergeGradients:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to the arguments of `merge`.
 
     They are what `FlashAttention.backward` of each split takes as dout and dlse::
 
         douts[i] = w[i] * dout
         dlses[i] = w[i] * (rowsum(dout * (outs[i] - out)) + dlse)       with w[i] = exp(lses[i] - lse)
+
+    The entropy adds to them, and what `FlashAttention.backward` of each split takes as dentropy is::
+
+        dlses[i] += w[i] * (entropies[i] - log(w[i]) - entropy) * dentropy
+        dentropies[i] = w[i] * dentropy
+
+    Of the maximum, the first split that has it gets the gradient.
 
     Parameters
     ----------
@@ -344,15 +361,23 @@ def merge_backward(
         The tangents that `merge` returned, with touts and tlses.
     tdout, tdlse : array, optional
         Tangents of dout and dlse, zero if not given.
+    maxes, entropies : sequence of array, optional
+        The maxima and entropies of rows that `merge` took.
+    entropy : array, optional
+        The entropy that `merge` returned, with entropies.
+    dmax, dentropy : array, optional
+        Gradients with respect to the maximum, with maxes, and to the entropy, with entropies and entropy: of the shape
+        and dtype of lse. They do not go with tangents.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of dout, the outs and out.
 
     Returns
     -------
-    MergeGradients or MergeGradientTangents
+    MergeGradients, MergeGradientTangents or a named tuple like MergeGradients
         ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a split is -inf. With
         tangents also ``tdouts`` and ``tdlses``, their derivatives in the direction of the tangents, which
-        `FlashAttention.backward_jvp` of each split takes.
+        `FlashAttention.backward_jvp` of each split takes. With dmax also ``dmaxes``, with dentropy ``dentropies``,
+        tuples of arrays like lses.
 
     Raises
     ------
@@ -391,12 +416,16 @@ def merge_backward(
     has_values = _has_values(outs, dout=dout, out=out, touts=touts, tout=tout, tdout=tdout)
     if not has_values and tlses is not None:
         touts, tout = tuple(outs), lse  # of which none is read
-    of_tangents = _tangents(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
+    of_tangents = _together(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
     if not of_tangents and (tdout is not None or tdlse is not None):
         name = "tdlse" if tdout is None else "tdout"
         raise type_error(name, "an array without other tangents", "touts, tlses, tout and tlse, too")
-    groups = {"outs": outs, "lses": lses} | {name: x for name, x in of_tangents.items() if name in ("touts", "tlses")}
-    merged = {"out": out, "lse": lse} | {name: x for name, x in of_tangents.items() if name not in groups}
+    of_reductions = _together(maxes=maxes, dmax=dmax)
+    of_reductions |= _together(entropies=entropies, entropy=entropy, dentropy=dentropy)
+    _check_apart(of_reductions, of_tangents)
+    more = of_tangents | of_reductions
+    groups = {"outs": outs, "lses": lses} | {name: x for name, x in more.items() if name in _OF_SPLITS}
+    merged = {"out": out, "lse": lse} | {name: x for name, x in more.items() if name not in groups}
     optional = {"dlse": dlse, "tdout": tdout, "tdlse": tdlse}
     names, of_splits = _by_name(groups)
     given = {"dout": dout, **of_splits, **merged}
@@ -417,11 +446,20 @@ def merge_backward(
             _merge_backward(into[0], into[1], *both)
             if of_tangents:
                 _merge_backward_tangents(into, own, ordered)
+        if of_reductions:
+            gradients = [dict(zip(groups, x, strict=True)) for x in found]
+            splits = [
+                {name: arrays[x] for name, x in zip(groups, own, strict=True)} for own in zip(*names, strict=True)
+            ]
+            _merge_reductions_backward(gradients, splits, arrays)
     exported = (
         tuple(imported.export(x, None) if has_values or _is_of_rows(of_splits[0]) else None for x in own)
         for of_splits, own in zip(names, zip(*found, strict=True), strict=True)
     )
-    return MergeGradientTangents(*exported) if of_tangents else MergeGradients(*exported)
+    if of_tangents:
+        return MergeGradientTangents(*exported)
+    named = named_tuple(MergeGradients, tuple(f"d{name}" for name in groups))
+    return named(*exported)  # type: ignore[no-any-return]
 
 
 def _merge_backward(
@@ -438,6 +476,21 @@ def _merge_backward(
     # The sum takes the rounded gradient, so that delta of the split, which is the same number, cancels it.
     found = (own_dout.astype(lse.dtype) * wide[2]).sum(axis=-1) - weight * delta
     own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
+
+
+def _merge_reductions_backward(
+    gradients: Sequence[Mapping[str, Array]], splits: Sequence[Mapping[str, Array]], merged: Mapping[str, Array]
+) -> None:
+    """Fill the gradients of the row reductions of splits, and add to those of their lses."""
+    if "dentropy" in merged:
+        of_all = [merged[name] for name in ("entropy", "lse", "dentropy")]
+        for found, own in zip(gradients, splits, strict=True):
+            entropy_backward(found["entropies"], found["lses"], own["entropies"], own["lses"], *of_all)
+    if "dmax" in merged:
+        xp, maxes = dlpack.module_of(merged["dmax"]), [own["maxes"] for own in splits]
+        left, largest = merged["dmax"].copy(), functools.reduce(xp.maximum, maxes)
+        for found, own_max in zip(gradients, maxes, strict=True):
+            max_backward(found["maxes"], left, own_max, largest)
 
 
 def _merge_backward_tangents(into: Sequence[Array], own: Sequence[Array], merged: Mapping[str, Array]) -> None:
@@ -626,7 +679,7 @@ class _Rows(NamedTuple):
 
 def _is_of_rows(name: str) -> bool:
     """Whether partial results, or merged ones, of a name have a number for each row."""
-    return any(x in name for x in ("lse", *_REDUCTIONS))
+    return any(x in name for x in ("lse", "max", "entrop"))
 
 
 def _has_values(outs: Sequence[Array | None], **of_values: Any) -> bool:
@@ -645,8 +698,15 @@ def _has_values(outs: Sequence[Array | None], **of_values: Any) -> bool:
     return False
 
 
-def _tangents(**given: Any) -> dict[str, Any]:
-    """Tangents by name, of which a call has all or none."""
+def _check_apart(of_reductions: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse row reductions together with tangents."""
+    if of_reductions and "tlses" in others:
+        name = next(iter(of_reductions))
+        raise type_error(name, "arrays together with tlses", "None: row reductions have no tangents")
+
+
+def _together(**given: Any) -> dict[str, Any]:
+    """Arrays by name, of which a call has all or none."""
     if all(x is None for x in given.values()):
         return {}
     for name, x in given.items():

@@ -114,6 +114,32 @@ def entropy_of(fractions: Sequence[Array], entropies: Sequence[Array]) -> Array:
     )
 
 
+def max_backward(own_dmax: Array, left: Array, own: Array, largest: Array) -> None:
+    """Fill the gradient of the maxima of a split with what earlier splits left of that of the `largest` ones."""
+    if dlpack.module_of(left) is not np:
+        apply(_kernel("max_backward", left.dtype.name), (own, largest), (left, own_dmax))
+        return
+    has_it = (own == largest) & (largest != -np.inf)
+    own_dmax[...] = np.where(has_it, left, 0)
+    left[has_it] = 0
+
+
+def entropy_backward(
+    own_dentropy: Array, own_dlse: Array, own: Array, own_lse: Array, entropy: Array, lse: Array, dentropy: Array
+) -> None:
+    """Fill the gradient of the entropies of a split, and add to that of its lse, by that of all entropies.
+
+    With the weight w_i of a split, these are w_i dentropy and w_i dentropy (H_i - log w_i - H).
+    """
+    if dlpack.module_of(lse) is not np:
+        reads = (own, own_lse, entropy, lse, dentropy)
+        apply(_kernel("entropy_backward", lse.dtype.name), reads, (own_dentropy, own_dlse))
+        return
+    weight = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
+    own_dentropy[...] = np.where(weight == 0, 0, weight * dentropy)
+    own_dlse += np.where(weight == 0, 0, own_dentropy * (own - (own_lse - lse) - entropy))
+
+
 # Arguments and code of kernels: what they read, and what they read and write. LOWEST is the least finite number.
 _KERNELS = {
     "max": ("T own", "T total", "if (own > total || own != own) total = own;"),
@@ -135,6 +161,20 @@ _KERNELS = {
             weight += factor;
           }
         }""",
+    ),
+    "max_backward": (
+        "T own, T largest",
+        "T left, T result",
+        """const bool has_it = own == largest && !(largest < LOWEST);
+        result = has_it ? left : (T)0;
+        if (has_it) left = 0;""",
+    ),
+    "entropy_backward": (
+        "T own, T own_lse, T entropy, T lse, T upstream",
+        "T result, T dlse",
+        """const T log_weight = own_lse < LOWEST ? own_lse : own_lse - lse, weight = exp(log_weight);
+        result = weight == 0 ? (T)0 : weight * upstream;
+        if (!(weight == 0)) dlse += result * (own - log_weight - entropy);""",
     ),
     "finish": ("T weight", "T moment", "moment = weight == 0 ? (T)0 : moment / weight + log(weight);"),
 }

@@ -208,7 +208,7 @@ MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 # Inputs that have an axis of keys and heads of these, and their tangents.
 MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
-OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_ROW_REDUCTIONS, "row_sums")
+OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_ROW_REDUCTIONS, "row_sums", "first_maxima")
 
 # ---- the arrays of calls, for type checkers --------------------------------------------------------------------------
 
@@ -316,3 +316,19 @@ class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
     lse: LseT
     max: LseT
     entropy: LseT
+
+
+class NamedMergeGradients(tuple[Any, ...], Generic[ArrayT, LseT]):
+    """A named tuple of douts, dlses and the gradients of those row reductions that have some, tuples of arrays."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
+
+    douts: tuple[ArrayT, ...]
+    dlses: tuple[LseT, ...]
+    dmaxes: tuple[LseT, ...]
+    dentropies: tuple[LseT, ...]

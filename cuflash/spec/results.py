@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
-from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, ROW_REDUCTIONS, NamedForwardResult
+from cuflash.spec.outputs import (
+    GRADIENTS,
+    INPUT_OF_GRADIENT,
+    OUTPUTS,
+    ROW_REDUCTIONS,
+    NamedForwardResult,
+    NamedMergeGradients,
+)
 from cuflash.spec.passes import PREPARED, PREPARED_NAMES, Pass
 from cuflash.spec.type_variables import ArrayT, KeyT, LseT, ValueT
 
@@ -230,7 +237,12 @@ if TYPE_CHECKING:
     class NumpyJvpResult(JvpResult[NDArray[ScalarT], NDArray[Any]], Generic[ScalarT]): ...
 
 
-_NAMED = {ForwardResult: NamedForwardResult, Gradients: NamedGradients, GradientTangents: NamedGradientTangents}
+_NAMED = {
+    ForwardResult: NamedForwardResult,
+    Gradients: NamedGradients,
+    GradientTangents: NamedGradientTangents,
+    MergeGradients: NamedMergeGradients,
+}
 
 
 @functools.cache

@@ -227,10 +227,13 @@ class ElementwiseKernel:
         hosts = [getattr(x, "host", x) for x in arrays]
         flat = [np.ascontiguousarray(x) for x in hosts[: self.count]]
         flat += [np.array(x, order="C") for x in hosts[self.count :]]  # a kernel may read what it writes
+        types = {ctype: x.dtype.name for (ctype, _), x in zip(self.params, hosts, strict=True) if ctype == "T"}
+        generic = " ".join(f"using {name} = {ctype};" for name, ctype in types.items())
         bindings = [f"{ctype}& {name} = (({ctype}*)at[{i}])[n];" for i, (ctype, name) in enumerate(self.params)]
         text = f"""#include <cmath>
             using std::exp; using std::log; using float32 = float; using float64 = double;
             using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
+            {generic}
             extern "C" void run(void** at, long count) {{
               for (long n = 0; n < count; ++n) {{ {" ".join(bindings)} {self.operation}; }} }}"""
         with _one_at_a_time:

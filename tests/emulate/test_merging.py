@@ -1,6 +1,8 @@
 """kernels/helpers/merge.cu: that it rounds, adds and merges as NumPy does, for any layout of the arrays."""
 
 import functools
+import itertools
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +15,8 @@ from cuflash.distributed import reduce
 from cuflash.emulator import find_compiler
 from cuflash.gpu import merging
 from cuflash.shards import merge as shards_merge
+from cuflash.shards import reductions
+from tests.emulate.device import ElementwiseKernel, OnDevice
 from tests.emulate.launcher import DeviceArray, launcher
 from tests.sampling import examples
 
@@ -51,6 +55,13 @@ def drawn(seed, count, shape, dtype):
         found = [random.standard_normal(shape).astype(dtype) for _ in range(count)]
         for x in found:
             x.reshape(-1)[random.integers(0, x.size, 3)] = np.array(random.choice(NUMBERS, 3)).astype(dtype)
+    return found
+
+
+def stored(array):
+    """A copy that is no array of NumPy, as elementwise kernels take it."""
+    found = OnDevice(array.shape, array.dtype)
+    found[...] = array
     return found
 
 
@@ -168,6 +179,32 @@ def test_gradients_of_a_merge_are_those_of_numpy(seed, shape, dtype, has_dlse, i
     for x, y in zip(got, right, strict=True):
         x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
         np.testing.assert_allclose(x, y, rtol=2 * resolution, atol=16 * float(np.finfo(of_sums).eps) * shape[-1])
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([np.float32, np.float64]), st.booleans())
+def test_gradients_of_merged_row_reductions_are_those_of_numpy(seed, count, dtype, is_hidden):
+    """Those of CuPy's elementwise kernels, compiled for the CPU."""
+    random, rows = np.random.default_rng(seed), (2, 3, 5)
+    maxes, entropies, lses = (list(random.integers(0, 4, (count, *rows)).astype(dtype)) for _ in range(3))
+    lses = [x + random.standard_normal(rows).astype(dtype) for x in lses]
+    if is_hidden:
+        maxes[0][0], lses[0][0], entropies[0][0] = -np.inf, -np.inf, np.nan
+    dlse, dmax, dentropy, lse, entropy = random.standard_normal((5, *rows)).astype(dtype)
+    largest = np.max(maxes, axis=0)
+    sys.modules["cupy"].__dict__["ElementwiseKernel"] = ElementwiseKernel
+    results = []
+    for convert in (np.copy, stored):
+        left, found = convert(dmax), [[convert(x) for x in (dlse, dlse, dlse)] for _ in range(count)]
+        with np.errstate(all="ignore"):
+            for (of_max, of_entropy, of_lse), *own in zip(found, maxes, entropies, lses, strict=True):
+                own_max, own_entropy, own_lse = map(convert, own)
+                reductions.max_backward(of_max, left, own_max, convert(largest))
+                of_all = map(convert, (entropy, lse, dentropy))
+                reductions.entropy_backward(of_entropy, of_lse, own_entropy, own_lse, *of_all)
+        results.append([np.asarray(getattr(x, "host", x)) for x in (left, *itertools.chain(*found))])
+    for right, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5 if dtype == np.float32 else 1e-13)
 
 
 @settings(max_examples=examples(20), deadline=None)

@@ -102,6 +102,22 @@ def test_options_together(backend):
 
 
 @every_backend
+def test_one_key(backend):
+    """Its weight is 1 to the last bit: the rule leaves one unit in the last place of the value, which TF32 takes."""
+    packed: dict[str, Any] = {"cu_seqlens_q": (0, 97), "cu_seqlens_k": (0, 1), "row_reductions": BOTH}
+    case = ct.Case(seqlen_q=97, seqlen_k=1, head_dim=24, num_heads=2, num_heads_kv=1, dtype="float32", **packed)
+    for seed, score_spread in ((1, 1.0), (4, 10.0)):
+        backend.judge(replace(case, seed=seed, score_spread=score_spread))
+
+
+@every_backend
+def test_entropy_of_maxima_that_rise(backend):
+    """Exponents relative to a row max far below the maximum would cancel."""
+    case = ct.Case(seqlen_q=130, seqlen_k=300, head_dim=64, dtype="bfloat16", score_spread=6.0, seed=3)
+    backend.judge(replace(case, row_reductions=("entropy",)))
+
+
+@every_backend
 def test_reductions_of_weights(backend):
     features = {
         CORE: ("sinks", "dropout", "packed", "lengths", "float8", "block_mask", "empty"),

@@ -83,6 +83,34 @@ def test_merging_on_the_device_is_merging_on_the_host(cupy, layout):
         np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-3 if y.dtype == np.float16 else 1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_of_row_reductions_on_the_device_are_those_on_the_host(cupy, layout):
+    rng = np.random.default_rng(0)
+    outs = [rng.standard_normal((2, 3, 5, 4), np.float32) for _ in range(3)]
+    rows = (2, 3, 5) if layout == "bhsd" else (2, 5, 3)
+    lses, entropies = ([rng.standard_normal(rows, np.float32) for _ in range(3)] for _ in range(2))
+    maxes = [rng.integers(0, 3, rows).astype(np.float32) for _ in range(3)]
+    lses[0][0, 1] = maxes[0][0, 1] = -np.inf
+    entropies[0][0, 1] = np.nan
+    dmax, dentropy = rng.standard_normal((2, *rows), np.float32)
+
+    def gradients(convert):
+        own_outs, own_lses, own_maxes, own_entropies = (
+            [convert(x) for x in own] for own in (outs, lses, maxes, entropies)
+        )
+        merged = cuflash.merge(own_outs, own_lses, maxes=own_maxes, entropies=own_entropies, layout=layout)
+        found = cuflash.merge_backward(
+            own_outs[0], own_outs, own_lses, *merged[:2], maxes=own_maxes, dmax=convert(dmax), entropies=own_entropies,
+            entropy=merged.entropy, dentropy=convert(dentropy), layout=layout,
+        )  # fmt: skip
+        assert found._fields == ("douts", "dlses", "dmaxes", "dentropies")
+        return [x for own in found for x in own]
+
+    for x, y in zip(gradients(cupy.asarray), gradients(np.asarray), strict=True):
+        assert type(x) is cupy.ndarray
+        np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_tangents_of_splits_merged_are_those_of_the_whole(cupy, dtype, causal):

@@ -16,6 +16,7 @@ from tests.pure.test_distributed_packed import PACKED
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Shards, Whole, on_threads
 from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
+from tests.row_reductions import gap_is_clear
 from tests.sampling import examples
 
 CASES = ct.cases(**SMALL) | PACKED
@@ -27,7 +28,7 @@ class OfWeights(Shards):
 
     def __init__(self, whole, split_q, split_k):
         super().__init__(whole, split_q, split_k)
-        self.split_axes |= {name: (split_q, -1) for name in ("weights", "dweights", "max", "entropy", "dentropy")}
+        self.split_axes |= {name: (split_q, -1) for name in ("weights", "dweights")}
         self.split_axes |= {name: (split_k, -1) for name in ("column_sums", "column_max", "dsums")}
         self.split_axes |= {name: (split_q, -2) for name in ("indices", "key_weights")}
 
@@ -149,15 +150,16 @@ def rows_of(case, arrays, split_q, split_k, need=(), **options):
     """out, lse, row reductions that ranks give, and gradients if some are needed."""
     whole = Whole.of(case)
     shards = OfWeights(whole, split_q, split_k)
-    names = ("q", "k", "v", "dout", "dlse", "dentropy")
+    names = ("q", "k", "v", "dout", "dlse", "dmax", "dentropy")
 
     def work(comm):
         keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 2, **whole.keywords, **options}
         attn = cd.ContextParallel(comm, **keywords)
         own = shards.of(comm.rank, arrays)
-        q, k, v, dout, dlse, dentropy = (own.pop(name, None) for name in names)
+        q, k, v, dout, dlse, dmax, dentropy = (own.pop(name, None) for name in names)
         found = attn.forward(q, k, v, want=("max", "entropy"), **own, **whole.random)._asdict()
-        given = {"dlse": dlse, "dentropy": dentropy, "entropy": found["entropy"]}
+        given = {"dlse": dlse, "dmax": dmax, "dentropy": dentropy}
+        given |= {} if dentropy is None else {"entropy": found["entropy"]}
         if need:
             gradients = attn.backward(
                 dout, q, k, v, found["out"], found["lse"], need=need, **given, **own, **whole.random
@@ -169,16 +171,26 @@ def rows_of(case, arrays, split_q, split_k, need=(), **options):
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(st.data(), CASES | AXES, st.integers(1, 6), st.booleans(), st.booleans())
-def test_row_reductions_of_any_split_keep_the_oracle_rule(data, case, ranks, has_values, is_all):
+@given(
+    st.data(),
+    CASES | AXES,
+    st.integers(1, 6),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([("max", "entropy"), ("max",), ("entropy",)]),
+)
+def test_row_reductions_of_any_split_keep_the_oracle_rule(data, case, ranks, has_values, is_all, want):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    case = replace(case, row_reductions=("entropy",), has_values=has_values)  # ranks take no gradient of maxima
-    assume(is_clear(case, split_q))
+    case = replace(case, row_reductions=want, has_values=has_values)
+    assume(is_clear(case, split_q) and ("max" not in want or gap_is_clear(case)))
     arrays = {name: x for name, x in case.arrays().items() if has_values or name not in ("v", "dout")}
     need = ct.gradients_of(case.problem) if is_all else ("dq", "dk")
     found = rows_of(case, arrays, split_q, split_k, need)
     results = {name: x for name, x in found.items() if name in ("lse", "max", "entropy")}
-    out = found["out"] if has_values else np.empty((*found["dq"].shape[:-1], 0), found["dq"].dtype)
+    out = found.get("out")
+    if out is None:
+        out = np.empty((*found["lse"].shape, 0), found["dq"].dtype)
+        out = out.swapaxes(-2, -3) if case.layout == "bshd" and case.ndim > 2 else out
     ct.assert_forward(replace(case, row_reductions=("max", "entropy")), out, **results)
     ct.assert_backward(case, **{name: x for name, x in found.items() if name in need})
 
@@ -189,7 +201,7 @@ def test_bits_of_row_reductions_do_not_depend_on_the_number_of_ranks(data, case,
     dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
     pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4)]
     assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
-    case = replace(case, row_reductions=("entropy",))
+    case = replace(case, row_reductions=("max", "entropy"))
     need = ct.gradients_of(case.problem)
     expected, *others = (
         rows_of(case, case.arrays(), own[0], own[1], need, deterministic=True) for own in (*pairs, dealt)
@@ -197,6 +209,19 @@ def test_bits_of_row_reductions_do_not_depend_on_the_number_of_ranks(data, case,
     for found in others:
         for name, x in found.items():
             assert x.tobytes() == expected[name].tobytes(), name
+
+
+def test_the_first_of_equal_maxima_has_the_gradient():
+    """Whichever rank has it, and whatever a sink leaves of its weight."""
+    scores = np.random.default_rng(0).integers(0, 4, (2, 40, 60)).astype(np.float64)
+    case = replace(ct.Case(seqlen_q=40, seqlen_k=60, head_dim=8, num_heads=2, dtype="float64", ndim=3), sinks=True)
+    case = replace(case, bias=(2, 40, 60), row_reductions=("max",), score_spread=1e-30)
+    arrays = case.arrays()
+    arrays["bias"][...], arrays["sinks"][...] = scores, 2000
+    found = rows_of(case, arrays, cd.zigzag(40, 2), cd.zigzag(60, 2), ("dbias",))
+    expected = np.zeros(scores.shape)
+    np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], arrays["dmax"][..., None], axis=-1)
+    np.testing.assert_allclose(found["dbias"], expected, rtol=0, atol=1e-13)
 
 
 def test_decode_gives_reductions_to_all_ranks():

@@ -7,17 +7,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
 from cuflash.shards import merge as merging
 from cuflash.testing.rule import yardsticks_of
+from tests.row_reductions import gap_is_clear
 from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
 PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
+
+PLURALS = {"max": "maxes", "entropy": "entropies"}
+WANTS = st.sampled_from([("max", "entropy"), ("max",), ("entropy",)])
 
 
 @st.composite
@@ -66,7 +70,7 @@ def test_splits_are_the_whole(case_and_splits):
 
 
 @settings(max_examples=examples(80))
-@given(splits(**PLAIN), st.sampled_from([("max", "entropy"), ("max",), ("entropy",)]), st.booleans())
+@given(splits(**PLAIN), WANTS, st.booleans())
 def test_row_reductions_of_splits_are_those_of_the_whole(case_and_splits, want, has_values):
     """By the oracle rule, out and lse as without them; splits without keys among them count for nothing."""
     case, splits_of_keys = case_and_splits
@@ -74,8 +78,7 @@ def test_row_reductions_of_splits_are_those_of_the_whole(case_and_splits, want, 
     attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
     inputs = [x if has_values else {**x, "v": None} for x in ct.split_keys(case, splits_of_keys)]
     results = [attn.forward(**x, want=want)._asdict() for x in inputs]
-    names = dict(zip(("maxes", "entropies"), ("max", "entropy"), strict=True))
-    given: Any = {plural: [x[name] for x in results] for plural, name in names.items() if name in want}
+    given: Any = {plural: [x[name] for x in results] for name, plural in PLURALS.items() if name in want}
     outs, lses = ([x[name] for x in results] for name in ("out", "lse"))
     merged = cuflash.merge(outs, lses, **given)
     assert merged._fields == ("out", "lse", *want)
@@ -116,6 +119,100 @@ def test_gradients_of_merged_entropies_are_those_of_the_whole():
     expected = attn.backward(dout, q, k, v, *whole[:2], entropy=whole.entropy, dentropy=dentropy)
     np.testing.assert_allclose(sum(dqs), expected.dq, atol=1e-12)
     np.testing.assert_allclose(np.concatenate(dks, axis=1), expected.dk, atol=1e-12)
+
+
+@settings(max_examples=examples(60))
+@given(splits(dtypes=["float64"], **PLAIN), WANTS, st.booleans())
+def test_gradients_of_row_reductions_of_splits(case_and_splits, want, has_values):
+    """`backward` of each split by what `merge_backward` makes of dmax and dentropy gives the gradients of the whole."""
+    case, splits_of_keys = case_and_splits
+    case = replace(case, row_reductions=want, has_values=has_values)
+    assume("max" not in want or gap_is_clear(case))
+    attn: Any = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
+    arrays = case.arrays()
+    inputs: list[Any] = [x if has_values else {**x, "v": None} for x in ct.split_keys(case, splits_of_keys)]
+    results = [attn.forward(**x, want=want)._asdict() for x in inputs]
+    outs, lses = ([x[name] for x in results] for name in ("out", "lse"))
+    of_splits: Any = {plural: [x[name] for x in results] for name, plural in PLURALS.items() if name in want}
+    merged = cuflash.merge(outs, lses, **of_splits)._asdict()
+    given: Any = of_splits | {f"d{name}": arrays[f"d{name}"] for name in want}
+    given |= {name: merged[name] for name in want if name == "entropy"}
+    dout = arrays["dout"] if has_values else None
+    found: Any = cuflash.merge_backward(
+        dout, outs, lses, merged["out"], merged["lse"], dlse=arrays.get("dlse"), **given
+    )
+    assert found._fields == ("douts", "dlses", *(f"d{plural}" for name, plural in PLURALS.items() if name in want))
+    need = ("dq", "dk", "dv") if has_values else ("dq", "dk")
+    gradients = {name: np.zeros(arrays[name[1:]].shape) for name in need}
+    for i, (keys, x, own) in enumerate(zip(splits_of_keys, inputs, results, strict=True)):
+        of_split = {f"d{name}": getattr(found, f"d{PLURALS[name]}")[i] for name in want}
+        of_split |= {name: own[name] for name in want if name == "entropy"}
+        dq, *others = attn.backward(
+            found.douts[i], **x, out=own["out"], lse=own["lse"], dlse=found.dlses[i], **of_split, need=need
+        )
+        gradients["dq"] += dq
+        for name, gradient in zip(need[1:], others, strict=True):
+            gradients[name][:, :, keys] = gradient
+    expected = yardsticks_of(case)
+    for name, gradient in gradients.items():
+        tolerance = 1e-12 * max(1, case.score_spread) * max(1, expected[name].scale.max())
+        np.testing.assert_allclose(gradient, expected[name].expected, rtol=0, atol=tolerance)
+
+
+def test_gradients_of_row_reductions_equal_finite_differences():
+    """Of equal maxima the first one has the gradient; splits without weight have none."""
+    random = np.random.default_rng(0)
+    outs, lses, entropies = (list(random.standard_normal((3, *shape))) for shape in ((2, 5, 4), (2, 5), (2, 5)))
+    lses[1][0, 2] = lses[2][0, 2] = -np.inf
+    entropies[1][0, 2] = np.nan
+    maxes = [random.integers(0, 3, (2, 5)).astype(np.float64) for _ in range(3)]
+    for own in maxes:
+        own[1, 4] = -np.inf
+    dmax, dentropy = random.standard_normal((2, 2, 5))
+    merged = cuflash.merge(outs, lses, maxes=maxes, entropies=entropies)
+    found = cuflash.merge_backward(
+        np.zeros((2, 5, 4)), outs, lses, *merged[:2], maxes=maxes, dmax=dmax, entropies=entropies,
+        entropy=merged.entropy, dentropy=dentropy,
+    )  # fmt: skip
+
+    def loss():
+        return (dentropy * cuflash.merge(outs, lses, entropies=entropies).entropy).sum()
+
+    for values, gradients in ((lses, found.dlses), (entropies, found.dentropies)):
+        for x, dx in zip(values, gradients, strict=True):
+            for at in np.ndindex(x.shape):
+                if not np.isfinite(x[at]):
+                    assert dx[at] == 0
+                    continue
+                losses, before = [], x[at]
+                for step in (1e-5, -1e-5):
+                    x[at] = before + step
+                    losses.append(loss())
+                x[at] = before
+                np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+    first = np.argmax(maxes, axis=0)
+    for i, own in enumerate(found.dmaxes):
+        np.testing.assert_array_equal(own, np.where((first == i) & np.isfinite(merged.max), dmax, 0))
+
+
+def test_wrong_gradients_of_row_reductions():
+    out, rows = np.zeros((2, 5, 4), np.float32), np.zeros((2, 5), np.float32)
+    both, rows_of_both = [out, out], [rows, rows]
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"dmax": rows}, TypeError, "maxes: got None, expected that of the call that gave dmax"),
+        ({"maxes": rows_of_both}, TypeError, "dmax: got None"),
+        ({"entropies": rows_of_both, "dentropy": rows}, TypeError, "entropy: got None"),
+        ({"maxes": [rows], "dmax": rows}, ValueError, "maxes: got 1 arrays, expected 2"),
+        ({"maxes": rows_of_both, "dmax": rows[:1]}, ValueError, r"dmax: got shape \(1, 5\), expected \(2, 5\)"),
+        (
+            {"maxes": rows_of_both, "dmax": rows, "touts": both, "tlses": rows_of_both, "tout": out, "tlse": rows},
+            TypeError,
+            "maxes: got arrays together with tlses, expected None",
+        ),
+    ]
+    for of_reductions, error, message in wrong:
+        with pytest.raises(error, match=f"^{message}"):
+            cuflash.merge_backward(out, both, rows_of_both, out, rows, **of_reductions)
 
 
 def test_wrong_row_reductions_of_splits():

@@ -217,7 +217,13 @@ CUFLASH_DEVICE Real exponent_of_difference(Real a, Real b) {
 // The exponent of a score relative to a row max. `exponent_scale` is that of the score (Score::exponent_scale).
 template <bool natural = kNaturalRowMax>
 CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale, Real row_max) {
-  return natural ? exponent_of_difference<true>(score, row_max) : score * exponent_scale - row_max;
+  if constexpr (natural) {
+    return exponent_of_difference<true>(score, row_max);
+  } else if constexpr (kWide && !kFactorInExponent) {
+    return score - row_max;  // its scale is 1
+  } else {
+    return ptx::fused(score, exponent_scale, -row_max);
+  }
 }
 
 // The natural logarithm of a sum of exponentials that is relative to `row_max`; -inf if the sum is 0.

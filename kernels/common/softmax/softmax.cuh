@@ -11,6 +11,12 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
                              : CUFLASH_TANGENTS ? 2.0f
                                                 : 8.0f;
 
+// Whether the softmax step of one function (`update`) rounds scores before it subtracts the row max. An exponent in one
+// multiply-add keeps what the rounding of the row max leaves of it: the weight of the largest score is then not 1, and
+// products of TF32 terms, which hold 23 of the 24 bits of a value, are rounded once more. So a row that attends to one
+// key would be off by two units in the last place of its value.
+constexpr bool kRoundsScores = kElementBytes == 4 && kFactorInExponent && !kRoundsToTf32 && kHasValues;
+
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
 template <int m_tiles, bool natural = kNaturalRowMax, bool max_by_weights = false>
 struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
@@ -35,11 +41,28 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
                              Real exponent_scale) {
-    raise_row_maxima(score, exponent_scale, [&](int m, int half, Real factor) {
+    const Real scale = rounded(score, exponent_scale);
+    raise_row_maxima(score, scale, [&](int m, int half, Real factor) {
 #pragma unroll
       for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
     });
-    exponentiate(score, exponent_scale, row_sum);
+    exponentiate(score, scale, row_sum);
+  }
+
+  // Multiplies scores by their scale, if they are to be rounded. Returns the scale that is left.
+  template <int n_tiles>
+  CUFLASH_DEVICE static Real rounded(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) {
+    if constexpr (kRoundsScores) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) score[m][n][i] = ptx::multiply(score[m][n][i], exponent_scale);
+      return 1;
+    } else {
+      return exponent_scale;
+    }
   }
 
   // Updates the row maxima only, because the output is still being summed. If it returns true, the output must later be

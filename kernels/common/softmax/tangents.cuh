@@ -48,7 +48,7 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&tangent)[m_tiles][n_tiles][4],
                              Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real exponent_scale) {
-    const Raised raised = to_weights(score, exponent_scale);
+    const Raised raised = to_weights(score, Base::rounded(score, exponent_scale));
     rescale_sums(raised, score, tangent, o, a, (Real)1, Constant<true>{});
     weigh_tangents(score, tangent, (Real)1, Constant<true>{});
   }
