@@ -2,7 +2,11 @@
 // gradient of the backward pass is made of these.
 #pragma once
 
+#include "gemm.h"
+#include "gemm_bf16x2.h"
+#include "load_bf16x2.h"
 #include "row_sums.h"
+#include "schedule.h"
 
 namespace {
 
@@ -556,6 +560,10 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
             row_sum<T>(work, entry, row) =
                 explained_sum(call, scaling, row.head, buffers.lse[r], sums.row_max[r], sums.sums[r]);
     }
+}
+
+template <class T> void row_sums_job(Work &work, char *memory, int64_t job) {
+    find_row_sums<T>(work, memory, work.blocks[job]);
 }
 
 }  // namespace

@@ -4,7 +4,8 @@
 // from one tile to the next.
 #pragma once
 
-#include "load_bf16x2.h"
+#include "score_tiles.h"
+#include "simd/bf16x2.h"
 
 namespace {
 

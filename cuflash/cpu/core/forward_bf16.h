@@ -2,6 +2,7 @@
 // group and the values of the group before are multiplied.
 #pragma once
 
+#include "gemm_bf16x2.h"
 #include "pack_kv.h"
 
 namespace {

@@ -7,7 +7,9 @@
 // (a - r / l * o) / l.
 #pragma once
 
-#include "forward.h"
+#include "gemm.h"
+#include "pack_kv.h"
+#include "schedule.h"
 #include "tangents.h"
 
 namespace {

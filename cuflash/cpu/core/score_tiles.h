@@ -3,7 +3,6 @@
 
 #include "cap.h"
 #include "dropout.h"
-#include "gemm.h"
 #include "rows.h"
 #include "work.h"
 
@@ -99,6 +98,12 @@ NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry
     load_rows(call, array, entry, block, dim, out, stride, num_rows);
     if (call.scale < 0)
         for (int64_t x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
+}
+
+// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
+template <class T> inline bool has_whole_rows(const Call &call, Array array, int64_t dim) {
+    return size_of(call.kv_dtype) == int64_t(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+           dim % LANES<T> == 0;
 }
 
 // Loads rows of k or v, with zeros after each row and below the last.
@@ -400,60 +405,6 @@ NOINLINE void load_kept(const Call &call, const Entry &entry, const Block &block
                      uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
                      call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
                      call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
-}
-
-// ---- entries and blocks ---------------------------------------------------------------------------------------------
-
-NOINLINE bool make_entries(Work &work) {
-    const Call &call = work.call;
-    if (!work.allocate(work.entries, call.batch)) return false;
-    work.num_entries = call.batch;
-    for (int64_t b = 0; b < call.batch; ++b) {
-        Entry &entry = work.entries[b];
-        entry = Entry{b, b, 0, 0, call.seqlen_q, call.seqlen_k, call.diagonal};
-        if (call.arrays[CU_SEQLENS_Q]) {
-            auto start = [&](Array array, int64_t i) { return int64_t(*(const int32_t *)address(call, array, 4, i)); };
-            entry.batch = 0;
-            entry.first_q = start(CU_SEQLENS_Q, b);
-            entry.first_k = start(CU_SEQLENS_K, b);
-            entry.seqlen_q = start(CU_SEQLENS_Q, b + 1) - entry.first_q;
-            entry.seqlen_k = start(CU_SEQLENS_K, b + 1) - entry.first_k;
-            entry.diagonal = call.has_own_diagonals ? entry.seqlen_k - entry.seqlen_q : 0;
-        }
-        if (call.arrays[KV_LENGTHS]) {
-            const char *p = address(call, KV_LENGTHS, call.lengths_are_64_bit ? 8 : 4, b);
-            const int64_t length =
-                call.lengths_are_64_bit ? int64_t(*(const int64_t *)p) : int64_t(*(const int32_t *)p);
-            entry.seqlen_k = smaller(larger(length, 0), call.seqlen_k);
-            if (call.has_own_diagonals) entry.diagonal = entry.seqlen_k - call.seqlen_q;
-        }
-    }
-    return true;
-}
-
-// Rows of a block: as many as `most` allows, about equally many in each.
-NOINLINE int64_t rows_in_blocks(const Call &call, int64_t seqlen_q, int64_t most) {
-    if (call.arrays[BLOCK_MASK]) {
-        const int64_t whole = call.block_rows * larger(1, most / call.block_rows);
-        return ceil_div(whole, ceil_div(whole, most));
-    }
-    if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
-        most = smaller(most, larger(2 * GROUP, round_up((call.window_left + call.window_right) / 2, GROUP)));
-    const int64_t count = ceil_div(larger(seqlen_q, 1), most);
-    return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
-}
-
-// Keys of a tile, at most `most`: where possible, tiles lie within blocks of a block mask.
-inline int64_t keys_in_tiles(const Call &call, int64_t most) {
-    if (call.arrays[BLOCK_MASK])
-        for (int64_t keys = most; keys >= 48; keys -= 16)
-            if (call.block_keys % keys == 0) return keys;
-    return most;
-}
-
-// Heads of a block, where `group` heads share keys: as many as fit.
-inline int64_t heads_in_blocks(int64_t seqlen_q, int64_t rows, int64_t group, int64_t most) {
-    return smaller(group, larger(1, most / larger(smaller(rows, seqlen_q), 1)));
 }
 
 }  // namespace

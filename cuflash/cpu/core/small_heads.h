@@ -5,7 +5,8 @@
 // where they lie. A job takes many heads, because heads have few scores and dispatch would take longer than arithmetic.
 #pragma once
 
-#include "backward.h"
+#include "bias_gradients.h"
+#include "schedule.h"
 #include "small_head_calls.h"
 
 namespace {

@@ -4,7 +4,7 @@
 // are rescaled only a few times in all.
 #pragma once
 
-#include "decode_bf16.h"
+#include "load_bf16x2.h"
 
 namespace {
 
@@ -213,12 +213,6 @@ NOINLINE void write_row_reductions(const Call &call, const Entry &entry, Row row
     const double of_sink = all.of_sink == 0 ? 0 : exp_of(of_sink_below), l = of_keys + of_sink;
     const double moment = own.moment * shrinks + below * of_keys + (of_sink == 0 ? 0 : of_sink_below * of_sink);
     entropy = T(log_of(l) - moment / l);
-}
-
-// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
-template <class T> inline bool has_whole_rows(const Call &call, Array array, int64_t dim) {
-    return size_of(call.kv_dtype) == int64_t(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
-           dim % LANES<T> == 0;
 }
 
 // Where a job with a split of the keys of a block leaves its partial results: o of the rows and, after it, their

@@ -1,6 +1,7 @@
 // Tangents of scores, from those of products of q and k.
 #pragma once
 
+#include "gemm.h"
 #include "score_tiles.h"
 
 namespace {
