@@ -106,14 +106,14 @@ NOINLINE void add_to_keys([[maybe_unused]] const Call &call, const Visible &visi
     }
 }
 
-// dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys k of a tile.
+// dq = ds K, or dq += ds K if `adds`, for the rows and the keys k of a tile.
 template <class T>
-NOINLINE void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, int64_t first,
-                               int64_t count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
+NOINLINE void multiply_by_keys(const ScoreTile &tile, BackwardBuffers<T> &buffers, const T *ds, const T *k, bool adds) {
     const int64_t dim = buffers.sizes.dim;
-    for (int64_t r0 = range.first, n; r0 < range.stop; r0 += n) {
-        n = rows_of_group(call, block, r0, GROUP);
-        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+    T *dq = buffers.dq;
+    for (int64_t r0 = tile.r0, n; r0 < tile.r0 + tile.num_rows; r0 += n) {
+        n = rows_of_group(tile.call, tile.block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(tile.call, tile.entry, tile.block, r0, n, tile.first, tile.count);
         const int64_t here = keys.stop - keys.first;
         if constexpr (BACKWARD_IN_BF16X2<T>) {
             bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
@@ -130,11 +130,9 @@ NOINLINE void multiply_by_keys(const Call &call, const Entry &entry, const Block
     }
 }
 
-// What a tile adds to dq of a block: it goes to buffers.dq, or is added to it.
-template <class T>
-inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
-                             int64_t count, bool adds, BackwardBuffers<T> &buffers) {
-    multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq, adds);
+// What a tile adds to dq of its rows: it goes to buffers.dq, or is added to it.
+template <class T> inline void multiply_into_dq(const ScoreTile &tile, bool adds, BackwardBuffers<T> &buffers) {
+    multiply_by_keys(tile, buffers, buffers.ds, buffers.k, adds);
 }
 
 // Adds what a block adds to dk and dv of a tile.
@@ -223,7 +221,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
         if (visible.rows.stop <= visible.rows.first) continue;
         add_to_dk_and_dv(call, block, visible, count, buffers);
         if (wants_dq) {
-            multiply_into_dq(call, entry, block, visible.rows, first, count, false, buffers);
+            multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), false, buffers);
             if (!order.wait(job, step + 1)) return;
             add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
         }
@@ -264,7 +262,7 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
         if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
-        multiply_into_dq(call, entry, block, visible.rows, first, count, true, buffers);
+        multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), true, buffers);
     }
     for (int64_t r = 0; r < rows_of(block); ++r) {
         for (int64_t d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(results.scale);

@@ -31,7 +31,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
-        softmax_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, DoNothing());
+        const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, round_up(here, LANES<T>), here};
+        softmax_rows<T>(scaling, scores, keys.first, buffers, buffers.s, nullptr, 0, DoNothing());
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
                                 o, dim_v, true);
     }
@@ -48,14 +49,13 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
     KeyRows k, v, next_k;
-    find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
-    find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
+    find_key_rows({call, K, entry, block.head_kv, first, count}, buffers.rows, sizes.dim, k);
+    find_key_rows({call, V, entry, block.head_kv, first, count}, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     // In pages, rows of k of the next tile are found; elsewhere they lie as these do.
     const bool finds_next = call.page_size && next_count > 0 && are_read_in_place<T>(call, K, call.head_dim);
     if (finds_next) {
-        find_key_rows(call, K, entry, block.head_kv, first + count, next_count, call.head_dim, buffers.rows, sizes.dim,
-                      next_k);
+        find_key_rows({call, K, entry, block.head_kv, first + count, next_count}, buffers.rows, sizes.dim, next_k);
         for (int64_t j = next_count; j < count; ++j) next_k.at[j] = next_k.at[0];
     }
     const int64_t next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
@@ -75,8 +75,8 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
         }
     }
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
-    softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
-                    is_bf16x2, DoNothing());
+    const ScoreTile scores = {call, entry, block, 0, num_rows, first, count, round_up(count, LANES<T>), count};
+    softmax_rows<T>(scaling, scores, 0, buffers, buffers.s, buffers.p, is_bf16x2, DoNothing());
     if constexpr (MAY_USE_TILES<T>) {
         if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
     } else if constexpr (MAY_USE_BF16X2<T>) {
