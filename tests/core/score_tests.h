@@ -243,7 +243,7 @@ template <class T> void test_packing(Dtype dtype, long dim, long step, long page
         return has_scales ? T(x * T(scales.number(page, head, at, 0))) : x;
     };
     Memory<T> rows(padded * width), k_t(width * keys_stride), v(padded * width);
-    load_transposed_keys(call, entry, head, first, count, width, rows.data, k_t.data, keys_stride);
+    load_transposed_keys({call, K, entry, head, first, count}, rows.data, k_t.data, keys_stride);
     for (long d = 0; d < width; ++d)
         for (long j = 0; j < padded; ++j) {
             const T x = d < dim && j < count ? expected(j, d) : T(0);
@@ -251,7 +251,7 @@ template <class T> void test_packing(Dtype dtype, long dim, long step, long page
                   double(k_t[d * keys_stride + j]), double(x));
         }
     long v_stride = 0;
-    const T *values = find_values(call, entry, head, first, count, v.data, v_stride);
+    const T *values = find_values({call, V, entry, head, first, count}, v.data, v_stride);
     for (long j = 0; j < count; ++j)
         for (long d = 0; d < width; ++d) {
             const T x = d < dim ? expected(j, d) : T(0);
