@@ -23,7 +23,8 @@ from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem, check_pages
 
-MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
+MOST_KNOWN = 256  # passes, options and array names of which calls are kept
+MOST_SIGNATURES = 16  # and calls of each, which have other shapes, strides or dtypes
 
 
 def compute(
@@ -256,7 +257,7 @@ def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable |
     if call is not None and not any(call is one for one in calls):
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        calls = (call, *calls[: MOST_ALIKE - 1])
+        calls = (call, *calls[: MOST_SIGNATURES - 1])
         _known[key] = _Known(core.table_of([one.arrays for one in calls]), calls)
     return call
 

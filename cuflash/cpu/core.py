@@ -105,7 +105,7 @@ class _LongCall(ctypes.Structure):
     _fields_ = (("running", ctypes.c_void_p), ("status", ctypes.c_int))
 
 
-class _Like(ctypes.Structure):
+class _Signature(ctypes.Structure):
     """`struct ArraySignature` of `core/core.cpp`."""
 
     _fields_ = (
@@ -311,8 +311,10 @@ def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
     if head_bytes < 0:
         calls = ()
     head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, head_bytes)
-    likes = [_Like(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call]
-    return b"".join((head, *map(bytes, likes)))
+    signatures = [
+        _Signature(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call
+    ]
+    return b"".join((head, *map(bytes, signatures)))
 
 
 def find(table: bytes, arrays: tuple[Array, ...]) -> int:

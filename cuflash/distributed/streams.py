@@ -169,7 +169,7 @@ def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
     """Copy arrays to others of the same shapes and dtypes, given as pairs (target, source).
 
     On a device one kernel copies several arrays of one shape, 16 bytes at a time if the elements of a row are adjacent.
-    CuPy starts a thread for each element; with elements of 16 bits, so many threads take several times as long as the
+    CuPy starts a thread for each element; in half precision so many threads take several times as long as the
     memory does.
     """
     at_once: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}

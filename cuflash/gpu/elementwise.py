@@ -1,6 +1,6 @@
 """Work of CuPy on arrays that can be recorded: copies, fills, lengths; and arrays seen as elements of 16 bytes.
 
-A kernel of CuPy that starts a thread for each number of 16 bits takes several times as long as memory does.
+A kernel of CuPy that starts a thread for each element in half precision takes several times as long as memory does.
 """
 
 from __future__ import annotations

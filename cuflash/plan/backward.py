@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from cuflash.plan.architectures import (
@@ -140,33 +140,10 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     """Choose the rows."""
-    problem, need = draft.problem, draft.need
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
     main, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
-    family = None
-    if tiles:
-        draft.reasons.append(draft.origin)
-        family = None if main is None else family_of(BACKWARD_FAMILIES, main)
-    elif set(need) & {"dk", "dv"} or ("dq" in need and _may_make_dq_alone(draft)):
-        family, main, reason = choose_family(BACKWARD_FAMILIES, draft)
-        draft.reasons.append(reason)
-    if not set(need) & {"dq", "dk", "dv"}:
-        family = main = None
-    if family is not None:
-        main = family.configured(main, draft)
-        missing = " and ".join(name for name in ("dk", "dv") if name not in need)
-        if missing and family.makes_both:
-            draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
-
-    in_order = family is not None and family.dq_in_order(main)
-    makes_dq = family is not None and family.makes_dq and (in_order or not problem.deterministic)
-    if "dq" not in need or makes_dq:
-        dq = None
-    elif dq is None:
-        _, dq, reason = choose_family(DQ_FAMILIES, draft)
-        draft.reasons.append(reason)
-    if dq is not None and main is None:
-        draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
+    family, main = _main_row(draft, main, chooses=not tiles)
+    dq = _dq_row(draft, family, main, dq)
     summed = _summed_by_main(draft, family, main) if scores is None else ()
     sums_score_args = scores is None and _sums_score_args(draft, family, main)
     if family is not None:
@@ -176,21 +153,58 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     if not stored:
         bias = None
     elif bias is not None:
-        bias = family_of(BIAS_FAMILIES, bias).configured(bias, problem)
+        bias = family_of(BIAS_FAMILIES, bias).configured(bias, draft.problem)
     elif scores is None:
-        chosen = (own.choose(draft, main) for own in BIAS_FAMILIES)
-        bias = next((tile for tile in chosen if tile is not None), None)
+        bias = _first(of_bias.choose(draft, main) for of_bias in BIAS_FAMILIES)
     if not sums and (not stored or bias is not None) and (not draft.score_arg_gradients or sums_score_args):
         scores = None
     elif scores is None:
         _, scores, reason = choose_family(SCORES_FAMILIES, draft)
         draft.reasons.append(reason)
-    if "max" not in problem.row_reductions or scores is not None:  # whose kernels run before the main one
+    if "max" not in draft.problem.row_reductions or scores is not None:  # whose kernels run before the main one
         maxima = None
     elif maxima is None:
-        chosen = (own.choose(draft, main) for own in MAXIMA_FAMILIES)
-        maxima = next((tile for tile in chosen if tile is not None), None)
+        maxima = _first(of_maxima.choose(draft, main) for of_maxima in MAXIMA_FAMILIES)
     return _Rows(family, main, dq, scores, bias, maxima, summed, sums_score_args)
+
+
+def _first(tiles: Iterable[Any]) -> Any:
+    """The first tile that is not None."""
+    return next((tile for tile in tiles if tile is not None), None)
+
+
+def _main_row(draft: Draft, main: Any, *, chooses: bool) -> tuple[BackwardFamily[Any] | None, Any]:
+    """The family and the row of the main kernel, if there is one: the given row, or the one that this chooses."""
+    need = draft.need
+    family = None
+    if not chooses:
+        draft.reasons.append(draft.origin)
+        family = None if main is None else family_of(BACKWARD_FAMILIES, main)
+    elif set(need) & {"dk", "dv"} or ("dq" in need and _may_make_dq_alone(draft)):
+        family, main, reason = choose_family(BACKWARD_FAMILIES, draft)
+        draft.reasons.append(reason)
+    if not set(need) & {"dq", "dk", "dv"}:
+        return None, None
+    if family is not None:
+        main = family.configured(main, draft)
+        missing = " and ".join(name for name in ("dk", "dv") if name not in need)
+        if missing and family.makes_both:
+            draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
+    return family, main
+
+
+def _dq_row(draft: Draft, family: BackwardFamily[Any] | None, main: Any, dq: Any) -> Any:
+    """The row of the kernel that makes dq alone, if there is one: the given row, or the one that this chooses."""
+    in_order = family is not None and family.dq_in_order(main)
+    makes_dq = family is not None and family.makes_dq and (in_order or not draft.problem.deterministic)
+    if "dq" not in draft.need or makes_dq:
+        return None
+    if dq is None:
+        _, dq, reason = choose_family(DQ_FAMILIES, draft)
+        draft.reasons.append(reason)
+    if main is None:
+        draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
+    return dq
 
 
 def _may_make_dq_alone(draft: Draft) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -157,66 +157,71 @@ def _axes_of(
     lengths = _broadcast(shapes)
     full = _full_shapes(shapes, layout, lengths)
     _check(shapes, layout, lengths, full, results)
+    all_steps = {name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in signature}
+    steps = {name: own for name, own in all_steps.items() if name in _OWN_AXES and name not in results}
+    given_results = {name: own for name, own in all_steps.items() if name in results}
+    small = _small_inputs(shapes, steps)
+    iterated = {name: own for name, own in (steps | given_results).items() if name not in small}
     long = [axis for axis, n in enumerate(lengths) if n != 1]
-    steps = {
-        name: _steps(name, shape, strides, len(lengths))
-        for name, shape, strides in signature
-        if name in _OWN_AXES and name not in results
-    }
-    given_results = {
-        name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in signature if name in results
-    }
-
-    def merges(own: tuple[int, ...], a: int, b: int) -> bool:
-        return own[a] == own[b] * lengths[b]
-
-    of_q = math.prod(shapes["q"][-3:])
-    small = {
-        name for name in steps if name in _SMALL or (name in _BROADCAST and _size(name, shapes[name]) * SMALL <= of_q)
-    }
-    if counts_entries or 0 in lengths:
-        runs = [long]
-    else:
-        iterated = [own for name, own in (steps | given_results).items() if name not in small]
-        runs = [long[:1]]
-        for a, b in itertools.pairwise(long):
-            if all(merges(own, a, b) for own in iterated):
-                runs[-1].append(b)
-            else:
-                runs.append([b])
-    inner = max(reversed(runs), key=lambda run: math.prod(lengths[axis] for axis in run))
+    is_whole = counts_entries or 0 in lengths
+    inner = long if is_whole else _longest_run(long, lengths, iterated.values())
     outer = [axis for axis in long if axis not in inner]
     split = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
     within = list(itertools.pairwise(inner))
-    blocking = tuple(
-        name
-        for name, own in (steps | given_results).items()
-        if name not in small and any(not merges(own, a, b) for a, b in split)
-    )
-    copied = tuple(name for name, own in steps.items() if any(not merges(own, a, b) for a, b in within))
-    scattered = {name for name, own in given_results.items() if any(not merges(own, a, b) for a, b in within)}
+    copied = tuple(name for name, own in steps.items() if not _merges(own, lengths, within))
+    scattered = {name for name, own in given_results.items() if not _merges(own, lengths, within)}
 
     def is_sum(name: str) -> bool:
         model = model_of(name)
         if name in full or (model not in steps and model not in NUMBERS):
             return False
-        batch_axes = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
-        own = _aligned(shapes[model][:batch_axes] if batch_axes > 0 else (), len(lengths))
-        by_call = any(own[axis] == 1 for axis in outer)
+        lacks = _axes_that_it_lacks(model, shapes, len(lengths))
         by_entry = model in INPUTS or model in copied
-        return by_call or (by_entry and any(own[axis] == 1 for axis in inner))
+        return bool(lacks & {*outer, *(inner if by_entry else ())})
 
     sums = tuple(name for name in results if is_sum(name))
     return Axes(
         lengths=lengths,
         inner=tuple(inner),
         outer=tuple(outer),
-        blocking=blocking,
+        blocking=tuple(name for name, own in iterated.items() if not _merges(own, lengths, split)),
         copied=copied,
         sums=sums,
         indirect=tuple(name for name in results if name in sums or name in scattered or model_of(name) in copied),
         shapes=full,
     )
+
+
+def _merges(own: tuple[int, ...], lengths: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> bool:
+    """Whether an array with these strides steps through the two axes of each pair by one stride."""
+    return all(own[a] == own[b] * lengths[b] for a, b in pairs)
+
+
+def _longest_run(
+    long: Collection[int], lengths: tuple[int, ...], steps: Collection[tuple[int, ...]]
+) -> Collection[int]:
+    """Of the axes that are longer than 1, the longest run that all arrays step through by one stride; the last one."""
+    runs = [list(long)[:1]]
+    for a, b in itertools.pairwise(long):
+        if all(_merges(own, lengths, [(a, b)]) for own in steps):
+            runs[-1].append(b)
+        else:
+            runs.append([b])
+    return max(reversed(runs), key=lambda run: math.prod(lengths[axis] for axis in run))
+
+
+def _small_inputs(shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> set[str]:
+    """Optional inputs that are copied rather than make more calls."""
+    of_q = math.prod(shapes["q"][-3:])
+    broadcast = {name for name in names if name in _BROADCAST and _size(name, shapes[name]) * SMALL <= of_q}
+    return broadcast | {name for name in names if name in _SMALL}
+
+
+def _axes_that_it_lacks(name: str, shapes: Mapping[str, tuple[int, ...]], count: int) -> set[int]:
+    """The batch axes, of so many, that an array does not have, or that have length 1 in it."""
+    batch_axes = len(shapes[name]) - _OWN_AXES[name] if name in shapes else 0
+    own = _aligned(shapes[name][:batch_axes] if batch_axes > 0 else (), count)
+    return {axis for axis, n in enumerate(own) if n == 1}
 
 
 def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -319,8 +324,8 @@ class Calls:
     """The calls that make up one call on arrays with batch axes.
 
     `arrays` are those of the pass, including results to write to. `gives_partials` says whether passes can give dq, dk
-    and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16 bits are converted to this dtype
-    before such gradients are summed.
+    and dv in the dtype of the softmax (`Options.wide`). If they cannot, half-precision arrays are converted to this
+    dtype before such gradients are summed.
     """
 
     def __init__(

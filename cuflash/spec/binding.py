@@ -126,11 +126,7 @@ def bind(
     need = pass_.default if need is None else need
     results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
     problem = replace(problem, row_reductions=pass_.row_reductions_of((*results, *given)))
-    for name in problem.row_reductions:
-        if pass_ is BACKWARD and UPSTREAM[f"d{name}"].upstream == "optional" and name not in given:
-            raise value_error(name, "None", f"the {name} that forward returned, which the gradient d{name} needs")
-    if unread := [name for name in ROW_REDUCTIONS if name in given and name not in problem.row_reductions]:
-        raise value_error(unread[0], "an array", f"None, or d{unread[0]}, the gradient with respect to it")
+    _check_row_reductions(pass_, problem, given)
     _check_score_arg_gradients(problem, (*need, *given))
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *score_args):
@@ -151,11 +147,7 @@ def bind(
     copied = tuple(name for name in over_head_dim if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
-    no_operands = (*NAMES, *numbers, *score_args)
-    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in no_operands}
-    for name in operands.keys() & set(over_head_dim):
-        operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    operands = _operands(problem, lying, addresses, over_head_dim)
     if address_of is not None and not {"k", "v"} & set(copied):
         operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
@@ -172,6 +164,27 @@ def bind(
         load_bytes=load_bytes,
         store_bytes=store_bytes,
     )
+
+
+def _check_row_reductions(pass_: Pass, problem: Problem, given: Collection[str]) -> None:
+    """Refuse gradients with respect to reductions that are not given, and reductions without a gradient."""
+    for name in problem.row_reductions:
+        if pass_ is BACKWARD and UPSTREAM[f"d{name}"].upstream == "optional" and name not in given:
+            raise value_error(name, "None", f"the {name} that forward returned, which the gradient d{name} needs")
+    if unread := [name for name in ROW_REDUCTIONS if name in given and name not in problem.row_reductions]:
+        raise value_error(unread[0], "an array", f"None, or d{unread[0]}, the gradient with respect to it")
+
+
+def _operands(
+    problem: Problem, arrays: Mapping[str, Any], addresses: Mapping[str, int], over_head_dim: Collection[str]
+) -> dict[str, Operand]:
+    """How the arrays of a pass lie that are not in the problem; those over head dimensions with their alignment."""
+    numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
+    no_operands = (*NAMES, *numbers, *dict(problem.score_args))
+    operands = {name: _operand(name, x, problem) for name, x in arrays.items() if name not in no_operands}
+    for name in operands.keys() & set(over_head_dim):
+        operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    return operands
 
 
 def _moved(problem: Problem, given: Mapping[str, Shaped]) -> tuple[str, ...]:

@@ -481,16 +481,9 @@ def make_problem(
     q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
     batch, num_heads, seqlen_q, head_dim = q4.shape
     _, num_heads_kv, seqlen_k, _ = k4.shape
-    as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "num_heads_kv"), (2, "seqlen_k")]
     if block_table is not None:
         seqlen_k = _check_pool(block_table, given.get("kv_lengths"), q, k, k4, batch)
-        as_q, as_k = [], [(0, "num_pages"), (1, "num_heads_kv"), (2, "page_size")]
-    for name, operand, axis, what in (*as_q, ("k", k4, 3, "head_dim")):
-        if operand.shape[axis] != q4.shape[axis]:
-            raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q4.shape[axis]} as q has")
-    for axis, what in as_k:
-        if v4.shape[axis] != k4.shape[axis]:
-            raise value_error("v", f"{what} {v4.shape[axis]}", f"{what} {k4.shape[axis]} as k has")
+    _check_shapes(q4, k4, v4, has_pages=block_table is not None)
     if head_dim < 1:
         raise value_error("q", f"last axis of length {head_dim}", "a head dimension of at least 1")
     for name, seqlen in (("q", seqlen_q), ("k" if block_table is None else "block_table", seqlen_k)):
@@ -558,6 +551,19 @@ def make_problem(
         wide=options.wide,
         shares_device=options.shares_device,
     )
+
+
+def _check_shapes(q: Operand, k: Operand, v: Operand, *, has_pages: bool) -> None:
+    """Check that q, k and v have the same lengths of the axes that they share."""
+    as_q, as_k = [("k", k, 0, "batch"), ("v", v, 0, "batch")], [(1, "num_heads_kv"), (2, "seqlen_k")]
+    if has_pages:
+        as_q, as_k = [], [(0, "num_pages"), (1, "num_heads_kv"), (2, "page_size")]
+    for name, operand, axis, what in (*as_q, ("k", k, 3, "head_dim")):
+        if operand.shape[axis] != q.shape[axis]:
+            raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q.shape[axis]} as q has")
+    for axis, what in as_k:
+        if v.shape[axis] != k.shape[axis]:
+            raise value_error("v", f"{what} {v.shape[axis]}", f"{what} {k.shape[axis]} as k has")
 
 
 def _divisors(layout: str, q: Operand, k: Operand) -> str:

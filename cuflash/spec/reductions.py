@@ -120,7 +120,7 @@ def checked_count(count: Any) -> int:
 
 
 def widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, of which those of 16 bits are float32, and those of fp8 have the dtype of the softmax."""
+    """The arrays, of which those in half precision are float32, and those of fp8 have the dtype of the softmax."""
     found, dtype = dict(arrays), "float64" if arrays["q"].dtype == np.float64 else "float32"
     layout: Any = options.layout
     for name, x in arrays.items():

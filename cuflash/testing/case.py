@@ -688,7 +688,7 @@ QUICK = ("plain", "one query", "pages", "cu_seqlens")
 
 
 def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str, Case]]:
-    """(name, case): plain problems in every dtype, every option in a 16-bit type and in float32.
+    """(name, case): plain problems in every dtype, every option in half precision and in float32.
 
     Parameters
     ----------

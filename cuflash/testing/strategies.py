@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -91,57 +91,24 @@ def cases(
     Case
     check : Runs an implementation on a case.
     """
-
-    def has(feature: str) -> bool:
-        return feature in features and draw(st.booleans())
-
-    def pick(values: Collection[Any]) -> Any:
-        return draw(st.sampled_from(list(values)))
-
+    own = _Draws(draw, features)
+    has, pick = own.has, own.pick
     is_packed = "packed" in features and 3 in ndims and draw(st.booleans())
     ndim = 3 if is_packed else pick(ndims)
-    num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
-    num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
-    batch = pick([1, 2, 3]) if ndim == 4 else pick([1, 2, 3, 5, 0]) if is_packed else 1
-    if has("empty") and ndim > 2:
-        num_heads, num_heads_kv = pick([(num_heads, num_heads_kv), (0, 0), (0, num_heads_kv)])
-        batch = pick([batch, 0]) if ndim == 4 else batch
+    batch, num_heads, num_heads_kv = own.heads(ndim, is_packed)
     lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
-    longest = max_scores // max(num_heads * (batch if ndim == 4 else 1), 1)
-    if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
-        seqlen_q, seqlen_k = pick([(113, 203), (203, 113)])
-    else:
-        seqlen_q = pick([n for n in lengths if n <= longest])
-        seqlen_k = pick([n for n in lengths if n * max(seqlen_q, 1) <= longest])
+    seqlen_q, seqlen_k = own.lengths(lengths, max_scores // max(num_heads * (batch if ndim == 4 else 1), 1))
     page_size = pick([16, 32, 64]) if ndim == 4 and has("pages") else 0
     if page_size:
         seqlen_k = -(-seqlen_k // page_size) * page_size
     head_dims = [n for n in HEAD_DIMS if n <= max_head_dim]
-    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
-
-    def broadcast_shape() -> tuple[int, ...]:
-        shape = [pick([1, n]) for n in scores_shape]
-        while len(shape) > 1 and shape[0] == 1 and draw(st.booleans()):
-            del shape[0]
-        return tuple(shape)
-
-    def of_heads(row: OptionalInput) -> Any:
-        shapes = [tuple({"batch": batch, "num_heads": num_heads}[axis] for axis in shape) for shape in row.shapes]
-        return pick(shapes) if len(shapes) > 1 else True
-
-    def block_masks() -> dict[str, Any]:
-        shapes = [(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]
-        size = (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128]))
-        return {"block_mask": pick(shapes), "block_size": size, "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0])}
-
-    def starts(seqlen: int) -> tuple[int, ...] | None:
-        cuts = sorted(draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
-        return (0, *cuts[:-1], draw(st.sampled_from((seqlen, cuts[-1])))) if batch else (0,)
-
     follows_lengths = not is_packed and has("lengths")
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
     dtype = pick(dtypes)
-    arrays: dict[str, Any] = {x: broadcast_shape() if not is_packed and has(x) else None for x in ("bias", "mask")}
+    scores_shape = (batch, num_heads, seqlen_q, seqlen_k)
+    arrays: dict[str, Any] = {
+        name: own.broadcast_shape(scores_shape) if not is_packed and has(name) else None for name in ("bias", "mask")
+    }
     return Case(
         batch=batch,
         num_heads=num_heads,
@@ -166,31 +133,84 @@ def cases(
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,
-        **{row.name: of_heads(row) for row in PER_HEAD_INPUTS if has(row.name)},
-        cu_seqlens_q=starts(seqlen_q) if is_packed else None,
-        cu_seqlens_k=starts(seqlen_k) if is_packed else None,
+        **{row.name: own.of_heads(row, batch, num_heads) for row in PER_HEAD_INPUTS if has(row.name)},
+        cu_seqlens_q=own.starts(batch, seqlen_q) if is_packed else None,
+        cu_seqlens_k=own.starts(batch, seqlen_k) if is_packed else None,
         dlse=has("dlse"),
         dropout=pick([0.1, 0.5, 0.9]) if has("dropout") else 0.0,
-        **(block_masks() if not is_packed and has("block_mask") else {}),
+        **(own.block_mask(batch, num_heads) if not is_packed and has("block_mask") else {}),
         strides=pick(strides),
         score_spread=pick(score_spreads),
-        **_regimes(pick, has, dtype, arrays),
+        **own.regimes(dtype, arrays),
         seed=draw(st.integers(0, 2**16)),
     )
 
 
-def _regimes(
-    pick: Callable[[Collection[Any]], Any], has: Callable[[str], bool], dtype: str, given: dict[str, Any]
-) -> dict[str, Any]:
-    """Fields of `Case` for the `REGIMES` of values."""
-    choices: dict[str, Collection[Any]] = {
-        "bias_mask": BIAS_MASKS if given["bias"] is not None else (0.0,),
-        "score_mean": (0.0, *SCORE_MEANS),
-        "distinct_keys": (0, 1, 2, 7),
-        "hidden_keys": ("nan", "inf", "-inf") if given["mask"] is not None else ("",),
-        "factors": ((), *factors_of(dtype)),
-    }
-    return {name: pick(values) for name, values in choices.items() if has(name)}
+@dataclass
+class _Draws:
+    """What `cases` draws of parts of a case."""
+
+    draw: st.DrawFn
+    features: Collection[str]  # that may be present
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features and self.draw(st.booleans())
+
+    def pick(self, values: Collection[Any]) -> Any:
+        return self.draw(st.sampled_from(list(values)))
+
+    def heads(self, ndim: int, is_packed: bool) -> tuple[int, int, int]:
+        """The batch, and the numbers of heads of q and of k."""
+        num_heads_kv = self.pick([1, 2, 3]) if ndim > 2 else 1
+        num_heads = num_heads_kv * (self.pick([2, 3, 4]) if ndim > 2 and self.has("gqa") else 1)
+        batch = self.pick([1, 2, 3]) if ndim == 4 else self.pick([1, 2, 3, 5, 0]) if is_packed else 1
+        if self.has("empty") and ndim > 2:
+            num_heads, num_heads_kv = self.pick([(num_heads, num_heads_kv), (0, 0), (0, num_heads_kv)])
+            batch = self.pick([batch, 0]) if ndim == 4 else batch
+        return batch, num_heads, num_heads_kv
+
+    def lengths(self, allowed: Collection[int], most_scores: int) -> tuple[int, int]:
+        """How many queries and keys there are, with so many scores of a head at most."""
+        if most_scores >= 113 * 203 and max(allowed) >= 203 and self.draw(st.booleans()):
+            return self.pick([(113, 203), (203, 113)])  # type: ignore[no-any-return]
+        seqlen_q = self.pick([n for n in allowed if n <= most_scores])
+        return seqlen_q, self.pick([n for n in allowed if n * max(seqlen_q, 1) <= most_scores])
+
+    def broadcast_shape(self, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
+        shape = [self.pick([1, n]) for n in scores_shape]
+        while len(shape) > 1 and shape[0] == 1 and self.draw(st.booleans()):
+            del shape[0]
+        return tuple(shape)
+
+    def of_heads(self, row: OptionalInput, batch: int, num_heads: int) -> Any:
+        sizes = {"batch": batch, "num_heads": num_heads}
+        shapes = [tuple(sizes[axis] for axis in shape) for shape in row.shapes]
+        return self.pick(shapes) if len(shapes) > 1 else True
+
+    def block_mask(self, batch: int, num_heads: int) -> dict[str, Any]:
+        shapes = [(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]
+        size = (self.pick([16, 48, 64, 128, 256]), self.pick([16, 32, 64, 80, 128]))
+        return {
+            "block_mask": self.pick(shapes),
+            "block_size": size,
+            "blocks_kept": self.pick([0.5, 0.2, 0.8, 1.0, 0.0]),
+        }
+
+    def starts(self, batch: int, seqlen: int) -> tuple[int, ...]:
+        """Where packed sequences begin, and where the last one ends."""
+        cuts = sorted(self.draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
+        return (0, *cuts[:-1], self.pick((seqlen, cuts[-1]))) if batch else (0,)
+
+    def regimes(self, dtype: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Fields of `Case` for the `REGIMES` of values."""
+        choices: dict[str, Collection[Any]] = {
+            "bias_mask": BIAS_MASKS if given["bias"] is not None else (0.0,),
+            "score_mean": (0.0, *SCORE_MEANS),
+            "distinct_keys": (0, 1, 2, 7),
+            "hidden_keys": ("nan", "inf", "-inf") if given["mask"] is not None else ("",),
+            "factors": ((), *factors_of(dtype)),
+        }
+        return {name: self.pick(values) for name, values in choices.items() if self.has(name)}
 
 
 def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:

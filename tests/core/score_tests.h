@@ -55,8 +55,8 @@ template <class T> void test_finished_scores(const Options &options) {
         copies(FEW_OF_GROUP * MAX_KEYS);
     for (long x = 0; x < products.count; ++x) scores[x] = products[x] = T(random_normal() * 5);
     const Scaling<T> scaling(call);
-    finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, 0, scores.data, copies.data,
-                     options.has_cap ? tanhs.data : nullptr);
+    const ScoreTile tile = {call, entry, block, r0, num_rows, first, count, padded, 0};
+    finish_scores<T>(scaling, tile, scores.data, copies.data, options.has_cap ? tanhs.data : nullptr);
     const double scale = std::fabs(options.scale);
     for (long r = 0; r < num_rows; ++r)
         for (long j = 0; j < count; ++j) {
@@ -142,7 +142,8 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
     Memory<T> o(DIM), l(LANES<T>), s(MAX_KEYS), moment(LANES<T>);
     Memory<unsigned char> kept(MAX_KEYS);
     T row_max = -std::numeric_limits<T>::infinity(), largest = row_max;
-    const T kept_scale = T(1.25);
+    const RowSoFar<T> row = {row_max, l.data, o.data, DIM};
+    const Kept<T> dropout = {kept.data, T(1.25)};
     std::vector<double> all, values;
     for (long tile = 0; tile < TILES; ++tile) {
         const long num_keys = LANES<T> * (1 + random_below(MAX_KEYS / LANES<T>));
@@ -155,11 +156,9 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
         }
         auto step = [&](auto reductions) {
             if (has_dropout) {
-                exponentials<T>(std::true_type(), reductions, scaling, s.data, num_keys, row_max, l.data, o.data, DIM,
-                                kept.data, kept_scale);
+                exponentials<T>(std::true_type(), reductions, scaling, s.data, num_keys, row, dropout);
             } else {
-                exponentials<T>(std::false_type(), reductions, scaling, s.data, num_keys, row_max, l.data, o.data, DIM,
-                                nullptr, T(1));
+                exponentials<T>(std::false_type(), reductions, scaling, s.data, num_keys, row, {});
             }
         };
         reduces ? step(RowReductions<T>{largest, moment.data}) : step(NoReductions());
@@ -244,7 +243,7 @@ template <class T> void test_packing(Dtype dtype, long dim, long step, long page
         return has_scales ? T(x * T(scales.number(page, head, at, 0))) : x;
     };
     Memory<T> rows(padded * width), k_t(width * keys_stride), v(padded * width);
-    load_transposed_keys(call, entry, head, first, count, width, rows.data, k_t.data, keys_stride);
+    load_transposed_keys({call, K, entry, head, first, count}, rows.data, k_t.data, keys_stride);
     for (long d = 0; d < width; ++d)
         for (long j = 0; j < padded; ++j) {
             const T x = d < dim && j < count ? expected(j, d) : T(0);
@@ -252,7 +251,7 @@ template <class T> void test_packing(Dtype dtype, long dim, long step, long page
                   double(k_t[d * keys_stride + j]), double(x));
         }
     long v_stride = 0;
-    const T *values = find_values(call, entry, head, first, count, v.data, v_stride);
+    const T *values = find_values({call, V, entry, head, first, count}, v.data, v_stride);
     for (long j = 0; j < count; ++j)
         for (long d = 0; d < width; ++d) {
             const T x = d < dim ? expected(j, d) : T(0);

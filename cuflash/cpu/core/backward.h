@@ -5,36 +5,11 @@
 #pragma once
 
 #include "bias_gradients.h"
+#include "schedule.h"
 
 namespace {
 
 // ---- dq, dk and dv --------------------------------------------------------------------------------------------------
-
-// The blocks of the heads that share keys, in the order in which jobs go through them. The last rows of a head come
-// first: where a window is causal, the keys of later tiles are visible to rows that those of earlier tiles are not, so
-// that jobs which begin together do not wait for each other.
-struct Steps {
-    int64_t rows, heads, in_head, count, group;
-    NOINLINE Steps(const Work &work, const Entry &entry) {
-        const Call &call = work.call;
-        group = group_of(call);
-        rows = rows_in_blocks(call, entry.seqlen_q, work.rows_per_block);
-        heads = heads_in_blocks(entry.seqlen_q, rows, group, work.rows_per_block);
-        in_head = ceil_div(entry.seqlen_q, rows);
-        count = group ? in_head * ceil_div(group, heads) : 0;
-    }
-    NOINLINE Block block(const Entry &entry, const KeyTile &tile, int64_t step) const {
-        Block block = {};
-        const int64_t head = step / in_head * heads, row = (in_head - 1 - step % in_head) * rows;
-        block.entry = tile.entry;
-        block.head_kv = tile.head_kv;
-        block.first_head = tile.head_kv * group + head;
-        block.num_heads = smaller(heads, group - head);
-        block.first_row = row;
-        block.num_rows = smaller(rows, entry.seqlen_q - row);
-        return block;
-    }
-};
 
 // The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and
 // all jobs before it have done; or that it is done itself, and jobs before it say the rest.
@@ -131,14 +106,14 @@ NOINLINE void add_to_keys([[maybe_unused]] const Call &call, const Visible &visi
     }
 }
 
-// dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys k of a tile.
+// dq = ds K, or dq += ds K if `adds`, for the rows and the keys k of a tile.
 template <class T>
-NOINLINE void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, int64_t first,
-                               int64_t count, BackwardBuffers<T> &buffers, const T *ds, const T *k, T *dq, bool adds) {
+NOINLINE void multiply_by_keys(const ScoreTile &tile, BackwardBuffers<T> &buffers, const T *ds, const T *k, bool adds) {
     const int64_t dim = buffers.sizes.dim;
-    for (int64_t r0 = range.first, n; r0 < range.stop; r0 += n) {
-        n = rows_of_group(call, block, r0, GROUP);
-        const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+    T *dq = buffers.dq;
+    for (int64_t r0 = tile.r0, n; r0 < tile.r0 + tile.num_rows; r0 += n) {
+        n = rows_of_group(tile.call, tile.block, r0, GROUP);
+        const Keys keys = keys_of_group<T>(tile.call, tile.entry, tile.block, r0, n, tile.first, tile.count);
         const int64_t here = keys.stop - keys.first;
         if constexpr (BACKWARD_IN_BF16X2<T>) {
             bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
@@ -155,11 +130,9 @@ NOINLINE void multiply_by_keys(const Call &call, const Entry &entry, const Block
     }
 }
 
-// What a tile adds to dq of a block: it goes to buffers.dq, or is added to it.
-template <class T>
-inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
-                             int64_t count, bool adds, BackwardBuffers<T> &buffers) {
-    multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.k, buffers.dq, adds);
+// What a tile adds to dq of its rows: it goes to buffers.dq, or is added to it.
+template <class T> inline void multiply_into_dq(const ScoreTile &tile, bool adds, BackwardBuffers<T> &buffers) {
+    multiply_by_keys(tile, buffers, buffers.ds, buffers.k, adds);
 }
 
 // Adds what a block adds to dk and dv of a tile.
@@ -248,7 +221,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
         if (visible.rows.stop <= visible.rows.first) continue;
         add_to_dk_and_dv(call, block, visible, count, buffers);
         if (wants_dq) {
-            multiply_into_dq(call, entry, block, visible.rows, first, count, false, buffers);
+            multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), false, buffers);
             if (!order.wait(job, step + 1)) return;
             add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
         }
@@ -289,7 +262,7 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
         if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
-        multiply_into_dq(call, entry, block, visible.rows, first, count, true, buffers);
+        multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), true, buffers);
     }
     for (int64_t r = 0; r < rows_of(block); ++r) {
         for (int64_t d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(results.scale);
@@ -323,10 +296,6 @@ template <class T> void clear_job(Work &work, char *, int64_t job) {
               call.seqlen_q * call.head_dim);
 }
 
-template <class T> void row_sums_job(Work &work, char *memory, int64_t job) {
-    find_row_sums<T>(work, memory, work.blocks[job]);
-}
-
 // Rounds dq of a head to 16 bits.
 template <class T> void round_job(Work &work, char *, int64_t job) {
     const Call &call = work.results();
@@ -339,55 +308,6 @@ template <class T> void round_job(Work &work, char *, int64_t job) {
 }
 
 // ---- which jobs there are -------------------------------------------------------------------------------------------
-
-// How many tiles all entries have, and how many one head has at most.
-struct TileCount {
-    int64_t all = 0, in_head = 0;
-    NOINLINE explicit TileCount(const Work &work) {
-        for (int64_t e = 0; e < work.num_entries; ++e) {
-            const int64_t own = ceil_div(work.entries[e].seqlen_k, work.keys_per_tile);
-            all += own * work.call.num_heads_kv;
-            in_head = larger(in_head, own);
-        }
-    }
-};
-
-// Makes the tiles of all heads: the first tile of each head, then the second of each, so that a job seldom waits for
-// another.
-NOINLINE bool make_tiles(Work &work) {
-    const Call &call = work.call;
-    const int64_t keys = work.keys_per_tile, num_heads = call.num_heads_kv;
-    const int64_t *bias_strides = work.results().strides[DBIAS];
-    const TileCount tiles(work);
-    int64_t *last = nullptr;
-    if (!work.allocate(work.tiles, tiles.all) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
-    int64_t *last_of_bias = last + work.num_entries * num_heads;
-    for (int64_t x = 0; x < work.num_entries * num_heads; ++x) last[x] = -1;
-    for (int64_t j = 0; j < tiles.in_head; ++j) {
-        for (int64_t x = 0; x < work.num_entries * num_heads; ++x) last_of_bias[x] = -1;
-        for (int64_t e = 0; e < work.num_entries; ++e) {
-            const int64_t seqlen_k = work.entries[e].seqlen_k;
-            if (j * keys >= seqlen_k) continue;
-            for (int64_t h = 0; h < num_heads; ++h) {
-                int64_t &before = last[e * num_heads + h];
-                int64_t &bias_before = last_of_bias[(bias_strides[0] ? e * num_heads : 0) + (bias_strides[1] ? h : 0)];
-                work.tiles[work.num_tiles] =
-                    KeyTile{e, h, j * keys, smaller(keys, seqlen_k - j * keys), before, bias_before};
-                before = bias_before = work.num_tiles++;
-            }
-        }
-    }
-    return true;
-}
-
-// Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
-// threads of different speeds end at about the same time, or if their length must not depend on other entries.
-template <class T, class Buffers> NOINLINE void choose_backward_tiles(Work &work) {
-    for (int64_t keys = Buffers::MOST_KEYS; keys >= USUAL_KEYS; keys /= 2) {
-        choose_tiles<T>(work, Buffers::MOST_ROWS, keys);
-        if (work.call.batch_invariant || TileCount(work).all >= 2 * ENOUGH_JOBS) break;
-    }
-}
 
 // Finds the sums of rows of large lse, and nothing else, with the tiles of the backward pass.
 template <class T> bool prepare_row_sums(Work &work) {

@@ -58,15 +58,13 @@ inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv,
     const Call &tangents = buffers.tangents;
     load_key_tile(call, entry, head_kv, first, count, static_cast<BackwardBuffers<T> &>(buffers));
     if (has_tangent(tangents, V))
-        load_and_transpose(tangents, V, entry, head_kv, first, count, call.head_dim_v, buffers.tk, buffers.tv_t,
-                           buffers.keys_stride);
+        load_and_transpose({tangents, V, entry, head_kv, first, count}, buffers.tk, buffers.tv_t, buffers.keys_stride);
     if (has_tangent(tangents, K))
-        load_and_transpose(tangents, K, entry, head_kv, first, count, call.head_dim, buffers.tk, buffers.tk_t,
-                           buffers.keys_stride);
+        load_and_transpose({tangents, K, entry, head_kv, first, count}, buffers.tk, buffers.tk_t, buffers.keys_stride);
 }
 
 // What a row knows of all of its keys.
-template <class T> struct RowNumbers {
+template <class T> struct JvpRowNumbers {
     T lse, delta, tlse, tdelta;
     RowSum<T> sum;
 };
@@ -90,7 +88,7 @@ template <class T> struct JvpSums {
 // ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
 NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
-                          const RowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
+                          const JvpRowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
     if (row.lse == T(-__builtin_inf())) {
         for (T *x : {of.p, of.ts, of.ds, of.tds}) clear(x, columns);
         if (of.dbias) clear(of.dbias, columns);
@@ -161,20 +159,22 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
                             adds);
         };
         multiply_rows(call, buffers.q, call.head_dim, k_t, buffers.keys_stride, r0, n, columns, p);
-        multiply_tangents(call, tangents, n, columns, q, buffers.tq + r0 * sizes.dim, k_t, buffers.tk_t + keys.first,
-                          sizes.dim, buffers.keys_stride, ts);
+        const ProductOperands<T> operands = {q,         buffers.tq + r0 * sizes.dim, k_t, buffers.tk_t + keys.first,
+                                             sizes.dim, buffers.keys_stride};
+        multiply_tangents(call, tangents, n, columns, operands, ts);
         multiply(dout, v_t, ds, false);
         const bool has_tv = has_tangent(tangents, V), has_tdout = has_tangent(tangents, DOUT);
         if (has_tv) multiply(dout, buffers.tv_t + keys.first, tds, false);
         if (has_tdout) multiply(buffers.tdout + r0 * sizes.dim_v, v_t, tds, has_tv);
         for (int64_t r = 0; r < n && !has_tv && !has_tdout; ++r) clear(tds + r * STRIDE, columns);
-        finish_both(call, tangents, scaling, entry, block, r0, n, first + keys.first, keys.stop - keys.first, columns,
-                    next_bias, p, buffers.added, ts, buffers.scores);
+        const ScoreTile tile = {call,    entry,    block, r0, n, first + keys.first, keys.stop - keys.first,
+                                columns, next_bias};
+        finish_both(tangents, scaling, tile, p, buffers.added, ts, buffers.scores);
         for (int64_t r = 0; r < n; ++r) {
             const int64_t own = r0 + r, in_group = r * STRIDE;
             const Row row = row_of(block, own);
-            const RowNumbers<T> numbers = {buffers.lse[own], buffers.delta[own], buffers.tlse[own], buffers.tdelta[own],
-                                           buffers.row_sums[own]};
+            const JvpRowNumbers<T> numbers = {buffers.lse[own], buffers.delta[own], buffers.tlse[own],
+                                              buffers.tdelta[own], buffers.row_sums[own]};
             JvpScores<T> of = {p + in_group, ts + in_group, ds + in_group, tds + in_group};
             if (is_wanted(tangents, DBIAS)) of.dbias = buffers.dbias + at + in_group;
             of.products = buffers.scores.products + in_group;
@@ -218,12 +218,9 @@ inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &vis
     }
 }
 
-template <class T>
-inline void multiply_into_dq(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
-                             int64_t count, bool adds, BackwardJvpBuffers<T> &buffers) {
-    multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.tds, buffers.k, buffers.dq, adds);
-    if (has_tangent(buffers.tangents, K))
-        multiply_by_keys(call, entry, block, rows, first, count, buffers, buffers.ds, buffers.tk, buffers.dq, true);
+template <class T> inline void multiply_into_dq(const ScoreTile &tile, bool adds, BackwardJvpBuffers<T> &buffers) {
+    multiply_by_keys(tile, buffers, buffers.tds, buffers.k, adds);
+    if (has_tangent(buffers.tangents, K)) multiply_by_keys(tile, buffers, buffers.ds, buffers.tk, true);
 }
 
 }  // namespace

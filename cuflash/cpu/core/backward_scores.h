@@ -2,7 +2,11 @@
 // gradient of the backward pass is made of these.
 #pragma once
 
+#include "gemm.h"
+#include "gemm_bf16x2.h"
+#include "load_bf16x2.h"
 #include "row_sums.h"
+#include "schedule.h"
 
 namespace {
 
@@ -184,11 +188,9 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
 }
 
 // Loads rows of k or v of a tile, and the same transposed.
-template <class T>
-NOINLINE void load_and_transpose(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                                 int64_t count, int64_t dim, T *rows, T *transposed, int64_t keys_stride) {
-    const int64_t padded = round_up(count, LANES<T>), whole = round_up(dim, LANES<T>);
-    load_keys(call, array, entry, head_kv, first, count, dim, rows, whole, padded);
+template <class T> NOINLINE void load_and_transpose(const KeySlice &keys, T *rows, T *transposed, int64_t keys_stride) {
+    const int64_t padded = round_up(keys.count, LANES<T>), whole = round_up(keys.dim(), LANES<T>);
+    load_keys(keys, rows, whole, padded);
     transpose(rows, whole, padded, whole, transposed, keys_stride);
 }
 
@@ -196,18 +198,15 @@ NOINLINE void load_and_transpose(const Call &call, Array array, const Entry &ent
 template <class T>
 inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
                           BackwardBuffers<T> &buffers) {
+    const KeySlice keys = {call, K, entry, head_kv, first, count}, values = {call, V, entry, head_kv, first, count};
     if (BACKWARD_IN_BF16X2<T>) {
-        load_keys_bf16x2(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
-                         buffers.keys_stride);
-        load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
-                         buffers.keys_stride);
-        interleave_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k);
+        load_keys_bf16x2(values, buffers.k, buffers.v_t, buffers.keys_stride);
+        load_keys_bf16x2(keys, buffers.k, buffers.k_t, buffers.keys_stride);
+        interleave_keys(keys, buffers.k);
         return;
     }
-    load_and_transpose(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
-                       buffers.keys_stride);
-    load_and_transpose(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
-                       buffers.keys_stride);
+    load_and_transpose(values, buffers.k, buffers.v_t, buffers.keys_stride);
+    load_and_transpose(keys, buffers.k, buffers.k_t, buffers.keys_stride);
 }
 
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
@@ -250,6 +249,12 @@ struct Visible {
     Keys keys;
     RowRange rows, sections[MAX_SECTIONS];
 };
+
+// The rows of a block that attend to any key of a tile.
+inline ScoreTile visible_tile(const Call &call, const Entry &entry, const Block &block, RowRange rows, int64_t first,
+                              int64_t count) {
+    return {call, entry, block, rows.first, rows.stop - rows.first, first, count, count, 0};
+}
 
 // Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at once.
 template <class T>
@@ -321,18 +326,25 @@ inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_
     }
 }
 
+// What a row knows of all of its keys.
+template <class T> struct RowNumbers {
+    T lse, delta;
+    RowSum<T> sum;
+    const T *dentropy;  // the gradient with respect to its entropy, if that is given
+};
+
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
-// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. `dentropy`, if given, is the
-// gradient with respect to the entropy of the row; then there are no `tanhs`. A row of lse -inf attends to no key: it has
-// no weights, whatever its scores are, which a function may have made NaN.
+// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products; no row with `dentropy` has them. A
+// row of lse -inf attends to no key: it has no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
-NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
-                          const T *dentropy, int64_t columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const RowNumbers<T> &row, int64_t columns,
+                          const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+    const T lse = row.lse, delta = row.delta, *dentropy = row.dentropy;
     if (lse == T(-__builtin_inf())) {
         clear(p, columns);
         return clear(ds, columns);
     }
-    const LogOfWeight<T> log_of_weight(scaling, lse, dentropy ? row_sum : NO_ROW_SUM<T>);
+    const LogOfWeight<T> log_of_weight(scaling, lse, dentropy ? row.sum : NO_ROW_SUM<T>);
     auto recompute_p = [&](auto weight_of, auto drops, auto has_tanhs, auto has_entropy) {
         auto kept_of = [&](Vector<T> x, int64_t j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
@@ -358,7 +370,7 @@ NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, co
             tanhs ? recompute_p(weight_of, no, yes, no) : recompute_p(weight_of, no, no, no);
         }
     };
-    with_weights(scaling, lse, row_sum, softmax_by);
+    with_weights(scaling, lse, row.sum, softmax_by);
 }
 
 // The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
@@ -367,10 +379,54 @@ template <class T>
 NOINLINE double exact_product(const Call &call, const Entry &entry, Row row, int64_t head_kv, int64_t key, int64_t dim,
                               T *values) {
     load_row(row_address(call, Q, entry, row), call.dtype, call.strides[Q][3], call.head_dim, values);
-    load_keys(call, K, entry, head_kv, key, 1, call.head_dim, values + dim, dim, 1);
+    load_keys({call, K, entry, head_kv, key, 1}, values + dim, dim, 1);
     double sum = 0;
     for (int64_t d = 0; d < call.head_dim; ++d) sum += double(values[d]) * double(values[dim + d]);
     return call.scale < 0 ? -sum : sum;
+}
+
+// Adds the gradient with respect to the maximum of a row of a tile to ds of the first key that has it, if that is there.
+template <class T>
+inline void add_gradient_of_max(const ScoreTile &tile, int64_t r, T *ds, T *products, BackwardBuffers<T> &buffers) {
+    const int64_t own = tile.r0 + r, key = buffers.first_max[own], j = key - tile.first;
+    if (j < 0 || j >= tile.padded) return;
+    ds[j] += buffers.dmax[own];
+    if (products)
+        products[j] = T(
+            exact_product(tile.call, tile.entry, tile.row(r), tile.block.head_kv, key, buffers.sizes.dim, buffers.dq));
+}
+
+// Adds what a row has of the gradients of slopes, the cap and the scale to buffers.sums. With `tanhs`, ds becomes the
+// gradients of products.
+template <class T>
+inline void add_gradients_of_numbers(const ScoreTile &tile, Row row, const T *tanhs, const T *products, T *ds,
+                                     BackwardBuffers<T> &buffers) {
+    constexpr int N = LANES<T>;
+    const Call &call = tile.call;
+    const int64_t columns = tile.padded;
+    if (is_wanted(call, DALIBI_SLOPES)) {
+        const Vector<T> start = splat(T(tile.first - row.i - tile.entry.diagonal)) + iota<T>();
+        Vector<T> sum = {};
+        for (int64_t j = 0; j < columns; j += N) {
+            const Vector<T> distance = start + splat(T(j));
+            sum -= load(ds + j) * (distance < Vector<T>{} ? -distance : distance);
+        }
+        buffers.sums[row.head] += double(sum_of_lanes<T>(sum));
+    }
+    if (is_wanted(call, DSOFTCAP)) {
+        Vector<T> sum = {};
+        for (int64_t j = 0; j < columns; j += N)
+            sum += load(ds + j) * derivative_by_softcap<T>(call, load(products + j), load(tanhs + j));
+        buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
+    }
+    if (tanhs)
+        for (int64_t j = 0; j < columns; j += N) store(ds + j, load(ds + j) * slope_of_cap<T>(load(tanhs + j)));
+    if (is_wanted(call, DSCALE)) {
+        Vector<T> sum = {};
+        for (int64_t j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);
+        const T total = sum_of_lanes<T>(sum);
+        buffers.sums[call.num_heads] += double(call.scale < 0 ? -total : total);
+    }
 }
 
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
@@ -380,7 +436,6 @@ NOINLINE double exact_product(const Call &call, const Entry &entry, Row row, int
 template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                              int64_t first, int64_t count, bool for_bias, BackwardBuffers<T> &buffers) {
-    constexpr int N = LANES<T>;
     constexpr int64_t STRIDE = SCORES_STRIDE<T>;
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
@@ -396,7 +451,8 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
         clear_scores(computed, r, begin, end, buffers.ds);
     };
     auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns) {
-        const int64_t here = keys.stop - keys.first, at = first + keys.first;
+        const ScoreTile tile = {call,    entry,    block, r0, n, first + keys.first, keys.stop - keys.first,
+                                columns, next_bias};
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
@@ -407,49 +463,17 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
-            if (r % FEW_OF_GROUP == 0) {
-                const int64_t few = smaller(FEW_OF_GROUP, n - r);
-                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
-                                        buffers.added, tanhs);
-            }
-            const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            softmax_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r],
-                        call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr, columns, kept,
+            if (r % FEW_OF_GROUP == 0)
+                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(FEW_OF_GROUP, n - r)), p, buffers.added,
+                                           tanhs);
+            const RowNumbers<T> numbers = {buffers.lse[r0 + r], buffers.delta[r0 + r], buffers.row_sums[r0 + r],
+                                           call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr};
+            softmax_row(call, scaling, numbers, columns, buffers.kept + (r0 + r) * MAX_KEYS + keys.first,
                         slopes_at_once ? tanhs : nullptr, p, ds);
-            if (call.arrays[DMAX]) {
-                const int64_t j = buffers.first_max[r0 + r] - at;
-                if (j >= 0 && j < columns) {
-                    ds[j] += buffers.dmax[r0 + r];
-                    if (products)
-                        products[j] = T(exact_product(call, entry, row, block.head_kv, buffers.first_max[r0 + r],
-                                                      buffers.sizes.dim, buffers.dq));
-                }
-            }
+            if (call.arrays[DMAX]) add_gradient_of_max(tile, r, ds, products, buffers);
             if (for_bias) continue;
             put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
-            if (is_wanted(call, DALIBI_SLOPES)) {
-                const Vector<T> start = splat(T(at - row.i - entry.diagonal)) + iota<T>();
-                Vector<T> sum = {};
-                for (int64_t j = 0; j < columns; j += N) {
-                    const Vector<T> distance = start + splat(T(j));
-                    sum -= load(ds + j) * (distance < Vector<T>{} ? -distance : distance);
-                }
-                buffers.sums[row.head] += double(sum_of_lanes<T>(sum));
-            }
-            if (is_wanted(call, DSOFTCAP)) {
-                Vector<T> sum = {};
-                for (int64_t j = 0; j < columns; j += N)
-                    sum += load(ds + j) * derivative_by_softcap<T>(call, load(products + j), load(tanhs + j));
-                buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
-            }
-            if (tanhs && !slopes_at_once)
-                for (int64_t j = 0; j < columns; j += N) store(ds + j, load(ds + j) * slope_of_cap<T>(load(tanhs + j)));
-            if (is_wanted(call, DSCALE)) {
-                Vector<T> sum = {};
-                for (int64_t j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);
-                const T total = sum_of_lanes<T>(sum);
-                buffers.sums[call.num_heads] += double(call.scale < 0 ? -total : total);
-            }
+            add_gradients_of_numbers(tile, row, slopes_at_once ? nullptr : tanhs, products, ds, buffers);
         }
     };
     return for_visible_rows<T>(call, entry, block, first, count, clear_keys, differentiate_rows);
@@ -486,12 +510,13 @@ inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, cons
         bool any_needed = false;
         for (int64_t r = r0; r < r0 + n; ++r) any_needed |= is_needed(r);
         if (here <= 0 || !any_needed) continue;
+        const ScoreTile tile = {call, entry, block, r0, n, at, here, columns, next_bias};
         T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, s);
         for (int64_t r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
             if (r % FEW_OF_GROUP == 0)
-                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
-                                        columns, next_bias, s, buffers.added, nullptr);
+                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(FEW_OF_GROUP, n - r)), s, buffers.added,
+                                           nullptr);
             body(r0 + r, s, columns, at);
         }
     }
@@ -556,6 +581,10 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
             row_sum<T>(work, entry, row) =
                 explained_sum(call, scaling, row.head, buffers.lse[r], sums.row_max[r], sums.sums[r]);
     }
+}
+
+template <class T> void row_sums_job(Work &work, char *memory, int64_t job) {
+    find_row_sums<T>(work, memory, work.blocks[job]);
 }
 
 }  // namespace

@@ -4,7 +4,8 @@
 // from one tile to the next.
 #pragma once
 
-#include "load_bf16x2.h"
+#include "score_tiles.h"
+#include "simd/bf16x2.h"
 
 namespace {
 
@@ -50,24 +51,24 @@ template <class T> inline bool are_read_in_place(const Call &call, Array array, 
 }
 
 // Finds the rows of the array itself if they are read in place; others are copied.
-template <class T>
-inline void find_key_rows(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                          int64_t count, int64_t dim, T *copies, int64_t copies_stride, KeyRows &rows) {
-    const int64_t size = size_of(call.kv_dtype);
+template <class T> inline void find_key_rows(const KeySlice &keys, T *copies, int64_t copies_stride, KeyRows &rows) {
+    const Call &call = keys.call;
+    const int64_t size = size_of(call.kv_dtype), count = keys.count;
     rows.dtype = call.kv_dtype;
-    rows.bytes = dim * size;
-    if (!are_read_in_place<T>(call, array, dim)) {
-        load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
+    rows.bytes = keys.dim() * size;
+    if (!are_read_in_place<T>(call, keys.array, keys.dim())) {
+        load_keys(keys, copies, copies_stride, count);
         rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
         rows.stride = copies_stride * int64_t(sizeof(T));
         for (int64_t j = 0; j < count; ++j) rows.at[j] = (const char *)(copies + j * copies_stride);
         return;
     }
-    const int64_t stride = call.strides[array][2] * size;
+    const int64_t stride = call.strides[keys.array][2] * size;
     rows.stride = call.page_size ? 0 : stride;
     for (int64_t j = 0; j < count;) {
-        const int64_t stop = call.page_size ? smaller(count, j + call.page_size - (first + j) % call.page_size) : count;
-        const char *row = key_address(call, array, entry, head_kv, first + j);
+        const int64_t in_page = call.page_size ? call.page_size - (keys.first + j) % call.page_size : count;
+        const int64_t stop = smaller(count, j + in_page);
+        const char *row = keys.row(j);
         for (; j < stop; ++j, row += stride) rows.at[j] = row;
     }
 }

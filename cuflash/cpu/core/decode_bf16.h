@@ -5,6 +5,7 @@
 
 #include "decode.h"
 #include "gemm_bf16x2.h"
+#include "load_bf16x2.h"
 
 namespace {
 

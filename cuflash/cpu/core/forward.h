@@ -1,18 +1,13 @@
 // The forward pass: blocks of queries against tiles of keys, with online softmax (FlashAttention-2, algorithm 1).
 #pragma once
 
+#include "decode_bf16.h"
 #include "forward_bf16.h"
+#include "gemm.h"
+#include "schedule.h"
 
 namespace {
 
-constexpr int64_t ENOUGH_JOBS =
-    32;  // enough for all threads; with fewer blocks, several jobs split the keys of a block
-constexpr int64_t TILES_PER_SPLIT = 4;
-// Where splits of the keys must not depend on other entries, each has so many tiles: few rows read keys at the speed of
-// memory, where short splits cost nothing; of more rows than SPLIT_FEW_ROWS keys are not split.
-constexpr int64_t TILES_PER_LONG_SPLIT = 16, SPLIT_FEW_ROWS = 64;
-constexpr int64_t TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
-constexpr int64_t LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
 // smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
 // largest.
@@ -20,10 +15,6 @@ constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_RO
 // The last bits of what tile registers multiply depend on the rows that are multiplied together, so there blocks have
 // this many rows, whatever else a call has, if bits must not depend on that.
 constexpr int64_t FIXED_BLOCK_ROWS[] = {128};
-// Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
-constexpr int64_t CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
-constexpr int64_t PARTIALS_BYTES = 32 << 20;
-
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                          ForwardBuffers<T> &buffers, int64_t first, int64_t count) {
@@ -40,7 +31,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
-        softmax_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, DoNothing());
+        const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, round_up(here, LANES<T>), here};
+        softmax_rows<T>(scaling, scores, keys.first, buffers, buffers.s, nullptr, 0, DoNothing());
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
                                 o, dim_v, true);
     }
@@ -57,14 +49,13 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
     KeyRows k, v, next_k;
-    find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
-    find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
+    find_key_rows({call, K, entry, block.head_kv, first, count}, buffers.rows, sizes.dim, k);
+    find_key_rows({call, V, entry, block.head_kv, first, count}, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     // In pages, rows of k of the next tile are found; elsewhere they lie as these do.
     const bool finds_next = call.page_size && next_count > 0 && are_read_in_place<T>(call, K, call.head_dim);
     if (finds_next) {
-        find_key_rows(call, K, entry, block.head_kv, first + count, next_count, call.head_dim, buffers.rows, sizes.dim,
-                      next_k);
+        find_key_rows({call, K, entry, block.head_kv, first + count, next_count}, buffers.rows, sizes.dim, next_k);
         for (int64_t j = next_count; j < count; ++j) next_k.at[j] = next_k.at[0];
     }
     const int64_t next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
@@ -84,8 +75,8 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
         }
     }
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
-    softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
-                    is_bf16x2, DoNothing());
+    const ScoreTile scores = {call, entry, block, 0, num_rows, first, count, round_up(count, LANES<T>), count};
+    softmax_rows<T>(scaling, scores, 0, buffers, buffers.s, buffers.p, is_bf16x2, DoNothing());
     if constexpr (MAY_USE_TILES<T>) {
         if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
     } else if constexpr (MAY_USE_BF16X2<T>) {
@@ -196,137 +187,6 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
         const WholeRow own = {top * natural, l, largest * natural, (largest - top) * natural, moment};
         if (has_row_reductions(work.call)) write_row_reductions<T>(work.call, entry, row_of(block, r), own, all);
     }
-}
-
-// ---- which blocks there are -----------------------------------------------------------------------------------------
-
-// Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
-template <class T> NOINLINE void choose_tiles(Work &work, int64_t most_rows, int64_t most_keys) {
-    const Sizes<T> sizes(work.call);
-    const int64_t bytes = larger(sizes.dim, sizes.dim_v) * int64_t(sizeof(T));
-    while (most_keys > FEWEST_KEYS && most_keys * bytes > TILE_BYTES) most_keys /= 2;
-    work.keys_per_tile = keys_in_tiles(work.call, most_keys);
-    work.rows_per_block = larger(LEAST_ROWS, bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4);
-    // Small problems have small buffers.
-    const Call &call = work.call;
-    const int64_t group = group_of(call);
-    work.keys_per_tile = smaller(work.keys_per_tile, round_up(larger(call.seqlen_k, 1), 16));
-    if (!call.arrays[BLOCK_MASK])
-        work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), GROUP));
-}
-
-// How many heads a block of an entry has; they share their keys.
-inline int64_t heads_of_block(const Work &work, const Entry &entry) {
-    const Call &call = work.call;
-    const int64_t group = group_of(call), most = work.rows_per_block;
-    return heads_in_blocks(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, most), group, most);
-}
-
-// How many blocks all entries have, and how many one head has at most.
-struct BlockCount {
-    int64_t all = 0, in_head = 0;
-    NOINLINE explicit BlockCount(const Work &work) {
-        const Call &call = work.call;
-        const int64_t group = group_of(call);
-        for (int64_t e = 0; e < work.num_entries; ++e) {
-            const Entry &entry = work.entries[e];
-            if (!entry.seqlen_q || !group) continue;
-            const int64_t own = ceil_div(entry.seqlen_q, rows_in_blocks(call, entry.seqlen_q, work.rows_per_block));
-            in_head = larger(in_head, own);
-            all += own * ceil_div(group, heads_of_block(work, entry)) * call.num_heads_kv;
-        }
-    }
-};
-
-// Cuts each of the last blocks in two if it has enough rows.
-inline void cut_last_blocks(Work &work) {
-    const int64_t count = work.num_blocks;
-    for (int64_t i = larger(0, count - CUT_BLOCKS); i < count; ++i) {
-        Block &block = work.blocks[i];
-        if (block.num_rows < LEAST_CUT_ROWS || block.num_splits > 1) continue;
-        Block &rest = work.blocks[work.num_blocks++] = block;
-        block.num_rows = round_up(block.num_rows / 2, GROUP);
-        rest.first_row += block.num_rows;
-        rest.num_rows -= block.num_rows;
-    }
-}
-
-// How the keys of the blocks of an entry are split: so many splits, of so many tiles each.
-struct Splits {
-    int64_t count = 1, tiles = 0;
-};
-
-// Splits of equal length that make enough jobs, if there are fewer blocks.
-inline Splits splits_of_call(const Work &work, int64_t num_blocks, int64_t bytes_of_row) {
-    const Call &call = work.call;
-    if (!num_blocks || num_blocks >= ENOUGH_JOBS || call.arrays[CU_SEQLENS_Q]) return {};
-    const int64_t tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
-    int64_t count = smaller(ceil_div(ENOUGH_JOBS, num_blocks), tiles / TILES_PER_SPLIT);
-    count = larger(1, smaller(count, PARTIALS_BYTES / (num_blocks * work.rows_per_block * bytes_of_row)));
-    const int64_t tiles_of_split = ceil_div(tiles, count);
-    return {ceil_div(larger(tiles, 1), larger(tiles_of_split, 1)), tiles_of_split};
-}
-
-// Splits that follow from the entry alone.
-inline Splits splits_of_entry(const Work &work, const Entry &entry) {
-    const int64_t rows = entry.seqlen_q * group_of(work.call);
-    if (rows > SPLIT_FEW_ROWS) return {};
-    const int64_t tiles = rows <= FEW_ROWS ? TILES_PER_SPLIT : TILES_PER_LONG_SPLIT;
-    return {larger(1, ceil_div(entry.seqlen_k, tiles * work.keys_per_tile)), tiles};
-}
-
-// Makes the blocks of all entries. Those of the last rows, which may attend to the most keys, come first.
-NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
-    const Call &call = work.call;
-    const int64_t group = group_of(call), most = work.rows_per_block;
-    const BlockCount blocks(work);
-    const int64_t count = blocks.all;
-    const Splits of_call = splits_keys && !call.batch_invariant ? splits_of_call(work, count, bytes_of_row) : Splits();
-    auto splits_of = [&](const Entry &entry) {
-        return splits_keys && call.batch_invariant ? splits_of_entry(work, entry) : of_call;
-    };
-    int64_t most_splits = 1;
-    for (int64_t e = 0; e < work.num_entries; ++e) most_splits = larger(most_splits, splits_of(work.entries[e]).count);
-    if (!work.allocate(work.blocks, count * most_splits + NUM_CUTS * CUT_BLOCKS)) return false;
-    if (most_splits > 1 && !work.allocate(work.split_blocks, count)) return false;
-    auto make = [&](int64_t i, int64_t e, int64_t h) {
-        const Entry &entry = work.entries[e];
-        const int64_t rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
-        if (i * rows >= entry.seqlen_q) return;
-        const Splits splits = splits_of(entry);
-        const int64_t keys = splits.tiles * work.keys_per_tile;
-        for (int64_t g = 0; g < group; g += heads) {
-            if (splits.count > 1) work.split_blocks[work.num_split_blocks++] = work.num_blocks;
-            for (int64_t n = 0; n < splits.count; ++n) {
-                Block &block = work.blocks[work.num_blocks++];
-                block.entry = e;
-                block.head_kv = h;
-                block.first_head = h * group + g;
-                block.num_heads = smaller(heads, group - g);
-                block.first_row = i * rows;
-                block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
-                block.first_key = n * keys;
-                block.stop_key = n + 1 < splits.count ? (n + 1) * keys : entry.seqlen_k;
-                block.split = n;
-                block.num_splits = splits.count;
-                if (splits.count > 1) work.rows_per_partial = larger(work.rows_per_partial, rows_of(block));
-            }
-        }
-    };
-    const int64_t num_heads = work.num_entries * call.num_heads_kv;
-    if (work.packed_keys) {  // blocks of a head follow each other: its packed keys stay in the cache
-        for (int64_t head = 0; head < num_heads; ++head)
-            for (int64_t i = blocks.in_head - 1; i >= 0; --i)
-                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
-    } else {
-        for (int64_t i = blocks.in_head - 1; i >= 0; --i)
-            for (int64_t head = 0; head < num_heads; ++head)
-                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
-    }
-    const bool may_cut = !HAS_TILES || !call.batch_invariant;
-    if (may_cut && !call.arrays[BLOCK_MASK])
-        for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
-    return true;
 }
 
 template <class T> bool prepare_forward(Work &work) {

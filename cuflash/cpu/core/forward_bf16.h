@@ -2,6 +2,7 @@
 // group and the values of the group before are multiplied.
 #pragma once
 
+#include "gemm_bf16x2.h"
 #include "pack_kv.h"
 
 namespace {
@@ -60,8 +61,12 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
         float *p = buffers.p + turn * GROUP * p_stride;
         scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
         int64_t row = 0;
-        softmax_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
-                     buffers.s + turn * GROUP * STRIDE, p, terms, [&] {
+        const int64_t here = group.keys.stop - group.keys.first;
+        const ScoreTile tile_of_group = {
+            call, entry, block, group.r0, group.num_rows, first + group.keys.first, here, round_up(here, LANES<float>),
+            here};
+        softmax_rows(scaling, tile_of_group, group.keys.first, buffers, buffers.s + turn * GROUP * STRIDE, p, terms,
+                     [&] {
                          prefetch_next_keys<float>(work, entry, block.head_kv, first + work.keys_per_tile,
                                                    group.r0 + row, group.r0 + row + 1, all_rows);
                          if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();

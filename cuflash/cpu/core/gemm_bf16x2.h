@@ -58,7 +58,7 @@ struct Bf16x2Product {
   private:
     Term term(int n) const { return n < 0 ? Term{a, b} : more[n]; }
 
-    // Vectors beside tile registers have as many columns as a tile; those of a model of them may have fewer.
+    // With tile registers a vector has as many columns as a tile; with a model of them it may have fewer.
     int64_t tile_columns() const { return LANES<float> == TILE ? num_columns : num_columns / TILE * TILE; }
     int64_t tile_rows() const { return HAS_TILES && length >= TILE && tile_columns() > 0 ? num_rows / TILE * TILE : 0; }
 

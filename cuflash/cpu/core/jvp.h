@@ -7,13 +7,22 @@
 // (a - r / l * o) / l.
 #pragma once
 
-#include "forward.h"
+#include "gemm.h"
+#include "pack_kv.h"
+#include "schedule.h"
 #include "tangents.h"
 
 namespace {
 
 // Rows of a block, at most: each row has as many numbers again for its tangents.
 constexpr int64_t JVP_ROWS[] = {96, 60, 36, 24};
+
+// What a row has summed.
+template <class T> struct JvpRow {
+    T &row_max, &shift;
+    T *l, *r, *o, *a;
+    int64_t dim;  // of o and a
+};
 
 template <class T> struct JvpBuffers : ForwardBuffers<T> {
     T *tq, *a, *r, *shift, *ts, *tk_t, *tv;
@@ -30,27 +39,26 @@ template <class T> struct JvpBuffers : ForwardBuffers<T> {
         tk_t = this->scratch.template take<T>(dim * this->keys_stride);
         tv = this->scratch.template take<T>(keys * this->sizes.dim_v);
     }
-};
 
-// What a row has summed.
-template <class T> struct JvpRow {
-    T &row_max, &shift;
-    T *l, *r, *o, *a;
+    JvpRow<T> row(int64_t at) const {
+        const int64_t dim = this->sizes.dim_v, lanes = at * LANES<T>;
+        return {this->row_max[at], shift[at], this->l + lanes, r + lanes, this->o + at * dim, a + at * dim, dim};
+    }
 };
 
 // Scores of a row become weights, and the tangents ts of the scores, if they move, become those of the weights, where
 // the shift is taken out. Dropout applies to both, but not to their sums l and r.
 template <class T>
 NOINLINE void jvp_exponentials(bool moves, bool drops, const Scaling<T> &scaling, T unit, T *s, T *ts, int64_t num_keys,
-                               JvpRow<T> row, int64_t dim, const unsigned char *kept, T kept_scale) {
+                               const JvpRow<T> &row, const Kept<T> &kept) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
     for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     const bool rises = any_above<T>(most, row.row_max);
     if (rises) {
         T row_max = row.row_max;
-        set_row_max(scaling.factor, most, row_max, row.l, row.o, dim);
-        set_row_max(scaling.factor, most, row.row_max, row.r, row.a, dim);
+        set_row_max(scaling.factor, most, row_max, row.l, row.o, row.dim);
+        set_row_max(scaling.factor, most, row.row_max, row.r, row.a, row.dim);
     }
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
     const Vector<T> minus = splat(row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max),
@@ -71,10 +79,10 @@ NOINLINE void jvp_exponentials(bool moves, bool drops, const Scaling<T> &scaling
         const T gain = sum_of_lanes<T>(r) / sum_of_lanes<T>(l);
         row.shift += gain;
         store(row.r, add_product(load(row.r), load(row.l), splat(-gain)));
-        for (int64_t d = 0; d < dim; d += N)
+        for (int64_t d = 0; d < row.dim; d += N)
             store(row.a + d, add_product(load(row.a + d), load(row.o + d), splat(-gain)));
     }
-    auto kept_of = [&](Vector<T> x, int64_t j) { return drops ? drop<T>(x * splat(kept_scale), kept + j) : x; };
+    auto kept_of = [&](Vector<T> x, int64_t j) { return drops ? kept.of(x, j) : x; };
     Vector<T> l = {}, r = {};
     for (int64_t j = 0; j < num_keys; j += N) {
         const Vector<T> weight = weight_at(j);
@@ -97,11 +105,12 @@ inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, c
     const bool moves = moves_scores(tangents);
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (has_tangent(tangents, K))
-        load_transposed_keys(tangents, entry, block.head_kv, first, count, dim, buffers.rows, buffers.tk_t,
+        load_transposed_keys({tangents, K, entry, block.head_kv, first, count}, buffers.rows, buffers.tk_t,
                              buffers.keys_stride);
     const T *tv = nullptr;
     int64_t tv_stride = 0;
-    if (has_tangent(tangents, V)) tv = find_values(tangents, entry, block.head_kv, first, count, buffers.tv, tv_stride);
+    if (has_tangent(tangents, V))
+        tv = find_values({tangents, V, entry, block.head_kv, first, count}, buffers.tv, tv_stride);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
@@ -112,18 +121,16 @@ inline void jvp_tile(const Work &work, const Block &block, const Entry &entry, c
         const T *q = buffers.q + r0 * dim;
         product_of_rows(n, columns, call.head_dim, q, dim, tile.k_t + keys.first, buffers.keys_stride, s,
                         SCORES_STRIDE<T>);
-        if (moves)
-            multiply_tangents(call, tangents, n, columns, q, buffers.tq + r0 * dim, tile.k_t + keys.first,
-                              buffers.tk_t + keys.first, dim, buffers.keys_stride, ts);
-        finish_both(call, tangents, scaling, entry, block, r0, n, first + keys.first, here, columns, here, s,
-                    buffers.bias, moves ? ts : nullptr, buffers.scores);
+        const ProductOperands<T> operands = {
+            q, buffers.tq + r0 * dim, tile.k_t + keys.first, buffers.tk_t + keys.first, dim, buffers.keys_stride};
+        if (moves) multiply_tangents(call, tangents, n, columns, operands, ts);
+        const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, columns, here};
+        finish_both(tangents, scaling, scores, s, buffers.bias, moves ? ts : nullptr, buffers.scores);
         for (int64_t r = 0; r < n; ++r) {
             const int64_t at = r0 + r;
-            const JvpRow<T> row = {buffers.row_max[at],       buffers.shift[at],      buffers.l + at * LANES<T>,
-                                   buffers.r + at * LANES<T>, buffers.o + at * dim_v, buffers.a + at * dim_v};
+            const Kept<T> kept = {buffers.kept + at * MAX_KEYS + keys.first, T(call.kept_scale)};
             jvp_exponentials<T>(moves, call.dropout_steps, scaling, buffers.scores.unit, s + r * SCORES_STRIDE<T>,
-                                ts + r * SCORES_STRIDE<T>, columns, row, dim_v,
-                                buffers.kept + at * MAX_KEYS + keys.first, T(call.kept_scale));
+                                ts + r * SCORES_STRIDE<T>, columns, buffers.row(at), kept);
         }
         auto add = [&](const T *weights, const T *v, int64_t v_stride, T *to) {
             product<T, Order::ROWS>(n, dim_v, here, weights, SCORES_STRIDE<T>, v + keys.first * v_stride, v_stride,
@@ -178,10 +185,7 @@ template <class T> void jvp_job(Work &work, char *memory, int64_t job) {
         if (any_visible(call, entry, block, first, count)) jvp_tile(work, block, entry, scaling, buffers, first, count);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
-        const JvpRow<T> row = {buffers.row_max[r],          buffers.shift[r],
-                               buffers.l + r * LANES<T>,    buffers.r + r * LANES<T>,
-                               buffers.o + r * sizes.dim_v, buffers.a + r * sizes.dim_v};
-        finish_jvp_row(work, entry, row_of(block, r), row, scaling.natural);
+        finish_jvp_row(work, entry, row_of(block, r), buffers.row(r), scaling.natural);
     }
 }
 

@@ -28,28 +28,23 @@ NOINLINE void load_rows_bf16x2(const Call &call, Array array, const Entry &entry
 // Loads rows of k or v as bf16x2 of neighbours, transposed: each row of the result has one bf16x2 of every key, up to a
 // whole vector of keys. Rows that are whole vectors are read where they lie.
 template <class T>
-NOINLINE void load_keys_bf16x2(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                               int64_t count, int64_t dim, T *rows, T *transposed, int64_t transposed_stride) {
-    const int64_t stride = bf16x2_stride<T>(dim);
-    const int64_t *strides = call.strides[array];
-    const char *own = key_address(call, array, entry, head_kv, first);
-    if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !call.page_size && (uintptr_t)own % 4 == 0)
-        return transpose((const T *)own, strides[2] / 2, count, stride, transposed, transposed_stride);
-    for (int64_t j = 0; j < count; ++j)
-        load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
-                  (Bits *)(rows + j * stride), 2 * stride);
-    transpose(rows, stride, count, stride, transposed, transposed_stride);
+NOINLINE void load_keys_bf16x2(const KeySlice &keys, T *rows, T *transposed, int64_t transposed_stride) {
+    const int64_t dim = keys.dim(), stride = bf16x2_stride<T>(dim);
+    const int64_t *strides = keys.call.strides[keys.array];
+    const char *own = keys.row(0);
+    if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !keys.call.page_size && (uintptr_t)own % 4 == 0)
+        return transpose((const T *)own, strides[2] / 2, keys.count, stride, transposed, transposed_stride);
+    for (int64_t j = 0; j < keys.count; ++j)
+        load_bits(keys.row(j), keys.step(), dim, (Bits *)(rows + j * stride), 2 * stride);
+    transpose(rows, stride, keys.count, stride, transposed, transposed_stride);
 }
 
 // Loads rows of k or v as bf16x2 of neighbouring keys.
-template <class T>
-NOINLINE void interleave_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                              int64_t count, int64_t dim, T *out) {
-    const int64_t padded = round_up(dim, LANES<T>);
-    for (int64_t j = 0; j < count; j += 2)
-        interleave(key_address(call, array, entry, head_kv, first + j),
-                   j + 1 < count ? key_address(call, array, entry, head_kv, first + j + 1) : nullptr,
-                   call.strides[array][3], dim, (float *)out + j / 2 * padded, padded);
+template <class T> NOINLINE void interleave_keys(const KeySlice &keys, T *out) {
+    const int64_t padded = round_up(keys.dim(), LANES<T>);
+    for (int64_t j = 0; j < keys.count; j += 2)
+        interleave(keys.row(j), j + 1 < keys.count ? keys.row(j + 1) : nullptr, keys.step(), keys.dim(),
+                   (float *)out + j / 2 * padded, padded);
 }
 
 // ---- float16 as two terms -------------------------------------------------------------------------------------------
@@ -72,25 +67,21 @@ inline void load_split_rows(const Call &call, const Entry &entry, const Block &b
 }
 
 // Loads rows of k, transposed: all high terms, and below them the low ones.
-inline void load_split_keys(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                            float *rows, float *transposed, int64_t transposed_stride) {
-    const int64_t width = bf16x2_stride<float>(call.head_dim);
-    for (int64_t j = 0; j < count; ++j) {
+inline void load_split_keys(const KeySlice &keys, float *rows, float *transposed, int64_t transposed_stride) {
+    const int64_t width = bf16x2_stride<float>(keys.dim());
+    for (int64_t j = 0; j < keys.count; ++j) {
         float *to = rows + 2 * j * width;
-        load_split(key_address(call, K, entry, head_kv, first + j), call.strides[K][3], call.head_dim, width, to,
-                   to + width);
+        load_split(keys.row(j), keys.step(), keys.dim(), width, to, to + width);
     }
-    transpose(rows, 2 * width, count, 2 * width, transposed, transposed_stride);
+    transpose(rows, 2 * width, keys.count, 2 * width, transposed, transposed_stride);
 }
 
 // Loads rows of v as bf16x2 of neighbouring keys: the high terms to `high`, the low terms to `low`.
-inline void load_split_values(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                              float *high, float *low) {
-    const int64_t padded = round_up(call.head_dim_v, LANES<float>);
-    for (int64_t j = 0; j < count; j += 2)
-        interleave_split(key_address(call, V, entry, head_kv, first + j),
-                         j + 1 < count ? key_address(call, V, entry, head_kv, first + j + 1) : nullptr,
-                         call.strides[V][3], call.head_dim_v, padded, high + j / 2 * padded, low + j / 2 * padded);
+inline void load_split_values(const KeySlice &values, float *high, float *low) {
+    const int64_t padded = round_up(values.dim(), LANES<float>);
+    for (int64_t j = 0; j < values.count; j += 2)
+        interleave_split(values.row(j), j + 1 < values.count ? values.row(j + 1) : nullptr, values.step(), values.dim(),
+                         padded, high + j / 2 * padded, low + j / 2 * padded);
 }
 
 // Checks whether q, k and v of a head of an entry are finite.

@@ -12,17 +12,15 @@ template <class T> struct Tile {
 };
 
 // Loads keys of a tile, transposed; `rows` has space for them as they are.
-template <class T>
-inline void load_transposed_keys(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count,
-                                 int64_t dim, T *rows, T *k_t, int64_t keys_stride) {
-    const int64_t padded = round_up(count, LANES<T>);
+template <class T> inline void load_transposed_keys(const KeySlice &keys, T *rows, T *k_t, int64_t keys_stride) {
+    const int64_t padded = round_up(keys.count, LANES<T>), dim = round_up(keys.dim(), LANES<T>);
     const T *k = rows;
     int64_t k_stride = dim;
-    if (has_whole_rows<T>(call, K, call.head_dim) && count == padded) {
-        k = (const T *)key_address(call, K, entry, head_kv, first);
-        k_stride = call.strides[K][2];
+    if (has_whole_rows<T>(keys.call, K, keys.dim()) && keys.count == padded) {
+        k = (const T *)keys.row(0);
+        k_stride = keys.call.strides[K][2];
     } else {
-        load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, dim, padded);
+        load_keys(keys, rows, dim, padded);
     }
     transpose(k, k_stride, padded, dim, k_t, keys_stride);
 }
@@ -30,18 +28,16 @@ inline void load_transposed_keys(const Call &call, const Entry &entry, int64_t h
 // Rows of v of a tile, of stride `v_stride`: where they lie, or copied to v. They are read again and again, so they are
 // copied where rows have large strides, which fall into the same few sets of the cache, or where their vectors straddle
 // lines of the cache, of which each load then reads two.
-template <class T>
-inline const T *find_values(const Call &call, const Entry &entry, int64_t head_kv, int64_t first, int64_t count, T *v,
-                            int64_t &v_stride) {
-    const int64_t stride = call.strides[V][2];
-    const char *values = key_address(call, V, entry, head_kv, first);
-    const bool lie_well = (stride == call.head_dim_v || stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
-    if (lie_well && has_whole_rows<T>(call, V, call.head_dim_v)) {
+template <class T> inline const T *find_values(const KeySlice &values, T *v, int64_t &v_stride) {
+    const int64_t stride = values.call.strides[V][2], dim = values.dim();
+    const char *own = values.row(0);
+    const bool lie_well = (stride == dim || stride == -dim) && (uintptr_t)own % 64 == 0;
+    if (lie_well && has_whole_rows<T>(values.call, V, dim)) {
         v_stride = stride;
-        return (const T *)values;
+        return (const T *)own;
     }
-    v_stride = round_up(call.head_dim_v, LANES<T>);
-    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v, v_stride, count);
+    v_stride = round_up(dim, LANES<T>);
+    load_keys(values, v, v_stride, values.count);
     return v;
 }
 
@@ -80,8 +76,8 @@ template <class T> void pack_job(Work &work, char *memory, int64_t job) {
     const PackedTiles<T> tiles(work);
     const ForwardBuffers<T> buffers(work, memory);
     T *k_t = tiles.at(entry, head_kv, first);
-    load_transposed_keys(call, entry, head_kv, first, count, buffers.sizes.dim, buffers.rows, k_t, tiles.keys_stride);
-    load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, k_t + tiles.count_k, tiles.v_stride, count);
+    load_transposed_keys({call, K, entry, head_kv, first, count}, buffers.rows, k_t, tiles.keys_stride);
+    load_keys({call, V, entry, head_kv, first, count}, k_t + tiles.count_k, tiles.v_stride, count);
 }
 
 // Packs the tiles before the blocks, if there are several for each KV head, and if all tiles are read.
@@ -108,6 +104,7 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
+    const KeySlice keys = {call, K, entry, head_kv, first, count}, values = {call, V, entry, head_kv, first, count};
     if (MAY_SHARE_PACKED && work.packed_keys) {
         const PackedTiles<T> tiles(work);
         const T *packed = tiles.at(entry, head_kv, first);
@@ -116,18 +113,18 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     if constexpr (MAY_USE_TILES<T>)
         if (terms == 2) {
             T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
-            load_split_keys(call, entry, head_kv, first, count, rows, k_t, buffers.keys_stride);
-            load_split_values(call, entry, head_kv, first, count, v, low_v);
+            load_split_keys(keys, rows, k_t, buffers.keys_stride);
+            load_split_values(values, v, low_v);
             return {k_t, v, sizes.dim_v, low_v};
         }
     if (terms == 1) {
-        load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t, buffers.keys_stride);
-        interleave_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v);
+        load_keys_bf16x2(keys, rows, k_t, buffers.keys_stride);
+        interleave_keys(values, v);
         return {k_t, v, sizes.dim_v, nullptr};
     }
-    load_transposed_keys(call, entry, head_kv, first, count, sizes.dim, rows, k_t, buffers.keys_stride);
+    load_transposed_keys(keys, rows, k_t, buffers.keys_stride);
     Tile<T> tile = {k_t, nullptr, 0, nullptr};
-    tile.v = find_values(call, entry, head_kv, first, count, v, tile.v_stride);
+    tile.v = find_values(values, v, tile.v_stride);
     return tile;
 }
 

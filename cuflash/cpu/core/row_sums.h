@@ -5,7 +5,7 @@
 // lse is all that is known of these.
 #pragma once
 
-#include "forward.h"
+#include "score_tiles.h"
 
 namespace {
 

@@ -3,7 +3,6 @@
 
 #include "cap.h"
 #include "dropout.h"
-#include "gemm.h"
 #include "rows.h"
 #include "work.h"
 
@@ -101,21 +100,38 @@ NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry
         for (int64_t x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
 }
 
+// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
+template <class T> inline bool has_whole_rows(const Call &call, Array array, int64_t dim) {
+    return size_of(call.kv_dtype) == int64_t(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+           dim % LANES<T> == 0;
+}
+
+// Rows of k or v: of `count` keys from `first` on.
+struct KeySlice {
+    const Call &call;
+    Array array;
+    const Entry &entry;
+    int64_t head_kv, first, count;
+
+    int64_t dim() const { return array == K ? call.head_dim : call.head_dim_v; }
+    int64_t step() const { return call.strides[array][3]; }
+    const char *row(int64_t j) const { return key_address(call, array, entry, head_kv, first + j); }
+};
+
 // Loads rows of k or v, with zeros after each row and below the last.
-template <class T>
-NOINLINE void load_keys(const Call &call, Array array, const Entry &entry, int64_t head_kv, int64_t first,
-                        int64_t count, int64_t dim, T *out, int64_t stride, int64_t padded_rows) {
-    const int64_t step = call.strides[array][3];
-    const Array scales = array == K ? K_SCALE : V_SCALE;
-    for (int64_t j = 0; j < count; ++j) {
-        load_row(key_address(call, array, entry, head_kv, first + j), call.kv_dtype, step, dim, out + j * stride);
+template <class T> NOINLINE void load_keys(const KeySlice &keys, T *out, int64_t stride, int64_t padded_rows) {
+    const Call &call = keys.call;
+    const int64_t dim = keys.dim();
+    const Array scales = keys.array == K ? K_SCALE : V_SCALE;
+    for (int64_t j = 0; j < keys.count; ++j) {
+        load_row(keys.row(j), call.kv_dtype, keys.step(), dim, out + j * stride);
         if (call.arrays[scales]) {
-            const T scale = T(*(const float *)key_address(call, scales, entry, head_kv, first + j));
+            const T scale = T(*(const float *)key_address(call, scales, keys.entry, keys.head_kv, keys.first + j));
             for (int64_t x = 0; x < dim; ++x) out[j * stride + x] *= scale;
         }
         clear(out + j * stride + dim, stride - dim);
     }
-    clear(out + count * stride, (padded_rows - count) * stride);
+    clear(out + keys.count * stride, (padded_rows - keys.count) * stride);
 }
 
 // ---- what is visible ------------------------------------------------------------------------------------------------
@@ -255,31 +271,44 @@ template <class T> struct Scaling {
     }
 };
 
+// Scores of rows of a block from r0 on, of stride SCORES_STRIDE, and of keys [first, first + count).
+struct ScoreTile {
+    const Call &call;
+    const Entry &entry;
+    const Block &block;
+    int64_t r0, num_rows, first, count;
+    int64_t padded;     // count, rounded up to whole vectors
+    int64_t next_bias;  // elements from their bias to the one that is needed next
+
+    Row row(int64_t r) const { return row_of(block, r0 + r); }
+    // `few` of its rows, from r on.
+    ScoreTile rows(int64_t r, int64_t few) const {
+        return {call, entry, block, r0 + r, few, first, count, padded, next_bias};
+    }
+};
+
 // The bias of some rows of a block: where each begins, and what its numbers are.
 struct BiasRows {
     int64_t dtype;
     const char *at[FEW_OF_GROUP];
 };
 
-// Finds the bias of rows from r0 on, of which there are at most FEW_OF_GROUP, for keys [first, first + count). It is
-// read where it lies if it has whole vectors of neighbours, and from `copies` otherwise. `padded` is count rounded up
-// to whole vectors. The next rows to come lie `next` elements further on.
-template <class T>
-inline void find_bias(const Call &call, const Entry &entry, const Block &block, int64_t r0, int64_t num_rows,
-                      int64_t first, int64_t count, int64_t padded, int64_t next, T *copies, BiasRows &rows) {
+// Finds the bias of a tile of at most FEW_OF_GROUP rows, which is `call`'s. It is read where it lies if it has whole
+// vectors of neighbours, and from `copies` otherwise.
+template <class T> inline void find_bias(const Call &call, const ScoreTile &tile, T *copies, BiasRows &rows) {
     const int64_t *strides = call.strides[BIAS];
-    const int64_t size = size_of(call.bias_dtype);
-    const bool are_neighbours = strides[3] == 1, is_copied = !are_neighbours || count != padded;
-    const bool is_shared = strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1);
+    const int64_t size = size_of(call.bias_dtype), count = tile.count;
+    const bool are_neighbours = strides[3] == 1, is_copied = !are_neighbours || count != tile.padded;
+    const bool is_shared = strides[2] == 0 && (strides[1] == 0 || tile.block.num_heads == 1);
     rows.dtype = is_copied ? int64_t(sizeof(T) == 4 ? FLOAT32 : FLOAT64) : call.bias_dtype;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        const Row row = row_of(block, r0 + r);
-        const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
+    for (int64_t r = 0; r < tile.num_rows; ++r) {
+        const Row row = tile.row(r);
+        const char *p = address(call, BIAS, size, tile.entry.index, row.head, row.i, tile.first);
         // Rows have large strides in memory, and no processor prefetches them by itself. All of these are prefetched at
         // once.
         for (int64_t x = 0; x < count * size && are_neighbours && !is_shared; x += 64) {
             __builtin_prefetch(p + x, 0, 3);
-            __builtin_prefetch(p + next * size + x, 0, 2);
+            __builtin_prefetch(p + tile.next_bias * size + x, 0, 2);
         }
         T *copy = copies + (is_shared ? 0 : r) * MAX_KEYS;
         if (is_copied && (r == 0 || !is_shared)) load_row(p, call.bias_dtype, strides[3], count, copy);
@@ -287,32 +316,25 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
     }
 }
 
-// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, of stride SCORES_STRIDE,
-// and keys [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came
-// with its sign changed. `next` and `copies` are for `find_bias`; `tanhs`, if given, gets the tanh(x) that the cap
-// multiplies.
+// Calls run(r, row, s) for each row, whose scores s are.
+template <class T, class F> inline void for_rows(const ScoreTile &tile, T *scores, F run) {
+    for (int64_t r = 0; r < tile.num_rows; ++r) run(r, tile.row(r), scores + r * SCORES_STRIDE<T>);
+}
+
+// What options add to products of q and k, after the cap: their scale, a bias and slopes.
 template <class T>
-__attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
-                                             const Block &block, int64_t r0, int64_t num_rows, int64_t first,
-                                             int64_t count, int64_t padded, int64_t next, T *scores, T *copies,
-                                             T *tanhs) {
-    constexpr int N = LANES<T>;
-    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
-    const Vector<T> hidden = splat(T(-__builtin_inf()));
-    auto for_rows = [&](auto run) {
-        for (int64_t r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
-    };
+inline void add_bias_and_slopes(const Scaling<T> &scaling, const ScoreTile &tile, T *scores, T *copies) {
+    const Call &call = tile.call;
     BiasRows bias;
     const bool has_bias = call.arrays[BIAS];
-    if (has_bias) find_bias(call, entry, block, r0, num_rows, first, count, padded, next, copies, bias);
-    if (has_cap(call))
-        for_rows([&](int64_t r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
+    if (has_bias) find_bias(call, tile, copies, bias);
     const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
     auto add = [&](auto has_slopes, auto add_bias) {
-        for_rows([&](int64_t r, Row row, T *s) {
-            const Vector<T> slope = splat(has_slopes ? -number<T>(call, ALIBI_SLOPES, entry.index, row.head) : T(0));
-            const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
-            for (int64_t j = 0; j < padded; j += N) {
+        for_rows(tile, scores, [&](int64_t r, Row row, T *s) {
+            const Vector<T> slope =
+                splat(has_slopes ? -number<T>(call, ALIBI_SLOPES, tile.entry.index, row.head) : T(0));
+            const Vector<T> start = splat(T(tile.first - row.i - tile.entry.diagonal)) + iota<T>();
+            for (int64_t j = 0; j < tile.padded; j += LANES<T>) {
                 const Vector<T> x = add_bias(load(s + j), r, j);
                 store(s + j, has_slopes ? add_product(x, slope, size_of_each<T>(start + splat(T(j)))) : x);
             }
@@ -331,65 +353,83 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
     } else if (has_bias || (scaling.acts_on_scores && !has_cap(call))) {
         add_to_scaled(std::false_type());
     }
-    const Span span = span_of(block, r0, num_rows);
-    const Keys all = keys_visible_to_all(call, entry, span.first, span.last);
-    if (all.first > first || all.stop < first + padded)
-        for_rows([&](int64_t, Row row, T *s) {
-            const Keys visible = keys_visible_to(call, entry, row.i, row.i);
-            const int64_t begin = larger(visible.first - first, 0),
-                          end = larger(smaller(visible.stop - first, padded), 0);
-            // Vectors that are visible as a whole stay as they are.
-            auto hide = [&](int64_t from, int64_t to) {
-                for (int64_t j = from / N * N; j < to; j += N) {
-                    const Vector<T> at = iota<T>() + splat(T(j));
-                    const Vector<T> x = at < splat(T(begin)) ? hidden : load(s + j);
-                    store(s + j, at >= splat(T(end)) ? hidden : x);
-                }
-            };
-            hide(0, smaller(begin, padded));
-            hide(end, padded);
-        });
-    if (call.arrays[MASK])
-        for_rows([&](int64_t, Row row, T *s) {
-            const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
-            const int64_t step = call.strides[MASK][3];
-            if (step == 1) {
-                for (int64_t j = 0; j < count; ++j) s[j] = p[j] ? s[j] : hidden[0];
+}
+
+// Hides scores of keys that the window and the length leave to not every row.
+template <class T> inline void hide_outside_window(const ScoreTile &tile, T *scores) {
+    const int64_t first = tile.first, padded = tile.padded;
+    const Vector<T> hidden = splat(T(-__builtin_inf()));
+    const Span span = span_of(tile.block, tile.r0, tile.num_rows);
+    const Keys all = keys_visible_to_all(tile.call, tile.entry, span.first, span.last);
+    if (all.first <= first && all.stop >= first + padded) return;
+    for_rows(tile, scores, [&](int64_t, Row row, T *s) {
+        const Keys visible = keys_visible_to(tile.call, tile.entry, row.i, row.i);
+        const int64_t begin = larger(visible.first - first, 0), end = larger(smaller(visible.stop - first, padded), 0);
+        // Vectors that are visible as a whole stay as they are.
+        auto hide = [&](int64_t from, int64_t to) {
+            for (int64_t j = from / LANES<T> * LANES<T>; j < to; j += LANES<T>) {
+                const Vector<T> at = iota<T>() + splat(T(j));
+                const Vector<T> x = at < splat(T(begin)) ? hidden : load(s + j);
+                store(s + j, at >= splat(T(end)) ? hidden : x);
+            }
+        };
+        hide(0, smaller(begin, padded));
+        hide(end, padded);
+    });
+}
+
+template <class T> inline void hide_by_mask(const ScoreTile &tile, T *scores) {
+    const int64_t step = tile.call.strides[MASK][3];
+    const T hidden = T(-__builtin_inf());
+    for_rows(tile, scores, [&](int64_t, Row row, T *s) {
+        const char *p = address(tile.call, MASK, 1, tile.entry.index, row.head, row.i, tile.first);
+        if (step == 1) {
+            for (int64_t j = 0; j < tile.count; ++j) s[j] = p[j] ? s[j] : hidden;
+        } else {
+            for (int64_t j = 0; j < tile.count; ++j) s[j] = p[j * step] ? s[j] : hidden;
+        }
+    });
+}
+
+template <class T> inline void hide_by_block_mask(const ScoreTile &tile, T *scores) {
+    const Call &call = tile.call;
+    for_rows(tile, scores, [&](int64_t, Row row, T *s) {
+        for (int64_t j = 0; j < tile.count;) {
+            const int64_t key_block = (tile.first + j) / call.block_keys;
+            const int64_t stop = smaller(tile.count, (key_block + 1) * call.block_keys - tile.first);
+            if (*address(call, BLOCK_MASK, 1, tile.entry.index, row.head, row.i / call.block_rows, key_block)) {
+                j = stop;
             } else {
-                for (int64_t j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : hidden[0];
+                for (; j < stop; ++j) s[j] = T(-__builtin_inf());
             }
-        });
-    if (call.arrays[BLOCK_MASK])
-        for_rows([&](int64_t, Row row, T *s) {
-            for (int64_t j = 0; j < count;) {
-                const int64_t key_block = (first + j) / call.block_keys;
-                const int64_t stop = smaller(count, (key_block + 1) * call.block_keys - first);
-                if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key_block)) {
-                    j = stop;
-                } else {
-                    for (; j < stop; ++j) s[j] = hidden[0];
-                }
-            }
-        });
+        }
+    });
 }
 
-// Whether `finish_scores` has anything to do for these rows and keys.
+// Turns products of q and k into scores, -inf where hidden. Where the scale is negative, q came with its sign changed.
+// `copies` is for `find_bias`; `tanhs`, if given, gets the tanh(x) that the cap multiplies.
 template <class T>
-inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, int64_t first_row,
-                            int64_t last_row, int64_t first, int64_t padded) {
-    if (scaling.acts_on_scores || call.arrays[MASK] || call.arrays[BLOCK_MASK]) return true;
-    const Keys visible = keys_visible_to_all(call, entry, first_row, last_row);
-    return visible.first > first || visible.stop < first + padded;
+__attribute__((noinline)) void finish_scores(const Scaling<T> &scaling, const ScoreTile &tile, T *scores, T *copies,
+                                             T *tanhs) {
+    const Call &call = tile.call;
+    if (has_cap(call))
+        for_rows(tile, scores, [&](int64_t r, Row, T *s) {
+            apply_cap(call, tile.padded, s, tanhs ? tanhs + r * SCORES_STRIDE<T> : tanhs);
+        });
+    add_bias_and_slopes(scaling, tile, scores, copies);
+    hide_outside_window(tile, scores);
+    if (call.arrays[MASK]) hide_by_mask(tile, scores);
+    if (call.arrays[BLOCK_MASK]) hide_by_block_mask(tile, scores);
 }
 
-// Finishes the scores of a few rows, which `finish_scores` describes, if there is anything to do.
+// The same, if there is anything to do.
 template <class T>
-inline void finish_decode_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                                 int64_t r0, int64_t num_rows, int64_t first, int64_t count, int64_t padded,
-                                 int64_t next, T *scores, T *copies, T *tanhs) {
-    const Span span = span_of(block, r0, num_rows);
-    if (needs_finishing(call, scaling, entry, span.first, span.last, first, padded))
-        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies, tanhs);
+inline void finish_scores_if_needed(const Scaling<T> &scaling, const ScoreTile &tile, T *scores, T *copies, T *tanhs) {
+    const Span span = span_of(tile.block, tile.r0, tile.num_rows);
+    const Keys visible = keys_visible_to_all(tile.call, tile.entry, span.first, span.last);
+    if (scaling.acts_on_scores || tile.call.arrays[MASK] || tile.call.arrays[BLOCK_MASK] ||
+        visible.first > tile.first || visible.stop < tile.first + tile.padded)
+        finish_scores(scaling, tile, scores, copies, tanhs);
 }
 
 // Computes which weights of a block dropout keeps.
@@ -400,60 +440,6 @@ NOINLINE void load_kept(const Call &call, const Entry &entry, const Block &block
                      uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
                      call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
                      call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
-}
-
-// ---- entries and blocks ---------------------------------------------------------------------------------------------
-
-NOINLINE bool make_entries(Work &work) {
-    const Call &call = work.call;
-    if (!work.allocate(work.entries, call.batch)) return false;
-    work.num_entries = call.batch;
-    for (int64_t b = 0; b < call.batch; ++b) {
-        Entry &entry = work.entries[b];
-        entry = Entry{b, b, 0, 0, call.seqlen_q, call.seqlen_k, call.diagonal};
-        if (call.arrays[CU_SEQLENS_Q]) {
-            auto start = [&](Array array, int64_t i) { return int64_t(*(const int32_t *)address(call, array, 4, i)); };
-            entry.batch = 0;
-            entry.first_q = start(CU_SEQLENS_Q, b);
-            entry.first_k = start(CU_SEQLENS_K, b);
-            entry.seqlen_q = start(CU_SEQLENS_Q, b + 1) - entry.first_q;
-            entry.seqlen_k = start(CU_SEQLENS_K, b + 1) - entry.first_k;
-            entry.diagonal = call.has_own_diagonals ? entry.seqlen_k - entry.seqlen_q : 0;
-        }
-        if (call.arrays[KV_LENGTHS]) {
-            const char *p = address(call, KV_LENGTHS, call.lengths_are_64_bit ? 8 : 4, b);
-            const int64_t length =
-                call.lengths_are_64_bit ? int64_t(*(const int64_t *)p) : int64_t(*(const int32_t *)p);
-            entry.seqlen_k = smaller(larger(length, 0), call.seqlen_k);
-            if (call.has_own_diagonals) entry.diagonal = entry.seqlen_k - call.seqlen_q;
-        }
-    }
-    return true;
-}
-
-// Rows of a block: as many as `most` allows, about equally many in each.
-NOINLINE int64_t rows_in_blocks(const Call &call, int64_t seqlen_q, int64_t most) {
-    if (call.arrays[BLOCK_MASK]) {
-        const int64_t whole = call.block_rows * larger(1, most / call.block_rows);
-        return ceil_div(whole, ceil_div(whole, most));
-    }
-    if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
-        most = smaller(most, larger(2 * GROUP, round_up((call.window_left + call.window_right) / 2, GROUP)));
-    const int64_t count = ceil_div(larger(seqlen_q, 1), most);
-    return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
-}
-
-// Keys of a tile, at most `most`: where possible, tiles lie within blocks of a block mask.
-inline int64_t keys_in_tiles(const Call &call, int64_t most) {
-    if (call.arrays[BLOCK_MASK])
-        for (int64_t keys = most; keys >= 48; keys -= 16)
-            if (call.block_keys % keys == 0) return keys;
-    return most;
-}
-
-// Heads of a block, where `group` heads share keys: as many as fit.
-inline int64_t heads_in_blocks(int64_t seqlen_q, int64_t rows, int64_t group, int64_t most) {
-    return smaller(group, larger(1, most / larger(smaller(rows, seqlen_q), 1)));
 }
 
 }  // namespace

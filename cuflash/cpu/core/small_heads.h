@@ -5,7 +5,8 @@
 // where they lie. A job takes many heads, because heads have few scores and dispatch would take longer than arithmetic.
 #pragma once
 
-#include "backward.h"
+#include "bias_gradients.h"
+#include "schedule.h"
 #include "small_head_calls.h"
 
 namespace {
@@ -422,13 +423,21 @@ template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys key
     return at;
 }
 
-// Replaces scores s by weights, and the gradients ds of weights by those of q k^T. `sums`, if given, are those of rows,
-// and `dentropy` gradients with respect to entropies.
+// What a vector of queries knows of all of its keys: sums of rows and gradients with respect to entropies are null where
+// there are none.
+template <class T> struct NumbersOfRows {
+    const T *lse, *delta, *dentropy;
+    const RowSum<T> *sums;
+};
+
+// Replaces scores s by weights, and the gradients ds of weights by those of q k^T.
 template <class T>
-NOINLINE void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
-                            const T *delta, const T *dentropy, T *s, T *ds, int64_t stride) {
+NOINLINE void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const NumbersOfRows<T> &rows, T *s,
+                            T *ds, int64_t stride) {
+    const T *lse = rows.lse, *dentropy = rows.dentropy;
+    const RowSum<T> *sums = rows.sums;
     const Scaling<T> scaling(call);
-    const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
+    const Vector<T> scale = splat(T(call.scale)), deltas = load(rows.delta);
     auto recompute = [&](auto weight_of, auto has_entropy) {
         Vector<T> natural = scale, from = {}, less = load(lse), of_entropy = {};
         if (has_entropy) {
@@ -535,9 +544,10 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
             RowSum<T> sums[LANES<T>];
             if (has_sums) find_row_sums(work, sight, keys, members, count, x, lse, buffers.s + x, stride, sums);
             const Vector<T> at = call.arrays[DMAX] ? first_maxima<T>(sight, keys, buffers.s + x, stride) : splat(T(-1));
-            differentiate<T>(call, sight, keys, lse, has_sums ? sums : nullptr, buffers.delta + x,
-                             call.arrays[DENTROPY] ? buffers.dentropy + x : nullptr, buffers.s + x, buffers.ds + x,
-                             stride);
+            const NumbersOfRows<T> rows = {lse, buffers.delta + x,
+                                           call.arrays[DENTROPY] ? buffers.dentropy + x : nullptr,
+                                           has_sums ? sums : nullptr};
+            differentiate<T>(call, sight, keys, rows, buffers.s + x, buffers.ds + x, stride);
             clear_rows_without_keys<T>(keys, load(lse), buffers.s + x, buffers.ds + x, stride);
             for (int lane = 0; lane < LANES<T> && call.arrays[DMAX]; ++lane)
                 if (at[lane] >= 0)

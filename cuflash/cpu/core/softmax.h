@@ -4,7 +4,7 @@
 // are rescaled only a few times in all.
 #pragma once
 
-#include "decode_bf16.h"
+#include "load_bf16x2.h"
 
 namespace {
 
@@ -55,6 +55,19 @@ __attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max,
     row_max = top;
 }
 
+// What a row has summed: l lane by lane, and o of `dim` numbers.
+template <class T> struct RowSoFar {
+    T &row_max, *l, *o;
+    int64_t dim;
+};
+
+// Which weights of a row dropout keeps, and what it multiplies them by.
+template <class T> struct Kept {
+    const unsigned char *are_kept;
+    T scale;
+    Vector<T> of(Vector<T> p, int64_t j) const { return drop<T>(p * splat(scale), are_kept + j); }
+};
+
 // What the reductions of a row are made of: its largest score so far, and the sums, lane by lane, of p (s - largest) over
 // its weights p. Sums from the row max would be larger, by what it lags, and so would their rounding errors. Where no
 // reductions are wanted, nothing is added up.
@@ -85,50 +98,51 @@ __attribute__((noinline)) void rescale_moment(T factor, Vector<T> most, T row_ma
 
 // Raises the row max to the largest score, if that is above it by much.
 template <class T, class R>
-inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, T &row_max, T *l, T *o, int64_t dim,
+inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, const RowSoFar<T> &row,
                           R reductions) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
     if constexpr (R::IS_WANTED)
-        if (any_above<T>(most, reductions.largest)) set_largest<T>(most, l, reductions);
-    if (any_above<T>(most, row_max + scaling.rise)) {
-        if constexpr (R::IS_WANTED) rescale_moment<T>(scaling.factor, most, row_max, reductions);
-        set_row_max(scaling.factor, most, row_max, l, o, dim);
+        if (any_above<T>(most, reductions.largest)) set_largest<T>(most, row.l, reductions);
+    if (any_above<T>(most, row.row_max + scaling.rise)) {
+        if constexpr (R::IS_WANTED) rescale_moment<T>(scaling.factor, most, row.row_max, reductions);
+        set_row_max(scaling.factor, most, row.row_max, row.l, row.o, row.dim);
     }
 }
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
 template <class T, class Drops, class R>
-NOINLINE void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys, T &row_max,
-                           T *l, T *o, int64_t dim, const unsigned char *kept, T kept_scale) {
+NOINLINE void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys,
+                           const RowSoFar<T> &row, const Kept<T> &kept) {
     constexpr int N = LANES<T>;
-    raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
+    raise_row_max(scaling, s, num_keys, row, reductions);
     // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
-    const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max);
+    const Vector<T> minus = splat(row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max);
     const Exp2OfScaled<T> power(scaling.factor);
     Vector<T> sum = {}, moment = {}, largest = {};
     if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < num_keys; j += N) {
         const Vector<T> score = load(s + j), p = power(score - minus);
-        store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
+        store(s + j, drops ? kept.of(p, j) : p);
         sum += p;
         if constexpr (R::IS_WANTED) moment += p * larger<T>(score - largest, splat(scaling.least));
     }
-    store(l, load(l) + sum);
+    store(row.l, load(row.l) + sum);
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + moment);
 }
 
 // The same, where weights become bf16x2 of neighbours.
 template <class Drops, class R>
 NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
-                                     int64_t num_keys, float &row_max, float *l, float *o, int64_t dim,
-                                     const unsigned char *kept, float kept_scale, float *packed) {
+                                     int64_t num_keys, const RowSoFar<float> &row, const Kept<float> &kept,
+                                     float *packed) {
     constexpr int N = LANES<float>;
-    raise_row_max(scaling, s, num_keys, row_max, l, o, dim, reductions);
-    const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
+    raise_row_max(scaling, s, num_keys, row, reductions);
+    const Vector<float> minus = splat(row.row_max == -__builtin_inff() ? 0.0f : row.row_max),
+                        factor = splat(scaling.factor);
     const Vector<float> half = splat(0.5f);
     Vector<float> sums[2] = {}, moments[2] = {}, largest = {};
     if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
@@ -138,7 +152,7 @@ NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<fl
         if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(score - largest, splat(scaling.least));
         return p;
     };
-    auto kept_of = [&](Vector<float> p, int64_t j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
+    auto kept_of = [&](Vector<float> p, int64_t j) { return drops ? kept.of(p, j) : p; };
     int64_t j = 0;
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
@@ -148,7 +162,7 @@ NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<fl
     if (j < num_keys) {
         store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(weight_of(j, 0), j)));
     }
-    store(l, load(l) + (sums[0] + sums[1]));
+    store(row.l, load(row.l) + (sums[0] + sums[1]));
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
 }
 
@@ -215,12 +229,6 @@ NOINLINE void write_row_reductions(const Call &call, const Entry &entry, Row row
     entropy = T(log_of(l) - moment / l);
 }
 
-// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
-template <class T> inline bool has_whole_rows(const Call &call, Array array, int64_t dim) {
-    return size_of(call.kv_dtype) == int64_t(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
-           dim % LANES<T> == 0;
-}
-
 // Where a job with a split of the keys of a block leaves its partial results: o of the rows and, after it, their
 // numbers.
 struct Partial {
@@ -234,14 +242,13 @@ struct DoNothing {
     void operator()() const {}
 };
 
-// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With bf16x2,
-// weights go to `p`, in `terms` terms, and `between` is called after each row.
+// Turns scores of a tile, which begins with key `at` of s, into weights. With bf16x2, weights go to `p`, in `terms`
+// terms, and `between` is called after each row.
 template <class T, class F>
-NOINLINE void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                           ForwardBuffers<T> &buffers, int64_t r0, int64_t num_rows, int64_t first, Keys keys, T *s,
-                           T *p, int64_t terms, F between) {
-    const int64_t here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
-    const T kept_scale = T(call.kept_scale);
+NOINLINE void softmax_rows(const Scaling<T> &scaling, const ScoreTile &tile, int64_t at, ForwardBuffers<T> &buffers,
+                           T *s, T *p, int64_t terms, F between) {
+    const Call &call = tile.call;
+    const int64_t columns = tile.padded, dim = buffers.sizes.dim_v;
     // Calls run(drops, reductions) for a row, by the options that its loop over scores is specialised on.
     auto with_options = [&](int64_t r, auto run) {
         const bool drops = call.dropout_steps;
@@ -253,31 +260,29 @@ NOINLINE void softmax_rows(const Call &call, const Scaling<T> &scaling, const En
     };
     // A cap takes long, and steps of products come between rows only.
     const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
-    first += keys.first;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        T *row = s + r * SCORES_STRIDE<T> + keys.first;
-        if (r % most == 0) {
-            const int64_t few = smaller(most, num_rows - r);
-            finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
-                                    buffers.bias, nullptr);
-        }
-        T &row_max = buffers.row_max[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
-        const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
+    for (int64_t r = 0; r < tile.num_rows; ++r) {
+        T *scores = s + r * SCORES_STRIDE<T> + at;
+        if (r % most == 0)
+            finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(most, tile.num_rows - r)), scores, buffers.bias,
+                                       nullptr);
+        const int64_t own = tile.r0 + r;
+        const RowSoFar<T> row = {buffers.row_max[own], buffers.l + own * LANES<T>, buffers.o + own * dim, dim};
+        const Kept<T> kept = {buffers.kept + own * MAX_KEYS + at, T(call.kept_scale)};
         if constexpr (MAY_USE_BF16X2<T>)
             if (terms == 1) {
-                with_options(r0 + r, [&](auto drops, auto reductions) {
-                    exponentials_as_bf16x2(drops, reductions, scaling, row, columns, row_max, l, o, dim, kept,
-                                           kept_scale, p + r * KEYS_BF16X2_STRIDE);
+                with_options(own, [&](auto drops, auto reductions) {
+                    exponentials_as_bf16x2(drops, reductions, scaling, scores, columns, row, kept,
+                                           p + r * KEYS_BF16X2_STRIDE);
                 });
                 between();
                 continue;
             }
-        with_options(r0 + r, [&](auto drops, auto reductions) {
-            exponentials<T>(drops, reductions, scaling, row, columns, row_max, l, o, dim, kept, kept_scale);
+        with_options(own, [&](auto drops, auto reductions) {
+            exponentials<T>(drops, reductions, scaling, scores, columns, row, kept);
         });
         if constexpr (MAY_USE_TILES<T>)
             if (terms == 2) {
-                split_to_bf16x2(row, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
+                split_to_bf16x2(scores, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
                 between();
             }
     }

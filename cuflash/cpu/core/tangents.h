@@ -1,6 +1,7 @@
 // Tangents of scores, from those of products of q and k.
 #pragma once
 
+#include "gemm.h"
 #include "score_tiles.h"
 
 namespace {
@@ -52,42 +53,46 @@ template <class T> struct TangentBuffers {
     }
 };
 
-// Computes the tangents of products of q and k, for rows from r0 on.
+// Rows of q, keys, transposed, and the tangents of both.
+template <class T> struct ProductOperands {
+    const T *q, *tq, *k_t, *tk_t;
+    int64_t dim, keys_stride;
+};
+
+// Computes the tangents of products of q and k.
 template <class T>
-inline void multiply_tangents(const Call &call, const Call &tangents, int64_t num_rows, int64_t columns, const T *q,
-                              const T *tq, const T *k_t, const T *tk_t, int64_t dim, int64_t keys_stride, T *ts) {
+inline void multiply_tangents(const Call &call, const Call &tangents, int64_t num_rows, int64_t columns,
+                              const ProductOperands<T> &of, T *ts) {
     bool adds = false;
     auto add = [&](const T *rows, const T *keys) {
-        product_of_rows(num_rows, columns, call.head_dim, rows, dim, keys, keys_stride, ts, SCORES_STRIDE<T>, adds);
+        product_of_rows(num_rows, columns, call.head_dim, rows, of.dim, keys, of.keys_stride, ts, SCORES_STRIDE<T>,
+                        adds);
         adds = true;
     };
-    if (has_tangent(tangents, Q)) add(tq, k_t);
-    if (has_tangent(tangents, K)) add(q, tk_t);
+    if (has_tangent(tangents, Q)) add(of.tq, of.k_t);
+    if (has_tangent(tangents, K)) add(of.q, of.tk_t);
     for (int64_t r = 0; r < num_rows && !adds; ++r) clear(ts + r * SCORES_STRIDE<T>, columns);
 }
 
 // Turns tangents of products of q and k into those of scores, whose tanhs, if there is a cap, and products, if tangents
-// depend on them, are in `buffers`. Arguments are those of `finish_scores`. Tangents of hidden scores may be anything.
+// depend on them, are in `buffers`. Tangents of hidden scores may be anything.
 template <class T>
-__attribute__((noinline)) void finish_tangents(const Call &call, const Call &tangents, const Entry &entry,
-                                               const Block &block, int64_t r0, int64_t num_rows, int64_t first,
-                                               int64_t count, int64_t padded, int64_t next, T *ts,
+__attribute__((noinline)) void finish_tangents(const Call &tangents, const ScoreTile &tile, T *all_ts,
                                                const TangentBuffers<T> &buffers) {
-    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+    const Call &call = tile.call;
     const Vector<T> scale = splat(T(size_of_scale(call))), of_scale = splat(tangent_of_scale<T>(tangents));
     const Vector<T> inverse = splat(T(has_cap(call) ? 1 / call.softcap : 0));
     const Vector<T> of_cap = splat(has_tangent(tangents, SOFTCAP) ? number<T>(tangents, SOFTCAP, 0, 0) : T(0));
     BiasRows bias;
     const bool has_bias = has_tangent(tangents, BIAS), has_slopes = has_tangent(tangents, ALIBI_SLOPES);
-    if (has_bias) find_bias(tangents, entry, block, r0, num_rows, first, count, padded, next, buffers.bias, bias);
-    for (int64_t r = 0; r < num_rows; ++r, ts += STRIDE) {
-        const Row row = row_of(block, r0 + r);
-        const T *products = buffers.has_products ? buffers.products + r * STRIDE : nullptr;
-        const T *tanhs = buffers.tanhs ? buffers.tanhs + r * STRIDE : nullptr;
-        T *cap_slopes = buffers.cap_slopes ? buffers.cap_slopes + r * STRIDE : nullptr;
-        const T slope = has_slopes ? number<T>(tangents, ALIBI_SLOPES, entry.index, row.head) : T(0);
-        const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
-        for (int64_t j = 0; j < padded; j += LANES<T>) {
+    if (has_bias) find_bias(tangents, tile, buffers.bias, bias);
+    for_rows(tile, all_ts, [&](int64_t r, Row row, T *ts) {
+        auto of_row = [&](T *x) { return x ? x + r * SCORES_STRIDE<T> : nullptr; };
+        const T *products = buffers.has_products ? of_row(buffers.products) : nullptr, *tanhs = of_row(buffers.tanhs);
+        T *cap_slopes = of_row(buffers.cap_slopes);
+        const T slope = has_slopes ? number<T>(tangents, ALIBI_SLOPES, tile.entry.index, row.head) : T(0);
+        const Vector<T> start = splat(T(tile.first - row.i - tile.entry.diagonal)) + iota<T>();
+        for (int64_t j = 0; j < tile.padded; j += LANES<T>) {
             Vector<T> x = load(ts + j) * scale;
             const Vector<T> product = products ? load(products + j) : Vector<T>{};
             if (products) x = add_product(x, product, of_scale);
@@ -105,32 +110,28 @@ __attribute__((noinline)) void finish_tangents(const Call &call, const Call &tan
         }
         if (has_bias)
             with_numbers<T>(bias.dtype, [&](auto *numbers) {
-                for (int64_t j = 0; j < padded; j += LANES<T>)
+                for (int64_t j = 0; j < tile.padded; j += LANES<T>)
                     store(ts + j, load(ts + j) + load_as<T>(decltype(numbers)(bias.at[r]) + j));
             });
-    }
+    });
 }
 
-// Scores of rows from r0 on, of stride SCORES_STRIDE, and their tangents if these move, from products of q and k and the
-// tangents of these. Arguments are those of `finish_scores`.
+// Scores of a tile, and their tangents if these move, from products of q and k and the tangents of these. `copies` is
+// that of `finish_scores`.
 template <class T>
-inline void finish_both(const Call &call, const Call &tangents, const Scaling<T> &scaling, const Entry &entry,
-                        const Block &block, int64_t r0, int64_t num_rows, int64_t first, int64_t count, int64_t padded,
-                        int64_t next, T *scores, T *copies, T *ts, TangentBuffers<T> &buffers) {
+inline void finish_both(const Call &tangents, const Scaling<T> &scaling, const ScoreTile &tile, T *scores, T *copies,
+                        T *ts, const TangentBuffers<T> &buffers) {
     auto copy = [&](const T *from, T *to) {
-        for (int64_t r = 0; r < num_rows; ++r)
-            memcpy(to + r * SCORES_STRIDE<T>, from + r * SCORES_STRIDE<T>, padded * sizeof(T));
+        for (int64_t r = 0; r < tile.num_rows; ++r)
+            memcpy(to + r * SCORES_STRIDE<T>, from + r * SCORES_STRIDE<T>, tile.padded * sizeof(T));
     };
     if (ts && buffers.has_products) copy(scores, buffers.products);
     if (ts && buffers.has_sums) copy(ts, buffers.tproducts);
-    for (int64_t r = 0; r < num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
-        const int64_t few = smaller(FEW_OF_GROUP, num_rows - r);
+    for (int64_t r = 0; r < tile.num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
+        const ScoreTile few = tile.rows(r, smaller(FEW_OF_GROUP, tile.num_rows - r));
         const TangentBuffers<T> of_rows = buffers.from_row(r);
-        finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, count, padded, next,
-                                scores + r * SCORES_STRIDE<T>, copies, of_rows.tanhs);
-        if (ts && buffers.acts_on_tangents)
-            finish_tangents(call, tangents, entry, block, r0 + r, few, first, count, padded, next,
-                            ts + r * SCORES_STRIDE<T>, of_rows);
+        finish_scores_if_needed(scaling, few, scores + r * SCORES_STRIDE<T>, copies, of_rows.tanhs);
+        if (ts && buffers.acts_on_tangents) finish_tangents(tangents, few, ts + r * SCORES_STRIDE<T>, of_rows);
     }
 }
 

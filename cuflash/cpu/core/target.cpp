@@ -1,6 +1,7 @@
 // Both passes for one target, which the compiler's flags say. TARGET is its name.
 #include "targets.h"
 #include "backward.h"
+#include "forward.h"
 #if !defined(ONLY_BFLOAT16)
 #include "backward_jvp.h"
 #include "jvp.h"

@@ -7,7 +7,8 @@
 
 #include <algorithm>
 
-#include "backward.h"
+#include "backward_scores.h"
+#include "schedule.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// The floating-point formats of 16 bits and of one byte, and a NaN of the emulator's own.
+// Half precision and fp8, and a NaN of the emulator's own.
 #pragma once
 #include <algorithm>
 #include <cmath>

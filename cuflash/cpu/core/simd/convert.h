@@ -1,4 +1,4 @@
-// Conversions of numbers of 16 bits and of 8.
+// Conversions of half precision and fp8.
 #pragma once
 
 #include "vectors.h"

@@ -6,8 +6,8 @@
 
 namespace {
 
-typedef uint16_t Bits __attribute__((may_alias));  // of a number of 16 bits
-// Numbers of 16 bits, which are converted in registers; bf16x2 are two neighbours, multiplied as one.
+typedef uint16_t Bits __attribute__((may_alias));  // of a half-precision number
+// Half-precision numbers, which are converted in registers; bf16x2 are two neighbours, multiplied as one.
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -148,7 +148,7 @@ template <class D> inline KeptBytes bytes_above(D draws, uint16_t limit) {
     return __builtin_convertvector(draws > D{} + limit, KeptBytes);
 }
 
-// ---- numbers of 16 bits ---------------------------------------------------------------------------------------------
+// ---- half precision -------------------------------------------------------------------------------------------------
 
 inline float from_bits(uint32_t bits) {
     float x;
