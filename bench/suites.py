@@ -163,7 +163,10 @@ SUITES = {
         kind="gpu", cases=GROUPED, peers=("cudnn", "fa2"), about="several query heads to one key/value head"
     ),
     "targets": Suite(
-        kind="gpu", cases=FA2 + GROUPED, peers=("cudnn", "fa2", "fa3"), about="the usual rows, and grouped heads"
+        kind="gpu",
+        cases=FA2 + GROUPED,
+        peers=("cuflash-deterministic", "cudnn", "fa2", "fa3", "fa4"),
+        about="the usual rows, and grouped heads",
     ),
     "runtime": Suite(
         kind="gpu",
