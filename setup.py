@@ -57,12 +57,14 @@ SYSTEMS = {
         ["-dynamiclib", "-Wl,-dead_strip", "-Wl,-install_name,@rpath/libcuflash.dylib"],
         ["-Wl,-x"],
     ),
-    # Without libraries of the compiler beside it, which other machines do not have.
-    "windows": System(".dll", ["c++", "g++", "clang++"], [], ["-shared", "-static", "-Wl,--gc-sections"], ["-s"]),
+    "windows": System(".dll", ["c++", "g++", "clang++"], [], ["-shared", "-Wl,--gc-sections"], ["-s"]),
     "msvc": System(".dll", ["clang++"], [], ["-shared", "-fuse-ld=lld", "-Wl,/OPT:REF"], []),  # Clang for its libraries
 }
 # GCC for Windows keeps vectors of 32 bytes where only 16 are aligned (its bug 54412): these moves do not mind.
 MINGW_GCC = ["-Wa,-muse-unaligned-vector-move"]
+# Libraries of GCC go into the core, because other machines do not have them. It needs none of Clang's, with which zig
+# would make an archive.
+MINGW_GCC_LINK = ["-static"]
 # Kernels are compiled once for each target, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 BFLOAT16 = [*AVX512, "-mavx512bf16", "-DONLY_BFLOAT16"]
@@ -228,7 +230,8 @@ class BuildCore(build_ext):
             library = directory / f"built{system.suffix}"
             # The core needs none of it, and zig would compile it for minutes. GCC has no such option before version 13.
             without_cpp_library = [] if is_gcc or "msvc" in triple else ["-nostdlib++"]
-            link = [*system.link, *without_cpp_library, *strip]
+            static = MINGW_GCC_LINK if is_gcc and "mingw" in triple else []
+            link = [*system.link, *static, *without_cpp_library, *strip]
             failure = _failure_of([*compiler, *link, *objects, "-o", str(library)])
         if failure:
             raise NotBuiltError(failure)

@@ -13,7 +13,7 @@ from typing import Any
 
 PACKAGES = (
     *("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax"),
-    *("scipy", "scikit-learn", "pykeops", "flash-sinkhorn"),
+    *("scipy", "scikit-learn", "pykeops", "flash-sinkhorn", "onnxruntime", "openvino"),
 )
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -22,7 +22,7 @@ from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec.passes import BACKWARD, DEFAULT_PASSES, FORWARD, JVP, PASS_NAMES, PASSES_WITHOUT_TANGENTS
 from cuflash.testing import reference
 
-from . import environment, peers_float8, peers_second, peers_torch
+from . import environment, peers_float8, peers_runtimes, peers_second, peers_torch
 from .cases import BLOCK, OPTIONS, THREADS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .functions import DOCUMENTS, FUNCTIONS
@@ -554,6 +554,8 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,
     **peers_second.ADAPTERS,
+    "onnxruntime": peers_runtimes.onnxruntime,
+    "openvino": peers_runtimes.openvino,
     "jax-pallas": jax_pallas,
     "naive": naive,
     "empty-launch": empty_launch,

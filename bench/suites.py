@@ -392,16 +392,17 @@ SUITES = {
     "cpu-avx2": Suite(
         kind="cpu",
         cases=(
-            *(_host(dtype, 64, n, causal) for dtype in HOST_DTYPES for causal in (False, True) for n in (256, 1024)),
-            *(_host("float32", 128, 1024, causal) for causal in (False, True)),
+            *(_host("float32", d, n, causal) for d in (64, 128) for causal in (False, True) for n in (256, 1024)),
             *(
-                Case(dtype="float32", head_dim=64, seqlen_q=4096, batch=1, num_heads=1, causal=causal)
+                Case(dtype="float32", head_dim=d, seqlen_q=n, batch=1, num_heads=heads, causal=causal)
+                for d, n, heads in ((64, 4096, 1), (128, 4096, 1), (64, 1024, 16))
                 for causal in (False, True)
             ),
             Case(dtype="float32", head_dim=64, seqlen_q=128, batch=16, num_heads=12),
+            *(_host(dtype, 64, 1024, causal) for dtype in HOST_DTYPES[1:] for causal in (False, True)),
         ),
-        peers=("cuflash-avx2", "torch-cpu-avx2"),
-        about="NumPy arrays, cuflash and PyTorch limited to AVX2",
+        peers=("torch-cpu", "onnxruntime", "openvino"),
+        about="NumPy arrays, on a processor with AVX2 and no AVX-512; threads of no library spin between calls",
     ),
     "cpu-options": Suite(
         kind="cpu",

@@ -264,13 +264,15 @@ template <class T> void test_all() {
     test_derivative_by_softcap<T>();
     test_softmax<T>();
     const Dtype dtypes[] = {DTYPE<T>, FLOAT16, BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2};
-    for (Dtype dtype : dtypes)
+    for (Dtype dtype : dtypes) {
+        if (sizeof(T) == 8 && size_of(dtype) == 2) continue;  // no call has these k and v with a q of float64
         for (long dim : {1L, 8L, 16L, 33L, 64L})
             for (long step : {1L, 2L})
                 for (long page_size : {0L, 16L, 48L})
                     for (bool has_scales : {false, true})
                         if (!has_scales || size_of(dtype) == 1)  // fp8 has scales, others have none
                             test_packing<T>(dtype, dim, step, page_size, has_scales);
+    }
 }
 
 void run() {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from bench import environment, peers, peers_torch, report
+from bench import environment, peers, peers_runtimes, peers_torch, report
 from bench.cases import OPTIONS, SUFFIXES, Case
 from bench.check import Check
 from bench.contender import Absent, Contender, refuse
@@ -71,6 +71,30 @@ def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
             results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
             assert [x.shape for x in results] == [getattr(case, f"{s}_shape") for s in SHAPES[pass_]]
             assert not any(error.wrong for error in check.errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_runtimes_of_graphs_are_right(name, causal, monkeypatch):
+    for package in (name, "onnx")[: 1 + (name == "onnxruntime")]:
+        pytest.importorskip(package, reason="a peer that runs graphs")
+    case = replace(PLAIN, causal=causal)
+    inputs = make_inputs(np, case)
+    operators = peers_runtimes.OPERATORS[: 2 + causal] if name == "onnxruntime" else ("scaled_dot_product_attention",)
+    for operator in operators:  # each one is the fastest once
+        monkeypatch.setattr(peers_runtimes, "OPERATORS", (operator,))
+        contender = peers.ADAPTERS[name](case, inputs)
+        for _ in range(2):
+            errors = Check(case, inputs).errors("forward", contender.calls["forward"]())
+            assert not errors["out"].wrong
+        assert contender.plans == {"forward": operator}
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_runtimes_of_graphs_take_plain_float32(name):
+    for case, reason in ((SMALL, "no grouped heads"), (replace(PLAIN, dtype="float64"), "in float32")):
+        with pytest.raises(Absent, match=reason):
+            peers.ADAPTERS[name](case, make_inputs(np, case))
 
 
 @pytest.mark.parametrize("case", OPTIONAL, ids=lambda case: case.name)

@@ -104,8 +104,8 @@ template <class T> inline T reached_by(const T *s, int64_t columns, int64_t coun
         maxima[n] = splat(T(-__builtin_inf()));
         for (int64_t j = n; j < num_vectors; j += num_maxima) maxima[n] = larger<T>(load(s + j * LANES<T>), maxima[n]);
     }
-    Vector<T> least = maxima[0];
-    for (int64_t n = 1; n < num_maxima; ++n) least = -larger<T>(-maxima[n], -least);
+    Vector<T> least = splat(T(__builtin_inf()));
+    for (int64_t n = 0; n < num_maxima; ++n) least = -larger<T>(-maxima[n], -least);
     return -largest_lane<T>(-least);
 }
 

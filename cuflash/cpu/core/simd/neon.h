@@ -5,11 +5,14 @@
 
 namespace {
 
+// Where x is NaN, y: the instruction for maxima would give NaN.
 template <> inline Vector<float> larger<float>(Vector<float> x, Vector<float> y) {
-    return (Vector<float>)vmaxq_f32((float32x4_t)x, (float32x4_t)y);
+    const uint32x4_t is_larger = vcgtq_f32((float32x4_t)x, (float32x4_t)y);
+    return (Vector<float>)vbslq_f32(is_larger, (float32x4_t)x, (float32x4_t)y);
 }
 template <> inline Vector<double> larger<double>(Vector<double> x, Vector<double> y) {
-    return (Vector<double>)vmaxq_f64((float64x2_t)x, (float64x2_t)y);
+    const uint64x2_t is_larger = vcgtq_f64((float64x2_t)x, (float64x2_t)y);
+    return (Vector<double>)vbslq_f64(is_larger, (float64x2_t)x, (float64x2_t)y);
 }
 
 template <> inline Vector<float> at_most<float>(Vector<float> x, float limit) {
