@@ -264,6 +264,23 @@ struct Consumer {
     return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
+  // Hides pairs of a tile that is `masked`, and makes scores of `large` rows relative to their maxima.
+  CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown, bool masked,
+                           bool large) const {
+    const int first_row = m_tile.m_block * kBlockM;
+    if constexpr (!kMaskByBits) {
+      weights.hide(
+          p, masked, m_tile.evaluates_mask(),
+          [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; },
+          [&](int, int i) { return lane_key + i / 2 * 8; });
+    } else if (masked) {
+      hide_by_bits(p[0], shown);
+    }
+    if (!large) return;
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) make_relative(p[0][n], n, row_sums(), weights.exponent_scale);
+  }
+
   // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight: with kEntropyInDp, its exponents.
   // `derivative` gets the derivatives of the scores in the scaled products.
   template <int pending, int rows>
@@ -303,17 +320,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_bias(p[n][i], row_of(n, i), key_of(0, i));
     }
-    if (masked || large) {  // one branch, which few tiles take
-      if constexpr (!kMaskByBits) {
-        weights.hide(products, masked, m_tile.evaluates_mask(), row_of, key_of);
-      } else if (masked) {
-        hide_by_bits(p, shown);
-      }
-      if (large) {
-#pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n) make_relative(p[n], n, row_sums(), weights.exponent_scale);
-      }
-    }
+    if (masked || large) hide(weights, products, shown, masked, large);  // one branch, which few tiles take
     if constexpr (!kLoadsLseEarly) lse.load(s_stats);
     to_p(p, derivative, lse, exponent_scale, masked || large);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
