@@ -332,7 +332,7 @@ def where_of(run: Record) -> str:
     versions = run["versions"]
     library = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("cuflash", "ml_dtypes", "python"))
     where = f"{run['device']}, driver {run['driver']}, CUDA {run['cuda']}" if "device" in run else ""
-    where = where or f"{run['cpu']}, {run['cores']} cores"
+    where = where or f"{run['cpu']}, {_cores(run)}"
     return f"{where}; {library}; revision {run['revision']}, {run['time'][:10]}"
 
 
@@ -493,9 +493,13 @@ def runs(results: Path) -> dict[str, list[Record]]:
     return found
 
 
+def _cores(run: Record) -> str:
+    return f"{run['cores']} core{'s' if run['cores'] != 1 else ''}"
+
+
 def _name(suite: str, run: Record) -> str:
     """What a run of a suite is called: of NumPy arrays it has the number of cores at its end."""
-    return f"{suite}_{run['cores']}_cores" if run["kind"] == "cpu" else suite
+    return f"{suite}_{_cores(run)}".replace(" ", "_") if run["kind"] == "cpu" else suite
 
 
 def readme_part(results: Path) -> str:
