@@ -48,6 +48,9 @@ constexpr bool IS_SANITIZED = true;
 constexpr bool IS_SANITIZED = false;
 #endif
 
+// A reference, which computes on one thread: ThreadSanitizer need not watch it, and would take most of its time there.
+#define REFERENCE __attribute__((no_sanitize("thread")))
+
 std::mt19937_64 random_bits;  // the same numbers in every run
 
 inline long random_below(long count) { return long(random_bits() % uint64_t(count)); }

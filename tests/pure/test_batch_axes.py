@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import backend as cpu_backend
+from cuflash.cpu import core
 from cuflash.spec import batch_axes
 from cuflash.spec.passes import BACKWARD
 from tests.sampling import examples
@@ -110,7 +111,13 @@ def test_few_axes_meet_many():
     """k and v of one head against q of several, and q of fewer axes than k has, in both layouts."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 3, 4, 5, 8)), rng.standard_normal((6, 8))
-    np.testing.assert_array_equal(
+    has_core = core.why_not() is None  # what BLAS rounds to depends on shapes
+    assert_same: Any = (
+        np.testing.assert_array_equal
+        if has_core
+        else functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13)
+    )
+    assert_same(
         cuflash.attention(q, k, k),
         cuflash.attention(*(np.broadcast_to(x, (2, 3, 4, *x.shape[-2:])) for x in (q, k, k))),
     )
@@ -125,8 +132,8 @@ def test_few_axes_meet_many():
             for b, rows, keys in zip(range(2), out.reshape(2, 5, 8), k.reshape(2, 6, 8), strict=True)
         ]
         np.testing.assert_allclose(dq, each[0].dq + each[1].dq)
-        np.testing.assert_array_equal(dk.reshape(2, 6, 8), np.stack([x.dk for x in each]))
-        np.testing.assert_array_equal(dv.reshape(2, 6, 8), np.stack([x.dv for x in each]))
+        assert_same(dk.reshape(2, 6, 8), np.stack([x.dk for x in each]))
+        assert_same(dv.reshape(2, 6, 8), np.stack([x.dv for x in each]))
 
 
 def test_functions_count_the_entries_of_all_axes():

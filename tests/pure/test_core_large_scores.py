@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
+from cuflash.cpu import core
 from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, take_way, way_taken
 from tests.sampling import examples
+
+if core.why_not() is not None:
+    pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
 # What the sum of the weights of a row may be off by, up to an lse of 128 by its rounding alone.
