@@ -153,10 +153,23 @@ def test_gradients_of_row_reductions_of_splits(case_and_splits, want, has_values
         gradients["dq"] += dq
         for name, gradient in zip(need[1:], others, strict=True):
             gradients[name][:, :, keys] = gradient
-    expected = yardsticks_of(case)
-    for name, gradient in gradients.items():
-        tolerance = 1e-12 * max(1, case.score_spread) * max(1, expected[name].scale.max())
-        np.testing.assert_allclose(gradient, expected[name].expected, rtol=0, atol=tolerance)
+    ct.assert_backward(case, **gradients)
+
+
+def assert_differences(loss, *arrays_and_gradients):
+    """Compare gradients with central differences of `loss()`; what is not finite has none."""
+    for values, gradients in arrays_and_gradients:
+        for x, dx in zip(values, gradients, strict=True):
+            for at in np.ndindex(x.shape):
+                if not np.isfinite(x[at]):
+                    assert dx[at] == 0
+                    continue
+                losses, before = [], x[at]
+                for step in (1e-5, -1e-5):
+                    x[at] = before + step
+                    losses.append(loss())
+                x[at] = before
+                np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
 def test_gradients_of_row_reductions_equal_finite_differences():
@@ -178,18 +191,7 @@ def test_gradients_of_row_reductions_equal_finite_differences():
     def loss():
         return (dentropy * cuflash.merge(outs, lses, entropies=entropies).entropy).sum()
 
-    for values, gradients in ((lses, found.dlses), (entropies, found.dentropies)):
-        for x, dx in zip(values, gradients, strict=True):
-            for at in np.ndindex(x.shape):
-                if not np.isfinite(x[at]):
-                    assert dx[at] == 0
-                    continue
-                losses, before = [], x[at]
-                for step in (1e-5, -1e-5):
-                    x[at] = before + step
-                    losses.append(loss())
-                x[at] = before
-                np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+    assert_differences(loss, (lses, found.dlses), (entropies, found.dentropies))
     first = np.argmax(maxes, axis=0)
     for i, own in enumerate(found.dmaxes):
         np.testing.assert_array_equal(own, np.where((first == i) & np.isfinite(merged.max), dmax, 0))
@@ -296,18 +298,7 @@ def test_gradients_equal_finite_differences(layout):
         out, lse = cuflash.merge(outs, lses, layout=layout)
         return (dout * out).sum() + (dlse * lse).sum()
 
-    for values, differentials in ((outs, douts), (lses, dlses)):
-        for x, dx in zip(values, differentials, strict=True):
-            for at in np.ndindex(x.shape):
-                if not np.isfinite(x[at]):
-                    assert dx[at] == 0
-                    continue
-                losses, before = [], x[at]
-                for step in (1e-5, -1e-5):
-                    x[at] = before + step
-                    losses.append(loss())
-                x[at] = before
-                np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+    assert_differences(loss, (outs, douts), (lses, dlses))
 
 
 def test_rows_that_attend_to_no_split():
