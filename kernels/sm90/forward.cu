@@ -43,6 +43,7 @@
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/store_out.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/tile_scheduler.cuh"
 
@@ -565,52 +566,6 @@ struct Consumer {
       }
     }
   }
-
-  // The epilogue: rounds O / l and writes it to shared memory, once TMA has read what was there before. From there TMA,
-  // or store_first_rows, stores it.
-  CUFLASH_DEVICE void store_out(const TensorMap& map, int row_stop) {
-    const int head = tile.work.head, first_row = tile.first_row + index * 64;
-    const Entry batch = tile.work.batch;
-    const u32 s_out = shared.out + index * 64 * kLineBytes;
-    const float kept_scale = kept_scale_of(common);
-    const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
-    repeat<ceil_div(kDimV, kOutColumns)>([&](auto slice) {
-      constexpr int kFirst = decltype(slice)::value * kOutColumns;
-      constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
-      if (elected) ptx::bulk_wait_read<0>();
-      sync_consumer(index);
-      store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kColumns / 8][4]) o[0][kFirst / 8], upper, lower);
-      ptx::fence_async_proxy();
-      sync_consumer(index);
-      if (kStoresByRows || (kIsPacked && row_stop < 64)) {
-        Storage* g_out = (Storage*)queries_of(common.out, batch, head) + first_row * common.out.row_stride;
-        const int rows = min_of(at_least_zero(row_stop), 64);
-        store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
-                                                                        rows, thread);
-      } else if (elected) {
-        const int array_row = query_start_of(batch) + first_row;
-        store_chunks<kBlockM, kColumns>(map, s_out, array_row, head, entry_of(batch), kFirst);
-        ptx::bulk_commit();
-      }
-    });
-  }
-
-  // Stores O / l in float32, to be merged with the results of other keys.
-  CUFLASH_DEVICE void store_wide_out(int row_stop) const {
-    const i64 stride = common.out.row_stride;
-    float* g_out = row_values_of(common.out, tile.work.batch, tile.work.head) + lane_row * stride + fragment_column();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = softmax.inverse_sum(0, half) * kept_scale_of(common);
-      if (warp_row + fragment_row() + 8 * half >= row_stop) continue;
-#pragma unroll
-      for (int n = 0; n < ceil_div(kHeadDimV, 8); ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (kHeadDimV % 8 == 0 || 8 * n + fragment_column() + i < kHeadDimV)
-            g_out[8 * half * stride + 8 * n + i] = o[0][n][2 * half + i] * factor;
-    }
-  }
 };
 
 // A consumer warpgroup takes one tile of queries after another.
@@ -644,9 +599,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return to_row_max(sink_of(common, tile.work.head)); });
     if constexpr (CUFLASH_OUT_WIDE && kHasValues)
-      consumer.store_wide_out(row_stop);
+      store_wide(common.out, tile.work, consumer.lane_row, seqlen_q_of(common, batch), softmax, kept_scale_of(common),
+                 consumer.o[0]);
     else if constexpr (kHasValues)
-      consumer.store_out(params.maps[kMapOut], row_stop);
+      store_rounded<kOutColumns>(common.out, params.maps[kMapOut], tile, index, row_stop, shared.out, softmax,
+                                 kept_scale_of(common), consumer.o[0]);
     store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();

@@ -30,6 +30,7 @@
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/store_out.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/tile_scheduler.cuh"
 
@@ -364,33 +365,6 @@ struct Consumer {
     if constexpr (kHasSinks) softmax.add_sink(o, a);
     take_out_mean(softmax, o, a);
   }
-  // Rounds a result and writes it to shared memory, once TMA has read what was there before. From there TMA, or
-  // store_first_rows, stores it.
-  template <int map>
-  CUFLASH_DEVICE void store(float (&sum)[1][kDimV / 8][4], const Tensor& result, const TensorMap* maps, int row_stop) {
-    const int head = tile.work.head, first_row = tile.first_row + index * 64;
-    const Entry batch = tile.work.batch;
-    const u32 s_out = shared.out + index * 64 * kLineBytes;
-    const float upper = softmax.inverse_sum(0, 0), lower = softmax.inverse_sum(0, 1);
-    repeat<ceil_div(kDimV, kOutColumns)>([&](auto slice) {
-      constexpr int kFirst = decltype(slice)::value * kOutColumns;
-      constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
-      if (elected) ptx::bulk_wait_read<0>();
-      sync_consumer(index);
-      store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kColumns / 8][4]) sum[0][kFirst / 8], upper, lower);
-      ptx::fence_async_proxy();
-      sync_consumer(index);
-      if (kStoresByRows || (kIsPacked && row_stop < 64)) {
-        Storage* g_out = (Storage*)queries_of(result, batch, head) + first_row * result.row_stride;
-        store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, result.row_stride, s_out,
-                                                                        min_of(at_least_zero(row_stop), 64), thread);
-      } else if (elected) {
-        const int array_row = query_start_of(batch) + first_row;
-        store_chunks<kBlockM, kColumns>(maps[map], s_out, array_row, head, entry_of(batch), kFirst);
-        ptx::bulk_commit();
-      }
-    });
-  }
   CUFLASH_DEVICE void store_row_values() const {
     store_lse(common, tile.work.batch, tile.work.head, lane_row, softmax);
     store_tlse(common, tile.work.batch, tile.work.head, lane_row, softmax);
@@ -423,8 +397,10 @@ CUFLASH_DEVICE void consume(const JvpParams& params, Shared& shared, u32 index) 
     for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 
     consumer.finish();
-    consumer.store<kMapOut>(consumer.o, common.out, params.maps, row_stop);
-    consumer.store<kMapTout>(consumer.a, common.tout, params.maps, row_stop);
+    store_rounded<kOutColumns>(common.out, params.maps[kMapOut], tile, index, row_stop, shared.out, consumer.softmax,
+                               1.0f, consumer.o[0]);
+    store_rounded<kOutColumns>(common.tout, params.maps[kMapTout], tile, index, row_stop, shared.out, consumer.softmax,
+                               1.0f, consumer.a[0]);
     consumer.store_row_values();
   }
   ping_pong.finish();

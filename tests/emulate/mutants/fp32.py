@@ -9,7 +9,7 @@ COPY_ROWS = "helpers/copy_rows.cu"
 SPLIT_FP32 = "helpers/split_fp32.cu"
 BF16_SPLIT = "common/io/bf16_split.cuh"
 TILES = "sm90/tiles.cuh"
-FORWARD = "sm90/forward.cu"
+STORE_OUT = "sm90/store_out.cuh"
 BACKWARD = "sm90/backward.cu"
 TERM_PRODUCTS = "common/io/term_products.cuh"
 SPLIT_TILE = "sm90/split_tile.cuh"
@@ -43,7 +43,7 @@ MUTANTS = (
     # ---- rows that TMA cannot write
     mutant("the second line of a row is the next row", TILES, "byte / kLineBytes * rows + row",
            "byte / kLineBytes + row", "sm90 narrow values"),
-    mutant("rows after the last query are stored", FORWARD, "min_of(at_least_zero(row_stop), 64);", "64;",
+    mutant("rows after the last query are stored", STORE_OUT, "min_of(at_least_zero(row_stop), 64);", "64;",
            "sm90 narrow"),
     mutant("rows of other keys are stored", BACKWARD, "min_of(at_least_zero(rows), 64), thread);",
            "at_least_zero(rows), thread);", "sm90 narrow backward"),

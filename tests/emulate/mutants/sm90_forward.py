@@ -11,6 +11,7 @@ KEY_TILE = "sm90/key_tile.cuh"
 PING_PONG = "sm90/ping_pong.cuh"
 PIPELINE = "sm90/pipeline.cuh"
 PRODUCTS = "sm90/products.cuh"
+STORE_OUT = "sm90/store_out.cuh"
 TILES = "sm90/tiles.cuh"
 TILE_RING = "sm90/tile_ring.cuh"
 TILE_SCHEDULER = "sm90/tile_scheduler.cuh"
@@ -129,14 +130,6 @@ MUTANTS = (
            "    sync_consumer(index);  // so that no thread still waits", "    // so that no thread still waits",
            "sm90 causal",
            escapes="a warp would have to lag by two phases, which no order of the threads makes it do here"),
-    mutant("the output is not fenced", FORWARD, "lower);\n" "      ptx::fence_async_proxy();\n"
-           "      sync_consumer(index);\n", "lower);\n" "      sync_consumer(index);\n", "sm90"),
-    mutant("the output leaves before all have written it", FORWARD, "lower);\n" "      ptx::fence_async_proxy();\n"
-           "      sync_consumer(index);\n", "lower);\n" "      ptx::fence_async_proxy();\n", "sm90"),
-    mutant("the output before is overwritten", FORWARD, "      if (elected) ptx::bulk_wait_read<0>();\n"
-           "      sync_consumer(index);", "      sync_consumer(index);", "sm90", "sm90 parts"),
-    mutant("the second part of the output in place of the first", FORWARD, "entry_of(batch), kFirst);",
-           "entry_of(batch));", "sm90 parts"),
     mutant("the block ends before the output has left", FORWARD,
            "  if (ptx::thread_index() % 128 == 0) ptx::bulk_wait<0>();\n", "", "sm90"),
     mutant("K given back by too many", FORWARD, "make_barriers(4 * kConsumers, 4 * kConsumers,",
@@ -169,10 +162,6 @@ MUTANTS = (
     mutant("consumers share queries", FORWARD, "kBytesQ + index * 64 * kLineBytes)", "kBytesQ)", "sm90"),
     mutant("every tile reads the Q of the first stage", FORWARD, "s_q(shared.q + query.stage * kBytesQ +",
            "s_q(shared.q +", "sm90"),
-    mutant("consumers share the room of the output", FORWARD, "s_out = shared.out + index * 64 * kLineBytes;",
-           "s_out = shared.out;", "sm90"),
-    mutant("consumers store to the same rows", FORWARD, "array_row = query_start_of(batch) + first_row;",
-           "array_row = query_start_of(batch) + tile.first_row;", "sm90"),
     mutant("O of the tile of S", FORWARD, "issue_o(before);", "issue_o(key);", "sm90"),
     mutant("O is not rescaled", FORWARD, "    if (grows) softmax.rescale(o, factor);\n", "\n", "sm90 spread"),
     mutant("the first weights for ever", FORWARD, "softmax.rescale(o, factor);\n" "    to_weights(n_block);\n",
@@ -236,14 +225,29 @@ MUTANTS = (
            "(s_q, row_stop, thread);\n", "packed sm90 full"),
     mutant("Q from the start of the array", FORWARD, "query_start_of(tile.work.batch) + tile.first_row,",
            "tile.first_row,", "packed sm90"),
-    mutant("the next sequence's rows are written", FORWARD, "kStoresByRows || (kIsPacked && row_stop < 64)",
-           "kStoresByRows",
-           "packed sm90 full"),
-    mutant("what is kept is not scaled", FORWARD, "softmax.inverse_sum(0, 0) * kept_scale", "softmax.inverse_sum(0, 0)",
-           "dropout sm90"),
     mutant("nothing is dropped", FORWARD, "    if constexpr (!kDropsLate) drop(n_block);\n", "\n", "dropout sm90"),
     mutant("the last tile is looked for by its place", FORWARD, "tile.keys.at(tile.keys.stop - 1) * kBlockN",
            "(tile.keys.stop - 1) * kBlockN", "sm90 blocks"),
+    # ---- sm90/store_out.cuh
+    mutant("the output is not fenced", STORE_OUT, "lower);\n" "    ptx::fence_async_proxy();\n"
+           "    sync_consumer(index);\n", "lower);\n" "    sync_consumer(index);\n", "sm90"),
+    mutant("the output leaves before all have written it", STORE_OUT, "lower);\n" "    ptx::fence_async_proxy();\n"
+           "    sync_consumer(index);\n", "lower);\n" "    ptx::fence_async_proxy();\n", "sm90"),
+    mutant("the output before is overwritten", STORE_OUT, "    if (elected) ptx::bulk_wait_read<0>();\n"
+           "    sync_consumer(index);", "    sync_consumer(index);", "sm90", "sm90 parts"),
+    mutant("the second part of the output in place of the first", STORE_OUT, "entry_of(batch), kFirst);",
+           "entry_of(batch));", "sm90 parts"),
+    mutant("consumers share the room of the output", STORE_OUT, "own_out = s_out + index * 64 * kLineBytes;",
+           "own_out = s_out;", "sm90"),
+    mutant("consumers store to the same rows", STORE_OUT, "array_row = query_start_of(batch) + first_row;",
+           "array_row = query_start_of(batch) + tile.first_row;", "sm90"),
+    mutant("the next sequence's rows are written", STORE_OUT, "kStoresByRows || (kIsPacked && row_stop < 64)",
+           "kStoresByRows",
+           "packed sm90 full"),
+    mutant("what is kept is not scaled", STORE_OUT, "softmax.inverse_sum(0, 0) * scale", "softmax.inverse_sum(0, 0)",
+           "dropout sm90"),
+    mutant("a row too many of a sequence", STORE_OUT, "min_of(at_least_zero(row_stop), 64);",
+           "min_of(at_least_zero(row_stop) + 1, 64);", "jvp sm90 packed"),
     # ---- sm90/forward_roles.cuh
     mutant("lse of rows that are not there", FORWARD_ROLES, "fragment_column() == 0 && half_row < seqlen_q",
            "fragment_column() == 0", "sm90"),
