@@ -365,6 +365,44 @@ CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_
   store_lse(common, batch, head, lane_row, softmax);
 }
 
+// The stages of a consumer, number `consumer` of kConsumers. `key` is where it is in the rings of terms.
+struct ConsumerStages {
+  const Shared& shared;
+  const u32 consumer, thread;
+  const ConsumerPingPong& ping_pong;
+  Position<kNumStages>& key;
+  BiasTermStage& bias_terms;
+
+  // The products of the four warps end at different times, and producers write terms as soon as a slot is free.
+  CUFLASH_DEVICE void release(const Barrier& empty) const {
+    if (thread % 32 == 0) empty.arrive();
+  }
+  // Waits for the products with the terms of a tile, and gives these back one by one.
+  CUFLASH_DEVICE void release_terms(const Ring<kSlots>& ring) const {
+    repeat<kBf16Terms>([&](auto n) {
+      constexpr int kTerm = decltype(n)::value;
+      ptx::wgmma_wait<kBf16Terms - 1 - kTerm>();
+      release(ring.empty(position_of(key, kTerm)));
+    });
+  }
+  // Skips a tile of keys that other consumers of the block need and this one does not.
+  CUFLASH_DEVICE void skip() const {
+    for (int product = 0; product < 1 + kHasValues; ++product) ping_pong.wait(), ping_pong.pass();
+    for (int n = 0; n < kBf16Terms; ++n) {
+      shared.k_ring.full(position_of(key, n)).wait(key.parity);
+      if constexpr (kHasValues) shared.v_ring.full(position_of(key, n)).wait(key.parity);
+    }
+    bias_terms.wait();
+    bias_terms.release();
+    sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
+    for (int n = 0; n < kBf16Terms; ++n) {
+      release(shared.k_ring.empty(position_of(key, n)));
+      if constexpr (kHasValues) release(shared.v_ring.empty(position_of(key, n)));
+    }
+    key.advance();
+  }
+};
+
 // A consumer warpgroup, number `consumer` of kConsumers, which owns 64 queries of each tile.
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
@@ -376,6 +414,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   Position<kNumStages> key;
   Position<1> query;
   BiasTermStage bias_terms{shared.bias_term_ring, {}};
+  const ConsumerStages stages{shared, consumer, thread, ping_pong, key, bias_terms};
   for (TileScheduler scheduler(common); scheduler.more(); scheduler.advance(), query.advance()) {
     const QueryTile tile(common, scheduler.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
@@ -389,35 +428,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     float o[1][kColumnTiles][4];
     set_zero(o);
 
-    // The products of the four warps end at different times, and producers write terms as soon as a slot is free.
-    const auto release = [&](const Barrier& empty) {
-      if (thread % 32 == 0) empty.arrive();
-    };
-    const auto release_terms = [&](const Ring<kSlots>& ring) {
-      repeat<kBf16Terms>([&](auto n) {
-        constexpr int kTerm = decltype(n)::value;
-        ptx::wgmma_wait<kBf16Terms - 1 - kTerm>();
-        release(ring.empty(position_of(key, kTerm)));
-      });
-    };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
 
-    // Skips a tile of keys that other consumers of the block need and this one does not.
-    const auto skip = [&]() {
-      for (int product = 0; product < 1 + kHasValues; ++product) ping_pong.wait(), ping_pong.pass();
-      for (int n = 0; n < kBf16Terms; ++n) {
-        shared.k_ring.full(position_of(key, n)).wait(key.parity);
-        if constexpr (kHasValues) shared.v_ring.full(position_of(key, n)).wait(key.parity);
-      }
-      bias_terms.wait();
-      bias_terms.release();
-      sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
-      for (int n = 0; n < kBf16Terms; ++n) {
-        release(shared.k_ring.empty(position_of(key, n)));
-        if constexpr (kHasValues) release(shared.v_ring.empty(position_of(key, n)));
-      }
-      key.advance();
-    };
     const TileRange keys = tile.keys_of(common, consumer);
     const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
@@ -425,9 +437,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ping_pong.wait();
       issue_s(s[0], s_q, shared, key);
       ping_pong.pass();
-      release_terms(shared.k_ring);
+      stages.release_terms(shared.k_ring);
       ptx::fence_operand(s[0]);
-      if (n_block == keys.start) release(shared.q_ring.empty(query));
+      if (n_block == keys.start) stages.release(shared.q_ring.empty(query));
 
       bias_terms.wait();
       const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
@@ -443,7 +455,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         ping_pong.wait();
         issue_o(sum, p, shared, key);
         ping_pong.pass();
-        release_terms(shared.v_ring);
+        stages.release_terms(shared.v_ring);
         ptx::fence_operand(sum);
         add_rescaled(o, factor, sum);
       }
@@ -452,14 +464,14 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
     shared.q_ring.full(query).wait(query.parity);
     int n_block = tile.keys.stop - 1;
-    for (; n_block >= keys.stop; --n_block) skip();
+    for (; n_block >= keys.stop; --n_block) stages.skip();
     if (keys.start == keys.stop) {
       sync_consumer(consumer);
-      release(shared.q_ring.empty(query));
+      stages.release(shared.q_ring.empty(query));
     }
 #pragma unroll 1
     for (; n_block >= keys.start; --n_block) step(n_block);
-    for (; n_block >= tile.keys.start; --n_block) skip();
+    for (; n_block >= tile.keys.start; --n_block) stages.skip();
 
     store_rows(common, tile.work, lane_row, softmax, o);
   }
