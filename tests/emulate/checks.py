@@ -15,6 +15,7 @@ from cuflash.plan.tiles import round_up
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.specialisations import poison
+from tests.judging import assert_within
 
 either_kernel = pytest.mark.parametrize("arch", ["8.0", "9.0"])  # of the forward pass, where arrays are aligned
 schedules = st.sampled_from(SCHEDULES)
@@ -86,8 +87,7 @@ EDGES: dict[str, dict[str, Any]] = {
 def judge(problem, arrays, results):
     """Hold results by name against the oracle, for arrays that no `Case` makes."""
     yardsticks = ct.yardsticks(problem, arrays)
-    measurements = [ct.measure(name, x, yardsticks[name]) for name, x in results.items()]
-    assert not [str(measurement) for measurement in measurements if measurement.failure]
+    assert_within(results, yardsticks)
 
 
 def judge_functions(case, arch="8.0", *, score_args=True, **options):
@@ -104,8 +104,7 @@ def judge_functions(case, arch="8.0", *, score_args=True, **options):
     gradients = attention.backward(case.problem, arrays, out, lse, need=need, **every)
     judges = ct.yardsticks(case.problem, arrays, **case.random)
     results = {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
-    measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert_within(results, judges)
 
 
 def run_both(problem, arrays, **options):

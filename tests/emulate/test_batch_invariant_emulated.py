@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cuflash.emulator import find_compiler
 from cuflash.emulator.passes import backward_jvp, jvp
 from cuflash.plan import DeviceSpec
 from cuflash.spec.options import Options
@@ -16,8 +15,6 @@ from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 from tests.invariance import PLACES, Sequences, assert_invariant, sequences
 from tests.sampling import examples
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 # What kernels are compiled for; the rest is drawn. Decode of packed sequences has other kernels.
 MANY: dict[str, Any] = {"queries": (65, 70, 97), "keys": (40, 80, 129), "most_pairs": 2**15}

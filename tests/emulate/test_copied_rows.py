@@ -9,14 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import find_compiler
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW, FEW_SMS, all_results, assert_results, bits, schedules
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 CASE = ct.Case(seqlen_q=200, seqlen_k=150, batch=2, num_heads=2, num_heads_kv=1, head_dim=13, dtype="bfloat16")
 OPTIONS: tuple[dict[str, Any], ...] = (

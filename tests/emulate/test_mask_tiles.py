@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import Scratch
 from cuflash.gpu.params import parameters
@@ -27,7 +27,6 @@ from tests.emulate import attention
 from tests.sampling import examples
 from tests.scored import MASKS, Scored, score_args_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 LISTS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")
 # An entry of a block-sparse index: IndexEntry of kernels/common/schedule/schedule.cuh.

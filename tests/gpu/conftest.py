@@ -164,6 +164,11 @@ def _specialisations():
     yield Specialisation(dtype=half, head_dim=256, strides="flipped", kv_lengths="int64", **everything)
 
 
+@pytest.fixture(scope="session")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
 SPECIALISED = ("specialisation", "deterministic_specialisation")  # the fixtures that tests take them from
 SPECIALISATIONS = tuple(_specialisations())
 DETERMINISTIC = tuple(

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.gpu
 DIM = 64
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def arguments_of(cupy, case):
     """The attention of a case, the arguments of its backward, and the keyword arguments."""
     arrays = case.arrays(cupy.asarray)

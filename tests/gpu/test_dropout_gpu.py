@@ -20,11 +20,6 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 either_kernel = pytest.mark.parametrize("strides", ["contiguous", "padded"])
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def both_passes(cupy, case, **options):
     arrays = case.arrays(cupy.asarray)
     qkv, optional = ct.qkv(arrays), ct.optional(arrays) | case.random

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.gpu
 DIM = 64
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def arrays_of(cupy, case):
     """q, k, v and the keyword arguments of a case."""
     arrays = case.arrays(cupy.asarray)

@@ -16,11 +16,6 @@ SIZES = ((5, 9), (113, 203), (300, 1000), (3, 2000))
 OPTIONS = [{}, {"causal": True}, {"mask": (4, 1, 1)}, {"kv_lengths": (0, 9)}, {"strides": "padded"}]
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def case_of(sizes, **options):
     return ct.Case(seqlen_q=sizes[0], seqlen_k=sizes[1], num_heads=4, num_heads_kv=2, dlse=True, **options)
 

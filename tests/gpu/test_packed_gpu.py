@@ -24,11 +24,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def starts_of(lengths):
     return tuple(np.cumsum([0, *lengths]).tolist())
 

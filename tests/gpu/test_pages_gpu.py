@@ -15,11 +15,6 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"batch": 3, "num_heads": 8, "num_heads_kv": 2, "seqlen_k": 2048, "kv_lengths": (1, 1371, 2048)}
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def full_of_nan(cupy, x):
     return cupy.asarray(np.full(x.shape, np.nan, x.dtype))
 

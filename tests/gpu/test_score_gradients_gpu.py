@@ -23,11 +23,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def case_of(seqlen_q, seqlen_k, **options):
     sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
     lengths = {"m": seqlen_q, "n": seqlen_k}
