@@ -1,8 +1,6 @@
 """What the kernels drop, weight by weight: the same on every device, in every tile and both passes as on the CPU."""
 
-import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -124,21 +122,6 @@ def test_gradients_of_queries(tiles, data):
     case = replace(CASE, dropout=data.draw(st.sampled_from([0.1, 0.5, 0.9])), seed=data.draw(st.integers(0, 2**16)))
     schedule = data.draw(st.sampled_from(SCHEDULES))
     assert_results(case, all_results(case, schedule=schedule, **tiles))
-
-
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 2.0}, {"kv_lengths": (70, 200), "mask": (150, 200)})
-TABLES = [
-    (arch, dtype, OPTIONS[n % 3])
-    for n, (arch, dtype) in enumerate(itertools.product(("8.0", "9.0"), ("float16", "bfloat16", "float32", "float64")))
-]
-
-
-@pytest.mark.parametrize(("arch", "dtype", "options"), TABLES, ids=str)
-def test_the_kernels_of_the_tables(arch, dtype, options):
-    sizes: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 200, "batch": 2, "num_heads": 2, "num_heads_kv": 1}
-    case = ct.Case(**sizes, head_dim=64, dtype=dtype, dropout=0.25, **options)
-    for deterministic in (False, True):
-        assert_results(case, all_results(case, arch=arch, deterministic=deterministic))
 
 
 def test_no_rate_is_no_dropout():

@@ -66,23 +66,3 @@ def test_a_sink_of_minus_infinity_is_none(cupy):
     with_sinks = attn.forward(*inputs, sinks=cupy.full_like(arrays["sinks"], -np.inf))
     for x, y in zip(with_sinks, attn.forward(*inputs), strict=True):
         np.testing.assert_array_equal(ct.to_numpy(x), ct.to_numpy(y))
-
-
-def test_a_captured_graph(cupy):
-    case = case_of(113, 203, dtype="bfloat16")
-    arrays = case.arrays(cupy.asarray)
-    inputs, sinks = ct.qkv(arrays), arrays["sinks"]
-    attn = cuflash.FlashAttention()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    pool = cupy.cuda.MemoryPool()
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        attn.compile(*inputs, sinks=sinks)
-        stream.begin_capture()
-        out, lse = attn.forward(*inputs, sinks=sinks)
-        gradients = attn.backward(arrays["dout"], *inputs, out, lse, sinks=sinks, need=NEED)
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        ct.assert_forward(case, out, lse)
-        ct.assert_backward(case, *gradients)
