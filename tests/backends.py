@@ -46,6 +46,7 @@ class Backend(NamedTuple):
     reduce: Callable[[ct.Case, int], tuple[Any, ...]]
     jvp: Callable[[Options, dict[str, Any]], dict[str, Any]]
     convert: Callable[[Any], Any] = np.asarray
+    device: DeviceSpec | None = None  # that is emulated
 
     def __call__(self, options: Options, arrays: dict[str, Any], need: tuple[str, ...]) -> Results:
         return self.run(options, arrays, need)
@@ -141,10 +142,14 @@ def make(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
         if find_compiler() is None:
             pytest.skip("no C++ compiler: g++ is not on the path")
         arch, _, count = name.removeprefix(f"{EMULATED} ").removesuffix(" SMs").partition(" of ")
-        device = replace(DeviceSpec.for_arch(arch), num_sms=int(count)) if count else arch
+        device = DeviceSpec.for_arch(arch)
+        device = replace(device, num_sms=int(count)) if count else device
         judge = functools.partial(judge_both_passes, arch=device)
         jvp = functools.partial(jvp_on_kernels, device)
-        return Backend(name, on_kernels(device), judge, lambda case, count: reduced(case, device, count), jvp)
+        reduce = functools.partial(reduced, arch=device)
+        return Backend(
+            name, on_kernels(device), judge, lambda case, count: reduce(case, count=count), jvp, device=device
+        )
     if name == DEVICE:
         pytest.importorskip("cupy")
         return on_arrays(name, on_device)

@@ -14,12 +14,12 @@ def assert_within(results: Mapping[str, Any], yardsticks: Mapping[str, Any]) -> 
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
 
 
-def assert_oracle(case: ct.Case, results: Mapping[str, Any]) -> None:
-    """Hold the results of a case to the oracle rule, those of both passes by name."""
+def assert_oracle(case: ct.Case, results: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Hold the results of a case to the oracle rule, those of both passes by name; returns what was measured."""
     of_forward = [name for name in results if not name.startswith("d")]
-    ct.assert_forward(case, **{name: results[name] for name in of_forward})
-    if len(results) > len(of_forward):
-        ct.assert_backward(case, **{name: x for name, x in results.items() if name not in of_forward})
+    gradients = {name: x for name, x in results.items() if name not in of_forward}
+    measured = ct.assert_forward(case, **{name: results[name] for name in of_forward})
+    return (*measured, *(ct.assert_backward(case, **gradients) if gradients else ()))
 
 
 def bits(results: Mapping[str, Any] | Iterable[Any]) -> list[bytes]:

@@ -48,16 +48,6 @@ def all_results(case, *, deterministic=False, precision="highest", forward_tiles
     return dict(zip(names, (out, lse, *gradients), strict=True))
 
 
-def assert_results(case, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
-
-
-def bits(results):
-    values = results.values() if isinstance(results, dict) else results
-    return [np.ascontiguousarray(x).tobytes() for x in values]
-
-
 EDGES: dict[str, dict[str, Any]] = {
     "one pair": {"seqlen_q": 1, "seqlen_k": 1},
     "one query": {"seqlen_q": 1, "seqlen_k": 201},

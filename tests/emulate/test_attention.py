@@ -25,7 +25,7 @@ from cuflash.plan.sm90.tiles import (
 from cuflash.spec import passes
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
-from tests.emulate.checks import FEW, FEW_SMS, bits, judge, rising, schedules
+from tests.emulate.checks import FEW, FEW_SMS, judge, rising, schedules
 from tests.emulate.specialisations import (
     ARCHS,
     CONVERSIONS,
@@ -37,6 +37,7 @@ from tests.emulate.specialisations import (
     name_of,
     specialisations_of,
 )
+from tests.judging import bits
 
 pytestmark = pytest.mark.one_in(64)
 

@@ -20,7 +20,8 @@ from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
-from tests.emulate.checks import FEW, bits
+from tests.emulate.checks import FEW
+from tests.judging import bits
 
 SPLIT_ROWS = 64
 

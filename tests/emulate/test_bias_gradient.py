@@ -14,7 +14,8 @@ from cuflash.plan import DeviceSpec
 from cuflash.spec.passes import BACKWARD
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
-from tests.emulate.checks import FEW, bits
+from tests.emulate.checks import FEW
+from tests.judging import bits
 
 pytestmark = pytest.mark.one_in(3)
 

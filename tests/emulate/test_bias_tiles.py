@@ -19,7 +19,7 @@ from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32
 from cuflash.plan.tiles import serves_dims
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.emulate import attention
-from tests.emulate.checks import bits
+from tests.judging import bits
 
 pytestmark = pytest.mark.one_in(16)
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))

@@ -18,9 +18,8 @@ from cuflash.plan.key_splits import DECODE_ROWS
 from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
 from tests.emulate import attention, decode_problem
 from tests.emulate.attention import problem_of
-from tests.emulate.checks import bits
 from tests.emulate.decode_problem import combined
-from tests.judging import assert_within
+from tests.judging import assert_within, bits
 from tests.sampling import examples
 
 pytestmark = pytest.mark.one_in(24)

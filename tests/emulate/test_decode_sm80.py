@@ -17,8 +17,9 @@ from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WAR
 from cuflash.spec.passes import FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
-from tests.emulate.checks import bits, judge
+from tests.emulate.checks import judge
 from tests.emulate.decode_problem import CASE, combined
+from tests.judging import bits
 from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 

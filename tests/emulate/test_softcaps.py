@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES
-from tests.emulate.checks import FEW_SMS, all_results, assert_results, bits
+from tests.emulate.checks import FEW_SMS, all_results
+from tests.judging import assert_oracle, bits
 
 pytestmark = pytest.mark.one_in(8)
 
@@ -51,7 +52,7 @@ def cases(draw: st.DrawFn, options: str) -> ct.Case:
 def test_every_range_of_arguments(options, data):
     case = data.draw(cases(options))
     schedule = data.draw(st.sampled_from(SCHEDULES))
-    assert_results(case, all_results(case, arch="9.0", schedule=schedule))
+    assert_oracle(case, all_results(case, arch="9.0", schedule=schedule))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -60,5 +61,5 @@ def test_shared_tiles_and_turns(head_dim, deviations):
     """Blocks that stay, or share tiles, and sums of dq in order: the same bits in every schedule."""
     case = ct.Case(seqlen_q=330, seqlen_k=300, num_heads=2, head_dim=head_dim, dtype="float16", softcap=deviations)
     results = [all_results(case, arch=FEW_SMS, deterministic=True, schedule=schedule) for schedule in SCHEDULES[:2]]
-    assert_results(case, results[0])
+    assert_oracle(case, results[0])
     assert bits(results[0]) == bits(results[1])

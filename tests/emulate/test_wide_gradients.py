@@ -15,7 +15,7 @@ from cuflash.plan.sm90.wide_tiles import BACKWARD_WIDE_SM90_TILES, DQ_WIDE_SM90_
 from cuflash.spec.passes import BACKWARD
 from tests import wide
 from tests.emulate import attention
-from tests.emulate.checks import bits
+from tests.judging import bits
 
 pytestmark = pytest.mark.one_in(32)
 

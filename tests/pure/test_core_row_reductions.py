@@ -12,7 +12,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core, fallback
 from cuflash.cpu.jobs import cpu_threads
-from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, way_taken
+from tests.compiled import INSTRUCTION_SETS, much_work, way_taken
+from tests.judging import assert_same_bits
 from tests.reductions import attention_of, inputs_of, judge, lse_of
 from tests.row_reductions import gap_is_clear, results_of
 from tests.sampling import examples
