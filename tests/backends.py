@@ -67,13 +67,21 @@ class Backend(NamedTuple):
         *,
         need: Sequence[str] | None = None,
         deterministic: bool = False,
+        into_nan: bool = False,
         **how: Any,
     ) -> dict[str, Any]:
         """Results of both passes by name, of the arrays of a case or of others; by default dq, dk, dv and dsinks.
 
-        There are no gradients where a case has no dout.
+        There are no gradients where a case has no dout. With `into_nan`, out and lse are written to arrays that are
+        given, full of NaN, as those of emulated kernels always are.
         """
         arrays = case.arrays(self.convert) if arrays is None else arrays
+        if into_nan and not self.name.startswith(EMULATED):
+            shapes = {"out": (case.problem.out_shape, arrays["q"].dtype), "lse": (case.problem.lse_shape, np.float32)}
+            if case.dtype == "float64":
+                shapes["lse"] = (case.problem.lse_shape, np.float64)
+            full = {name: self.convert(np.full(shape, np.nan, dtype)) for name, (shape, dtype) in shapes.items()}
+            arrays = arrays | full
         if need is None:
             need = (*DEFAULT_NEED, *(["dsinks"] if case.sinks else [])) if "dout" in arrays else ()
         options = replace(case.options, deterministic=deterministic)
@@ -94,8 +102,9 @@ def by_interface(convert: Callable[[Any], Any]) -> Callable[..., Results]:
         attn.options = options
         own = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()} | random
         dout, dlse = own.pop("dout", None), own.pop("dlse", None)
+        given = {name: own.pop(name) for name in ("out", "lse") if name in own}
         inputs = [own.pop(name) for name in "qkv"]
-        out, lse = attn.forward(*inputs, **own)
+        out, lse = attn.forward(*inputs, **own, **given)
         own |= {} if dlse is None else {"dlse": dlse}
         gradients = attn.backward(dout, *inputs, out, lse, **own, need=need) if need else ()
         return ct.to_numpy(out), ct.to_numpy(lse), dict(zip(need, map(ct.to_numpy, gradients), strict=True))

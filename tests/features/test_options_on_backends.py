@@ -7,7 +7,7 @@ import pytest
 
 import cuflash.testing as ct
 from tests.backends import DEVICE, on_backends
-from tests.judging import assert_oracle
+from tests.judging import assert_oracle, assert_same_bits
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
@@ -131,3 +131,126 @@ def test_gradients_of_scores(backend, options):
     case = case_of(options)
     need = [name for name in ct.gradients_of(case.problem) if name not in ("dq", "dk", "dv")]
     assert_oracle(case, backend.results(case, need=need))
+
+
+# ---- Lengths and heads -----------------------------------------------------------------------------------------------
+
+
+def product(base, **values):
+    """Options of `base` with each choice of the others, whose values are options themselves or of their name."""
+    for choice in itertools.product(*values.values()):
+        own = dict(base)
+        for name, x in zip(values, choice, strict=True):
+            own |= x if isinstance(x, dict) else {name: x}
+        yield own
+
+
+def heads(num_heads, num_heads_kv, **options):
+    return {"batch": 1, "num_heads": num_heads, "num_heads_kv": num_heads_kv, **options}
+
+
+DIMS, SHORT = (64, 128, 256), (1, 2, 130)
+LONG_KEYS = heads(2, 1, seqlen_q=1500, seqlen_k=2049)
+OF_FORWARD = [
+    *product(LONG_KEYS, head_dim=DIMS, causal=(False, True), dtype=DTYPES),
+    # From 2048 keys on, some devices have tiles of their own.
+    *product(
+        heads(2, 2, seqlen_q=333, seqlen_k=2111, dtype="bfloat16"),
+        head_dim=(96, 128, 256), own=({}, {"causal": True}, {"softcap": 9.0}),
+    ),
+    *product(
+        heads(6, 2, batch=3, seqlen_k=2100, dtype="float16", causal=True),
+        seqlen_q=(1, 2, 3, 5, 8, 15, 16), head_dim=DIMS,
+    ),
+    # Blocks that stay take several tiles of queries, in pairs under a causal mask: odd and even numbers of them.
+    *product(
+        heads(26, 13, batch=7, seqlen_k=200), dtype=("bfloat16", "float32"), causal=(False, "top_left"),
+        own=[
+            {"head_dim": dim, "seqlen_q": n} for dim, n in ((64, 500), (64, 700), (128, 500), (128, 700), (256, 300))
+        ],
+    ),
+    *product(
+        heads(1, 1, batch=3, dtype="float16"), seqlen_q=SHORT, seqlen_k=SHORT, causal=(False, True, "top_left")
+    ),
+]  # fmt: skip
+
+
+@on_backends({DEVICE: OF_FORWARD}, of="options")
+def test_forward(backend, options):
+    case = case_of(options)
+    assert_oracle(case, backend.results(case, need=()))
+
+
+MANY_KEYS = 8192
+# Splits of the keys of which some are empty, or end within a tile.
+FEW_KEYS: list[dict[str, Any]] = [
+    {"kv_lengths": (0, 1, 4095, MANY_KEYS)},
+    {"kv_lengths": (64, 65, 130, 8191), "causal": True},
+    {"causal": "top_left", "kv_lengths": (2, 3, 4, 5)},
+    {"causal": "lengths", "kv_lengths": (2, 65, 4095, MANY_KEYS), "window": (2000, None)},
+    {"window": (1000, None)},
+    {"window": (2000, 0), "kv_lengths": (MANY_KEYS, 100, 7000, 0)},
+    {"score_spread": 30.0},
+    {"scale": -0.2},
+    {"softcap": 3.0, "score_spread": 8.0},
+    {"alibi_slopes": (4, 8), "causal": True},
+    {"bias": (8, 4, MANY_KEYS), "bias_dtype": "input"},
+    {"bias": (4, 1, 1, MANY_KEYS), "softcap": 20.0, "sinks": True},
+]
+DECODING = [
+    *product(
+        {"seqlen_k": MANY_KEYS, "head_dim": 128, "causal": True}, seqlen_q=(1, 3, 4, 8, 16),
+        own=[heads(2 * group, 2, batch=2) for group in (1, 4, 8)], dtype=("float16", "bfloat16"),
+    ),
+    *product(
+        heads(6, 2, batch=3, seqlen_q=4, seqlen_k=3001, dtype="bfloat16"), layout=("bhsd", "bshd"),
+        own=[{"head_dim": m, "head_dim_v": n} for m, n in ((64, 64), (96, 40), (192, 128), (256, 256))],
+    ),
+    *product(
+        heads(8, 2, batch=4, seqlen_q=4, seqlen_k=MANY_KEYS, head_dim=128, dtype="float16"), own=FEW_KEYS
+    ),
+    # From many blocks that share the keys of a head to many heads of a block.
+    *product(
+        heads(16, 4, seqlen_k=1500, head_dim=128, dtype="float16", causal=True),
+        batch=(1, 8, 33, 50, 64, 99), seqlen_q=(1, 7),
+    ),
+]  # fmt: skip
+
+
+@on_backends({DEVICE: DECODING}, of="options")
+def test_decoding(backend, options):
+    """And the same bits once more, in arrays of the caller."""
+    case = case_of(options)
+    results = backend.results(case, need=())
+    assert_oracle(case, results)
+    assert_same_bits(backend.results(case, need=(), into_nan=True), results)
+
+
+BETWEEN = ((16, 8), (16, 16), (32, 32), (24, 64), (80, 80), (96, 128), (160, 160))
+OF_BACKWARD = [
+    *product(
+        LONG_KEYS, causal=(False, True), deterministic=(False, True),
+        own=[*each(("float16", "float32", "float64"), {"head_dim": 64}), {"head_dim": 128, "dtype": "bfloat16"},
+             {"head_dim": 256, "dtype": "float16"}],
+    ),
+    *(
+        own
+        for own in product(
+            heads(4, 2, seqlen_q=403, seqlen_k=700, dtype="bfloat16"), deterministic=(False, True),
+            dims=[{"head_dim": m, "head_dim_v": n} for m, n in BETWEEN],
+            own=({"causal": True}, {"bias": (4, 403, 1)}, {"mask": (403, 700)}),
+        )
+        if not (own["deterministic"] and "mask" in own)
+    ),
+    *product(
+        heads(1, 1, batch=3, dtype="float16"), seqlen_q=SHORT, seqlen_k=SHORT, deterministic=(False, True),
+        causal=(False, True),
+    ),
+]  # fmt: skip
+
+
+@on_backends({DEVICE: OF_BACKWARD}, of="options")
+def test_backward(backend, options):
+    deterministic = options["deterministic"]
+    case = case_of({name: x for name, x in options.items() if name != "deterministic"})
+    assert_oracle(case, backend.results(case, deterministic=deterministic))
