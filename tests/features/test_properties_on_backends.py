@@ -138,9 +138,9 @@ def test_splits_merged_by_their_lse_are_the_whole(backend):
         arrays = case.arrays()
         cut = data.draw(st.integers(0, case.seqlen_k))
         outs, lses = [], []
-        for part in (slice(0, cut), slice(cut, None)):
-            optional = {name: x[..., part] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
-            out, lse = attend(backend, case, arrays, k=arrays["k"][:, :, part], v=arrays["v"][:, :, part], **optional)
+        for keys in (slice(0, cut), slice(cut, None)):
+            optional = {name: x[..., keys] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
+            out, lse = attend(backend, case, arrays, k=arrays["k"][:, :, keys], v=arrays["v"][:, :, keys], **optional)
             outs.append(out)
             lses.append(lse)
         merged_lse = np.logaddexp(*lses)
@@ -248,12 +248,12 @@ def test_a_scale_of_zero_is_the_mean_of_what_is_visible(backend):
     def holds(case):
         arrays = case.arrays()
         out, lse = attend(backend, case, arrays, scale=0.0)
-        sees_nothing = view_rows(lse)[..., None] == -np.inf
+        attends_to_none = view_rows(lse)[..., None] == -np.inf
         counts = np.round(np.exp(view_rows(lse)))
         np.testing.assert_allclose(np.exp(view_rows(lse)), counts, rtol=1e-5)
         assert counts.max(initial=0) <= case.seqlen_k
         out = view_4d(out, case.layout)
-        assert not np.any(out, where=np.broadcast_to(sees_nothing, out.shape))
+        assert not np.any(out, where=np.broadcast_to(attends_to_none, out.shape))
 
     check(backend, holds, ["causal", "window", "mask", "gqa", "kv_lengths"])
 
