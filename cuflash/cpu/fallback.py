@@ -603,7 +603,9 @@ class JobGradients:
             slope, *derivatives = evaluate(nodes, inputs, call.score_args, job.dtype)
             for (name, load), derivative in zip(reads, derivatives, strict=True):
                 indices = evaluate(load.at.args, inputs, call.score_args, job.dtype)
-                own = sums_of_entries(call.score_args[name].shape, indices, ds * np.where(counts, derivative, 0))
+                own = sums_of_entries(
+                    entries(call.score_args[name].shape, indices), ds * np.where(counts, derivative, 0)
+                )
                 self.of_entries.append((name, *own))
             ds = ds * np.where(counts, slope, 0)
         return ds
@@ -680,11 +682,17 @@ def shown_blocks(
     return np.broadcast_to(always, shape) == 1, np.broadcast_to(sometimes, shape) == 1
 
 
-def sums_of_entries(shape: tuple[int, ...], indices: Sequence[Array], values: Array) -> tuple[Any, Array]:
-    """Which entries of an array, all of them counted, the indices name, and the sums of the values for each."""
-    flat: Any = np.zeros((1,) * values.ndim, np.int64)
+def entries(shape: tuple[int, ...], indices: Sequence[Array]) -> Array:
+    """The numbers of the entries of an array that the indices name, all of its entries counted."""
+    flat: Any = np.zeros((), np.int64)
     for index, length in zip(clamped(indices, shape), shape, strict=True):
         flat = flat * length + index
+    return np.asarray(flat)
+
+
+def sums_of_entries(named: Array, values: Array) -> tuple[Any, Array]:
+    """Which `entries` of an array are named, and the sums of the values for each."""
+    flat = named.reshape((1,) * (values.ndim - named.ndim) + named.shape)
     summed = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
     weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
     flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)
