@@ -59,17 +59,17 @@ def run(
     pass_: Pass,
     seed: int | None,
     offset: int | None,
-    kind: type[Job] | None = None,
+    job_type: type[Job] | None = None,
 ) -> None:
-    """Compute a pass by jobs of a kind, as `cuflash.cpu.core.run` does."""
-    kind, random = kind or Job, (seed, offset)
+    """Compute a pass by jobs of a type, as `cuflash.cpu.core.run` does."""
+    job_type, random = job_type or Job, (seed, offset)
     given = {name: x for name, x in arrays.items() if x is not None}
     threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
     if not pass_.gives_gradients:
-        jobs.run(kind.forward, jobs_of(problem, given, random, kind), threads)
+        jobs.run(job_type.forward, jobs_of(problem, given, random, job_type), threads)
         return
     if "dout" not in given:
-        jobs.run(kind.find_row_sums, jobs_of(problem, given, random, kind), threads)
+        jobs.run(job_type.find_row_sums, jobs_of(problem, given, random, job_type), threads)
         return
     # Sums of tangents are named as those of the gradients whose tangents they are.
     named = {name: f"t{name}" if pass_.has_tangents else name for name in problem.gradients}
@@ -77,15 +77,15 @@ def run(
     given |= sums.of_rows
     if problem.is_packed:
         clear_gradients_of_no_sequence(problem, given)
-    backward = functools.partial(kind.backward, wanted=sums.wanted)
-    jobs.run(backward, jobs_of(problem, given, random, kind), threads, sums.add)
+    backward = functools.partial(job_type.backward, wanted=sums.wanted)
+    jobs.run(backward, jobs_of(problem, given, random, job_type), threads, sums.add)
     sums.write()
 
 
-def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, kind: type[AnyJob]) -> Iterator[AnyJob]:
+def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, job_type: type[AnyJob]) -> Iterator[AnyJob]:
     """The jobs of a call, in order."""
     for call in calls(problem, arrays, random):
-        yield from call.jobs(kind)
+        yield from call.jobs(job_type)
 
 
 def calls(problem: Problem, arrays: Mapping[str, Array], random: Random = (None, None)) -> Iterator[Call]:
@@ -177,7 +177,7 @@ class Call:
         pages = pool[self.block_table[entry, : -(-length // size)]]
         return pages.swapaxes(0, 1).reshape(1, pool.shape[1], len(pages) * size, *pool.shape[3:])
 
-    def jobs(self, kind: type[AnyJob]) -> Iterator[AnyJob]:
+    def jobs(self, job_type: type[AnyJob]) -> Iterator[AnyJob]:
         problem, group = self.problem, self.problem.group_size
         if not problem.batch * problem.num_heads * problem.seqlen_q:
             return
@@ -191,7 +191,7 @@ class Call:
         for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
             for heads in slices(problem.num_heads_kv, num_heads):
                 for rows in slices(problem.seqlen_q, num_rows):
-                    yield kind(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
+                    yield job_type(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
 
 
 class Tile(NamedTuple):

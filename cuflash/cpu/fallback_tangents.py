@@ -252,4 +252,4 @@ class TangentGradients(JobGradients):
         return ds, tds
 
 
-run = functools.partial(fallback.run, kind=TangentJob)
+run = functools.partial(fallback.run, job_type=TangentJob)

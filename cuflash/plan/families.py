@@ -25,7 +25,7 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 
 
 # Of these, the ones that any sequence may be found in: with `batch_invariant` it has the same bits there.
-_PLACES = ("packed sequences", "pages")
+_STORAGES = ("packed sequences", "pages")
 ANY_CALL = ", which a call that is batch_invariant has to count on"
 
 BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
@@ -81,8 +81,10 @@ class Family(ABC, Generic[Row]):
         if not problem.batch_invariant:
             return None
         # Decode has kernels of its own everywhere but in packed sequences. Tangents have no pages on any device.
-        possible = [name for name in _PLACES if name in self.unknown]
-        possible = [x for x in possible if not (self.reads_keys_once if x == _PLACES[0] else problem.moved is not None)]
+        possible = [name for name in _STORAGES if name in self.unknown]
+        possible = [
+            x for x in possible if not (self.reads_keys_once if x == _STORAGES[0] else problem.moved is not None)
+        ]
         return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None
 
     def why_not(self, draft: Draft) -> str | None:

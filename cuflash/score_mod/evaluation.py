@@ -103,8 +103,8 @@ def evaluate(
                     found = np.asarray(array.take(args[0], mode="clip"))
                 else:
                     found = np.asarray(array[clamped(args, array.shape)])
-                of_kind = {"b": bool, "i": np.int64, "u": np.int64}.get(array.dtype.kind, real)
-                values[at] = found if found.dtype == of_kind else found.astype(of_kind)
+                own_type = {"b": bool, "i": np.int64, "u": np.int64}.get(array.dtype.kind, real)
+                values[at] = found if found.dtype == own_type else found.astype(own_type)
             elif at.op == "cast":
                 values[at] = np.asarray(args[0]).astype(
                     real if at.type == "float" else np.int64 if at.type == "int" else bool

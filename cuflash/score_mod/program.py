@@ -44,8 +44,8 @@ SCORE_FUNCTION = (
 )
 # The number of a read, by the class of its index. ReadClass of kernels/common/score/score_args_gradients.cuh has the
 # same numbers. All other reads have the next number.
-KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
-PAIR_READ = len(KINDS_OF_READS)
+READ_CLASSES = {"head": 0, "j": 1, "i": 2, "i - j": 3}
+PAIR_READ = len(READ_CLASSES)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
 
@@ -381,7 +381,7 @@ class Program:
         return [
             (
                 arrays[name][0],
-                KINDS_OF_READS.get(index_class(load.at), PAIR_READ),
+                READ_CLASSES.get(index_class(load.at), PAIR_READ),
                 factored(load.derivative).rest is ONE,
             )
             for name in summed

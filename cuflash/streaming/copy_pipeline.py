@@ -145,7 +145,7 @@ class Feed(Transfer):
         self.filled: list[list[Any]] = [[], []]  # for each staging buffer, the copies to it that are under way
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self.workers.close()
@@ -190,7 +190,7 @@ class Drain(Transfer):
         self.emptied: list[list[Any]] = [[], []]  # for each staging buffer, the copies out of it that are under way
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error is None:

@@ -225,7 +225,7 @@ class _TangentCollector(Collector):
             t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
             self.add_tangents(head, t)
         found, zeros = {}, {}
-        is_zero = {"out": ~self.sees_something, "dq": ~self.sees_something, "dk": ~self.is_seen, "dv": ~self.is_seen}
+        is_zero = {"out": ~self.attends, "dq": ~self.attends, "dk": ~self.is_attended_to, "dv": ~self.is_attended_to}
         for name, of_rows in is_zero.items():
             own = self.squares[name]
             found[f"t{name}"] = Squares(
@@ -244,8 +244,8 @@ class _TangentCollector(Collector):
     def add_tangents(self, head: Head, t: HeadTangents) -> None:
         """Add what one head contributes."""
         visible = head.P != 0
-        self.sees_something[head.index] = visible.any(axis=1)
-        self.is_seen[head.index_kv] |= visible.any(axis=0)
+        self.attends[head.index] = visible.any(axis=1)
+        self.is_attended_to[head.index_kv] |= visible.any(axis=0)
         own = _HeadSquares(self, head, t)
         self.squares["out"].add(head.index, own.tO2, own.tO_moved)
         self.squares["lse"].add(head.index, (own.P2 * own.tS2).sum(axis=1, keepdims=True), own.tL_moved)

@@ -116,9 +116,9 @@ def test_splits_merged_by_their_lse_are_the_whole(case, data):
     arrays = case.arrays()
     cut = data.draw(st.integers(0, case.seqlen_k))
     outs, lses = [], []
-    for part in (slice(0, cut), slice(cut, None)):
-        optional = {name: x[..., part] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
-        out, lse = attend(case, arrays, k=arrays["k"][:, :, part], v=arrays["v"][:, :, part], **optional)
+    for keys in (slice(0, cut), slice(cut, None)):
+        optional = {name: x[..., keys] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
+        out, lse = attend(case, arrays, k=arrays["k"][:, :, keys], v=arrays["v"][:, :, keys], **optional)
         outs.append(out)
         lses.append(lse)
     merged_lse = np.logaddexp(*lses)
@@ -200,11 +200,13 @@ def test_scaling_q_up_and_k_down_changes_nothing(case):
 def test_a_scale_of_zero_is_the_mean_of_what_is_visible(case):
     arrays = case.arrays()
     out, lse = attend(case, arrays, scale=0.0)
-    sees_nothing = view_rows(lse)[..., None] == -np.inf
+    attends_to_none = view_rows(lse)[..., None] == -np.inf
     counts = np.round(np.exp(view_rows(lse)))
     np.testing.assert_allclose(np.exp(view_rows(lse)), counts, rtol=1e-5)
     assert counts.max(initial=0) <= case.seqlen_k
-    assert not np.any(view_4d(out, case.layout), where=np.broadcast_to(sees_nothing, view_4d(out, case.layout).shape))
+    assert not np.any(
+        view_4d(out, case.layout), where=np.broadcast_to(attends_to_none, view_4d(out, case.layout).shape)
+    )
 
 
 def powers_of_2(lowest, highest):

@@ -26,8 +26,8 @@ def tempered(s, i, j, *, head, table, cap):
     return cap * cuflash.tanh(s * table[head, 0])
 
 
-def documents(i, j, *, kind):
-    return kind[i] == kind[j]
+def documents(i, j, *, document):
+    return document[i] == document[j]
 
 
 def stripes(i, j):
@@ -45,7 +45,7 @@ def arrays_of(attn, seed, shape=(1, 2, 64, 64), dtype=np.float32):
         "table": normal(shape[1], 16),
         "x": normal(shape[2]),
         "cap": np.array(seed + 1, dtype),
-        "kind": random.integers(0, 3, shape[2]),
+        "document": random.integers(0, 3, shape[2]),
     }
     return given, {name: own[name] for name in attn.options.score_args}
 
