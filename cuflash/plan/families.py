@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -135,6 +135,9 @@ class KeysFamily(Family[Row]):
     """A family of a backward pass, whose blocks own keys."""
 
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
+    makes_dq_alone: ClassVar[bool] = (
+        False  # where it alone of dq, dk and dv (or their tangents) is wanted
+    )
 
     def configured(self, main: Row, draft: Draft) -> Row:
         """The row as this problem needs it."""
@@ -161,10 +164,13 @@ class KeysFamily(Family[Row]):
         return 0
 
 
+def may_make_dq_alone(families: Iterable[KeysFamily[Any]], draft: Draft) -> bool:
+    """Whether one of these serves a problem, and is preferred to kernels that make dq, or tdq, alone."""
+    return any(family.makes_dq_alone and family.why_not_served(draft) is None for family in families)
+
+
 class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
     """A family of the tangents of gradients: of those of dk and dv and, in some, of that of dq."""
-
-    serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
 
     def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
         """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
@@ -181,7 +187,6 @@ class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
 class BackwardFamily(KeysFamily[Row]):
     """A family of the backward pass: its blocks make dk and dv, and most add to dq, unless it has its own kernel."""
 
-    serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
     # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
     shares_tiles: ClassVar[bool] = True

@@ -464,11 +464,6 @@ def _gather(pool: Array, table: Array, length: int) -> Array:
     return pool[table[:num_pages]].reshape(num_pages * page_size, dim)[:length]
 
 
-def unit_of_scores(problem: Problem) -> float:
-    """The unit of terms of scores when their rounding is judged: a softcap below 1, or 1."""
-    return min(1.0, problem.softcap or 1.0)
-
-
 def scores(
     problem: Problem,
     S: Array,

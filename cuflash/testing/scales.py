@@ -191,7 +191,7 @@ class Collector:
         problem, unit, P, P_sink = self.problem, self.unit, head.P, head.P_sink
         slope = np.maximum(1, np.abs(head.cap_slope)) if problem.score is not None else 1.0
         sizes = np.where(visible, abs(problem.scale) * slope * sizes, 0)
-        products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
+        products = sizes.max(axis=1, keepdims=True, initial=0) / min(1.0, problem.softcap or 1.0)
         distances = np.where(visible, self._distances(head), 0)  # times slopes
         lse, of_keys = finite(head.L)[:, None], P.sum(axis=1, keepdims=True)
 

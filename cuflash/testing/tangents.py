@@ -12,7 +12,7 @@ by the plain formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -94,16 +94,11 @@ def tangents_by(
     case: Case,
     moved: Moved,
     *,
-    need: Collection[str] | None = None,
     convert: Callable[[Array], Any] = np.asarray,
 ) -> dict[str, Any]:
-    """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges.
-
-    Without `need`, the tangents of all gradients that the case has.
-    """
+    """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges."""
     arrays, tangents = case.arrays(convert), moved.arrays(case, convert)
-    if need is None:
-        need = tuple(f"td{name}" for name in movable(case))
+    need = tuple(f"td{name}" for name in movable(case))
     given = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
     of_forward = attn.jvp(**given, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
     given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}

@@ -223,7 +223,7 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
     kernel = "sm90/backward_fp32"
     rows = BACKWARD_FLOAT32_SM90_TILES
     tf32_rows = BACKWARD_TF32_SM90_TILES
-    serves_dq_alone = makes_both = splits_tail = True
+    makes_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 
