@@ -135,9 +135,7 @@ class KeysFamily(Family[Row]):
     """A family of a backward pass, whose blocks own keys."""
 
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
-    makes_dq_alone: ClassVar[bool] = (
-        False  # where it alone of dq, dk and dv (or their tangents) is wanted
-    )
+    makes_dq_alone: ClassVar[bool] = False  # where it alone of dq, dk and dv (or their tangents) is wanted
 
     def configured(self, main: Row, draft: Draft) -> Row:
         """The row as this problem needs it."""

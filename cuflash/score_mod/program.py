@@ -266,7 +266,7 @@ class Program:
         """The struct of the numbers that all pairs of a head share, and the function that reads them."""
         own = [(table, arrays[table.name][0]) for table in self.tables]
         fields = [f"  {table.field(array)};\n" for table, array in own]
-        rows = [table.row_of_head(array) for table, array in own]
+        rows = [f"row_of_table<{ELEMENTS[table.dtype]}>(arrays[{array}], batch, head)" for table, array in own]
 
         def made(writer: Writer) -> list[str]:
             fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))

@@ -69,10 +69,6 @@ class Table:
         """CUDA source: the member of OfHead that points to position 0 of the table's row for a head."""
         return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
 
-    def row_of_head(self, array: int) -> str:
-        """CUDA source: the value of that member, where the table has this number among the arrays."""
-        return f"row_of_table<{ELEMENTS[self.dtype]}>(arrays[{array}], batch, head)"
-
     @property
     def spelled(self) -> str:
         """Its name and its indices."""
