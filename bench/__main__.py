@@ -17,6 +17,7 @@ EVIDENCE = (
     *("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "logsumexp", "ranks"),
     "frameworks",
     "first-call",
+    "reductions",
 )
 
 # Arguments of `run` by where they are kept, of suites of times and of those of other evidence.
@@ -156,6 +157,7 @@ def _report(args: argparse.Namespace) -> int:
             (args.page, "frameworks"): sections("frameworks", args.results, args.page),
             (args.page, "first-call"): sections("first-call", args.results, args.page),
             (args.page, "logsumexp"): sections("logsumexp", args.results, args.page),
+            (args.page, "reductions"): sections("reductions", args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),
             (args.ranks, ""): sections("ranks", args.results, args.ranks),

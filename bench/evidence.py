@@ -16,12 +16,14 @@ from . import (
     memory,
     pathfinder,
     ranks,
+    reductions,
     report,
     rounding,
     streamed,
     traffic,
     training,
 )
+from .logsumexp import Machine
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -138,6 +140,17 @@ EVIDENCE = {
         ),
         markdown=logsumexp.markdown,
         draw=logsumexp.draw,
+        page="performance.md",
+    ),
+    "reductions": Evidence(
+        about="logsumexp without values and reductions of the weights, in milliseconds and as multiples of the pass or "
+        "of the matrix products that they belong to",
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: reductions.measure(
+            write, Machine.of(backend), reductions.CASES[backend], reductions.CLASSES[backend]
+        ),
+        markdown=reductions.markdown,
+        draw=None,
         page="performance.md",
     ),
     "ranks": Evidence(

@@ -39,7 +39,7 @@ class Large:
     Parameters
     ----------
     bias : float
-        Of all keys of every second query, or of every third key.
+        Of all keys of every second query, or of the last query of the last head, or of every third key.
     spread : float
         Standard deviation of the scaled products.
     """
@@ -77,6 +77,8 @@ class Large:
             bias = random.standard_normal((1, self.heads, self.seqlen_q, self.seqlen_k))
             if self.of == "queries":
                 bias[..., ::2, :] = self.bias
+            elif self.of == "last query":
+                bias[:, -1, -1] = self.bias
             else:
                 bias[..., ::3] = self.bias
             arrays["bias"] = bias.astype(wide)
@@ -213,7 +215,7 @@ larges = st.builds(
     seqlen_k=st.integers(1, 300),
     head_dim=st.sampled_from([8, 32, 40, 64]),
     bias=st.none() | st.sampled_from(MASKED),
-    of=st.sampled_from(["queries", "keys"]),
+    of=st.sampled_from(["queries", "last query", "keys"]),
     spread=st.sampled_from([1.0, 1.0, 1e3, 1e5]),
     inputs=st.lists(st.sampled_from(["mask of keys", "mask", "slopes", "lengths"]), max_size=2, unique=True)
     .filter(lambda inputs: len({"mask", "mask of keys"} & {*inputs}) < 2)

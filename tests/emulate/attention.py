@@ -164,7 +164,7 @@ def assert_tf32_split(problem: Problem, arrays: Mapping[str, Any], results: Mapp
         assert not measurement.failure, str(measurement)
 
 
-def on_kernels(arch: str, kernels: Path | None = None) -> Backend:
+def on_kernels(arch: str | DeviceSpec, kernels: Path | None = None) -> Backend:
     """Both passes by the kernels for a device, or by those of a folder."""
 
     def backend(options: Options, arrays: dict[str, Any], need: tuple[str, ...]) -> tuple[Any, Any, Mapping[str, Any]]:
