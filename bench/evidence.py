@@ -30,7 +30,7 @@ from .timing import CudaClock
 
 Write = Callable[..., None]
 KINDS = ("gpu", "cpu")
-PARTS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
+PAGE_SECTIONS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +218,11 @@ def sections(name: str, results: Path, page: Path) -> str:
     return "\n\n".join(found)
 
 
-def parts(results: Path, page: Path) -> dict[str, str]:
+def page_sections(results: Path, page: Path) -> dict[str, str]:
     """The generated parts of the page of all evidence, by their names."""
     of_times = {name: report.of_suite(x, results, page) for name, x in report.runs(results).items()}
     found = {}
-    for name in PARTS:
+    for name in PAGE_SECTIONS:
         if name in EVIDENCE and EVIDENCE[name].page == page.name:
             found[name] = sections(name, results, page)
         elif name in EVIDENCE:

@@ -36,7 +36,7 @@ def take_way(patch, way):
     if way == NUMPY[1]:
         patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
     else:
-        patch.setattr(core, "SKIPPED_KINDS", way)
+        patch.setattr(core, "SKIPPED_INSTRUCTION_SETS", way)
 
 
 @contextlib.contextmanager

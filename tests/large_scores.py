@@ -111,10 +111,10 @@ def check_sums_of_weights(large: Large, backend: Backend) -> None:
     arrays = large.arrays()
     _, lse, gradients = backend(large.attention.options, arrays, ("dv",))
     lse = np.asarray(lse, np.float64)
-    sees_keys = lse != -np.inf
-    assert np.isfinite(lse[sees_keys]).all()
+    attends = lse != -np.inf
+    assert np.isfinite(lse[attends]).all()
     of_keys = np.asarray(gradients["dv"], np.float64)[..., 0].sum(axis=-1)
-    rows = sees_keys.sum(axis=-1).reshape(1, large.heads_kv, -1).sum(axis=-1)
+    rows = attends.sum(axis=-1).reshape(1, large.heads_kv, -1).sum(axis=-1)
     np.testing.assert_allclose(of_keys, rows, rtol=ROUNDED[large.dtype])
 
 

@@ -286,8 +286,8 @@ def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
         with np.errstate(invalid="ignore"):
             formula = {n: yardstick.expected for n, yardstick in ct.yardsticks(case.problem, arrays).items()}
         if name == "v":
-            sees_none = np.broadcast_to(np.arange(30)[:, None] < row, case.problem.out_shape)
-            is_left_out = sees_none & np.isfinite(results["out"])
+            attends_to_none = np.broadcast_to(np.arange(30)[:, None] < row, case.problem.out_shape)
+            is_left_out = attends_to_none & np.isfinite(results["out"])
             formula["out"] = np.where(is_left_out, without["out"].expected, formula["out"])
         for n, x in results.items():  # by the tolerance without the value, which is finite
             measurement = ct.measure(n, x, dataclasses.replace(without[n], expected=formula[n]))
