@@ -49,18 +49,162 @@ CUFLASH_DEVICE void load_stats(u32 address, double (&stats)[4]) {
   load_pair(address + 16, stats[2], stats[3]);
 }
 
-// [GEMM 7] dQ = dS K, of a pair of tiles.
-CUFLASH_DEVICE void multiply_dq(Real (&dq)[kDqMTiles][kDqNTiles][4], u32 s_ds, u32 s_k) {
-  const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
-  const ColumnMajorA<kRowS> a(s_ds, dq_warp_m * kDqMTiles);
-  const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
-  set_zero(dq);
-  multiply<kBlockN / kStep>(dq, a, b);
-}
+// The shared memory of a stage of the ring of queries.
+struct Stage {
+  const u32 q, dout, stats;
+
+  CUFLASH_DEVICE Stage(u32 ring, int stage)
+      : q(ring + stage * kBytesStage), dout(q + kBytesQ), stats(dout + kBytesDo) {}
+};
+
+// Loads tiles of queries, each into a stage of the ring.
+struct QueryLoader {
+  const Params& params;
+  const Entry batch;
+  const int seqlen_q;
+  const u32 s_ring;
+
+  CUFLASH_DEVICE void load(const QueryTileIterator& at, int stage) const {
+    const Stage s(s_ring, stage);
+    const int first_row = at.m_block * kBlockM;
+    load_tile<kBlockM, kHeadDim>(s.q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
+    load_tile<kBlockM, kHeadDimV>(s.dout, queries_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
+                                  seqlen_q);
+    const int thread = ptx::thread_index();
+    if (thread < (int)kBytesStats / 16)
+      ptx::copy_async<16, 0>(s.stats + thread * 16,
+                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
+  }
+};
+
+// What a warp holds: P' or dS' of its keys and queries, and its slices of dK and dV.
+using ScoreTile = Real[kKeyTiles][kQueryTiles][4];
+using DkTile = Real[kKeyTiles][kColumnTiles][4];
+using DvTile = Real[kKeyTiles][kColumnTilesV][4];
+
+// The numbered steps of a warp at work on a tile of queries, which is in stage `s`:
+//
+//   [GEMM 1] S' = K Q'     [GEMM 2] dP' = V dO'     [3] P' = exp(S' - lse)     [4] dS' = P' * (dP' - delta)
+//   [GEMM 5] dV += P' dO   [GEMM 6] dK += dS' Q     [GEMM 7] dQ = dS K
+//
+// Accumulators are arguments. With them as members the struct would stay in memory until loops are unrolled, and
+// kernels would take more registers.
+struct BackwardSteps {
+  const Params& params;
+  const Entry batch;
+  const int first_key, key_stop;
+  const u32 s_k, s_v;
+  const int warp_key, warp_d;
+
+  // Loads lse and delta of this lane's two queries in n-tile `n`.
+  CUFLASH_DEVICE void load_own_stats(const Stage& s, int n, Real (&stats)[4]) const {
+    load_stats(s.stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
+  }
+
+  // [GEMM 1] S' = K Q', [GEMM 2] dP' = V dO'.
+  CUFLASH_DEVICE void multiply_scores(const Stage& s, ScoreTile& p, ScoreTile& ds) const {
+    set_zero(p);
+    multiply<kDim / kStep>(p, RowMajorA<kRow>(s_k, warp_key), ColumnMajorB<kRow, kWarpsQ>(s.q, warp_d));
+    set_zero(ds);
+    if constexpr (kNeedsDs)
+      multiply<kDimV / kStep>(ds, RowMajorA<kRowV>(s_v, warp_key), ColumnMajorB<kRowV, kWarpsQ>(s.dout, warp_d));
+  }
+
+  // [3] P' = exp(S' - lse), [4] dS' = P' * (dP' - delta).
+  CUFLASH_DEVICE void make_p_and_ds(const QueryTileIterator& at, const QueryTiles& tiles, int first_row, const Stage& s,
+                                    bool large, ScoreTile& p, ScoreTile& ds) const {
+    const Weights weights(params, batch, at.head, key_stop);
+    const RowReductionGradients reductions(params, batch, at.head);
+    const Dropout dropout(params, batch, at.head);
+    const Real kept_scale = kept_scale_of(params);
+    const bool masked = at.needs_mask(tiles);
+    const int lane_key = first_key + warp_key + fragment_row();
+    const int lane_query = first_row + fragment_column();
+    const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
+    const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
+    weights.hide_products(p, masked, row_of, key_of);
+    const auto recompute_p = [&](auto by_row_sum) __attribute__((always_inline)) {
+      [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
+      const RowSum* row_sums = row_sums_of(params, batch, at.head);
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+        Real stats[4];
+        load_own_stats(s, n, stats);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+          if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = row_of(n, i), key = key_of(m, i);
+            const bool keeps = !kHasDropout || kept[m].keeps(n, i);
+            Real& x = p[m][n][i];
+            Real derivative;
+            if (by_row_sum)
+              x = weights.of_hidden(x, row, key, masked, row_sums[row], derivative);
+            else
+              x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
+            Real& of_score = ds[m][n][i];
+            of_score = gradient_of(x, of_score, keeps, kept_scale, reductions.delta_of(stats[i % 2 * 2 + 1], x, row));
+            of_score = reductions.with_max(of_score, row, key) * derivative;
+            x = keeps ? x : 0;
+          }
+        }
+      }
+    };
+    // One body of code serves both where products are scores but for their factor.
+    if (large) {
+      if constexpr (!kScaleInExponent) {
+        recompute_p(Constant<true>{});
+      } else {
+        const RelativeScores relative(weights.exponent_scale);
+        const RowSum* row_sums = row_sums_of(params, batch, at.head);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
+      }
+    }
+    if (kScaleInExponent || !large) recompute_p(Constant<false>{});
+  }
+
+  // [GEMM 5] dV += P' dO, [GEMM 6] dK += dS' Q.
+  CUFLASH_DEVICE void add_to_dk_and_dv(const Stage& s, u32 s_ds, u32 s_p, bool has_queries, const ScoreTile& p,
+                                       const ScoreTile& ds, DkTile& dk, DvTile& dv) const {
+    const RowMajorB<kRowV, kWarpsD> operand_do(s.dout, warp_d);
+    const RowMajorB<kRow, kWarpsD> operand_q(s.q, warp_d);
+    const auto one = [](int, int) { return 1.0f; };
+    if constexpr (kOwnOperands) {
+      if constexpr (kNeedsDv)
+        add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
+      if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds, warp_key, 0, ds, one);
+      if constexpr (kNeedsDk)
+        add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
+    } else {
+      if (has_queries) {
+        if constexpr (kNeedsDv) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
+        if constexpr (kNeedsDs) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds, warp_key, warp_d, ds, one);
+      }
+      ptx::sync_block();
+      const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds, warp_key);
+      if constexpr (kNeedsDv) add_product<kBlockM / kStep>(dv, a_p, operand_do);
+      if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
+    }
+  }
+
+  // [GEMM 7] dQ = dS K, of a pair of tiles.
+  CUFLASH_DEVICE void multiply_dq(u32 s_ds, Real (&dq)[kDqMTiles][kDqNTiles][4]) const {
+    const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;
+    const ColumnMajorA<kRowS> a(s_ds, dq_warp_m * kDqMTiles);
+    const RowMajorB<kRow, kDqWarpsD> b(s_k, dq_warp_d);
+    set_zero(dq);
+    multiply<kBlockN / kStep>(dq, a, b);
+  }
+};
 
 // The epilogue where blocks share the query heads: leaves partial sums.
-CUFLASH_DEVICE void leave_partials(Real* partials, const Real (&dk)[kKeyTiles][kColumnTiles][4],
-                                   const Real (&dv)[kKeyTiles][kColumnTilesV][4]) {
+CUFLASH_DEVICE void leave_partials(Real* partials, const DkTile& dk, const DvTile& dv) {
   const auto leave = [&](const auto& d) {
 #pragma unroll
     for (const auto& row : d)
@@ -80,8 +224,7 @@ CUFLASH_DEVICE void leave_partials(Real* partials, const Real (&dk)[kKeyTiles][k
 // The epilogue: dK and dV leave through the shared memory of K and V, which no thread reads any more after the
 // barrier.
 CUFLASH_DEVICE void store_gradients(const Params& params, Entry batch, int head_kv, int first_key, int warp_key,
-                                    int warp_d, const Real (&dk)[kKeyTiles][kColumnTiles][4],
-                                    const Real (&dv)[kKeyTiles][kColumnTilesV][4]) {
+                                    int warp_d, const DkTile& dk, const DvTile& dv) {
   const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK;
   ptx::sync_block();
   const Real scale = scale_of(params), kept_scale = kept_scale_of(params);
@@ -99,26 +242,6 @@ CUFLASH_DEVICE void store_gradients(const Params& params, Entry batch, int head_
     store_tile<kBlockN, kHeadDimV>(s_v, (Storage*)keys_of(params, params.dv, batch, head_kv), params.dv.row_stride,
                                    first_key, seqlen_k);
 }
-
-// Loads tiles of queries, each into a stage of the ring.
-struct QueryLoader {
-  const Params& params;
-  const Entry batch;
-  const int seqlen_q;
-  const u32 s_ring;
-
-  CUFLASH_DEVICE void load(const QueryTileIterator& at, int stage) const {
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
-    const int first_row = at.m_block * kBlockM;
-    load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
-    load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, at.head), params.dout.row_stride, first_row,
-                                  seqlen_q);
-    const int thread = ptx::thread_index();
-    if (thread < (int)kBytesStats / 16)
-      ptx::copy_async<16, 0>(s_stats + thread * 16,
-                             stats_of(params, batch, at.head) + first_row * 2 + thread * kRealsOf16Bytes, 16);
-  }
-};
 
 CUFLASH_DEVICE void backward(const Params& params) {
   if (!is_chosen(params)) return;
@@ -138,14 +261,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int num_steps = find_queries(params, work, first_head, stop_head, key_stop, tiles);
 
   const u32 s_k = ptx::dynamic_shared(), s_v = s_k + kBytesK, s_ring = s_v + kBytesV;
-  const u32 s_ds = s_ring + kNumStages * kBytesStage;  // buffer 1 holds P' unless kOwnOperands
-  const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
-  const int warp_key = warp_n * 16 * kKeyTiles;
-
-  const auto row_tile = [&](const QueryTileIterator& at) {
-    return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block);
-  };
+  const u32 s_s = s_ring + kNumStages * kBytesStage;  // two buffers of dS'; unless kOwnOperands, the second holds P'
+  const int warp_key = warp_index() / kWarpsD * 16 * kKeyTiles, warp_d = warp_index() % kWarpsD;
   const QueryLoader loader{params, batch, seqlen_q, s_ring};
+  const BackwardSteps own{params, batch, first_key, key_stop, s_k, s_v, warp_key, warp_d};
 
   // K and V arrive with the first tile of queries.
   QueryTileIterator current = QueryTileIterator::first(tiles, first_head);
@@ -160,7 +279,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
     ptx::copy_async_commit();
   }
 
-  Real dk[kKeyTiles][kColumnTiles][4], dv[kKeyTiles][kColumnTilesV][4];
+  DkTile dk;
+  DvTile dv;
   set_zero(dk);
   set_zero(dv);
 
@@ -170,122 +290,27 @@ CUFLASH_DEVICE void backward(const Params& params) {
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
     const int stage = step % kNumStages;
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
-    const u32 s_ds_now = s_ds + (kOwnOperands ? step % 2 * kBytesS : 0), s_p = s_ds + kBytesS;
+    const Stage s(s_ring, stage);
+    const u32 s_ds = s_s + (kOwnOperands ? step % 2 * kBytesS : 0), s_p = s_s + kBytesS;
     const int first_row = current.m_block * kBlockM;
-
     const bool has_queries = kWarpsQ == kWarpsD || warp_d < kWarpsQ;
-    Real p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
+    ScoreTile p, ds;
     if (has_queries) {
-      const auto load_own = [&](int n, Real(&stats)[4]) {  // lse and delta of this lane's two queries
-        load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
-      };
       Real first[4];
-      load_own(0, first);
+      own.load_own_stats(s, 0, first);
       const bool large = is_of_large(first[0]);
-      // [GEMM 1] S' = K Q'.
-      set_zero(p);
-      {
-        const RowMajorA<kRow> a(s_k, warp_key);
-        const ColumnMajorB<kRow, kWarpsQ> b(s_q, warp_d);
-        multiply<kDim / kStep>(p, a, b);
-      }
-      // [GEMM 2] dP' = V dO'.
-      set_zero(ds);
-      if constexpr (kNeedsDs) {
-        const RowMajorA<kRowV> a(s_v, warp_key);
-        const ColumnMajorB<kRowV, kWarpsQ> b(s_do, warp_d);
-        multiply<kDimV / kStep>(ds, a, b);
-      }
-
-      // [3] P' = exp(S' - lse), [4] dS' = P' * (dP' - delta).
-      {
-        const Weights weights(params, batch, current.head, key_stop);
-        const RowReductionGradients reductions(params, batch, current.head);
-        const Dropout dropout(params, batch, current.head);
-        const Real kept_scale = kept_scale_of(params);
-        const bool masked = current.needs_mask(tiles);
-        const int lane_key = first_key + warp_key + fragment_row();
-        const int lane_query = first_row + fragment_column();
-        const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
-        const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
-        weights.hide_products(p, masked, row_of, key_of);
-        const auto recompute_p = [&](auto by_row_sum) __attribute__((always_inline)) {
-          [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
-          const RowSum* row_sums = row_sums_of(params, batch, current.head);
-#pragma unroll
-          for (int n = 0; n < kQueryTiles; ++n) {
-            Real stats[4];
-            load_own(n, stats);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) {
-              if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const int row = row_of(n, i), key = key_of(m, i);
-                const bool keeps = !kHasDropout || kept[m].keeps(n, i);
-                Real& x = p[m][n][i];
-                Real derivative;
-                if (by_row_sum)
-                  x = weights.of_hidden(x, row, key, masked, row_sums[row], derivative);
-                else
-                  x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
-                Real& of_score = ds[m][n][i];
-                of_score =
-                    gradient_of(x, of_score, keeps, kept_scale, reductions.delta_of(stats[i % 2 * 2 + 1], x, row));
-                of_score = reductions.with_max(of_score, row, key) * derivative;
-                x = keeps ? x : 0;
-              }
-            }
-          }
-        };
-        // One body of code serves both where products are scores but for their factor.
-        if (large) {
-          if constexpr (!kScaleInExponent) {
-            recompute_p(Constant<true>{});
-          } else {
-            const RelativeScores relative(weights.exponent_scale);
-            const RowSum* row_sums = row_sums_of(params, batch, current.head);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-              for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
-          }
-        }
-        if (kScaleInExponent || !large) recompute_p(Constant<false>{});
-      }
+      own.multiply_scores(s, p, ds);
+      own.make_p_and_ds(current, tiles, first_row, s, large, p, ds);
     }
+    own.add_to_dk_and_dv(s, s_ds, s_p, has_queries, p, ds, dk, dv);
 
-    // [GEMM 5] dV += P' dO, [GEMM 6] dK += dS' Q.
-    const RowMajorB<kRowV, kWarpsD> operand_do(s_do, warp_d);
-    const RowMajorB<kRow, kWarpsD> operand_q(s_q, warp_d);
-    const auto one = [](int, int) { return 1.0f; };
-    if constexpr (kOwnOperands) {
-      if constexpr (kNeedsDv)
-        add_product<kBlockM / kStep>(dv, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); }, operand_do);
-      if constexpr (kDqByReduction) store_fragments<Order::kPlain, kRowS, 1>(s_ds_now, warp_key, 0, ds, one);
-      if constexpr (kNeedsDk)
-        add_product<kBlockM / kStep>(dk, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, operand_q);
-    } else {
-      if (has_queries) {
-        if constexpr (kNeedsDv) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_p, warp_key, warp_d, p, one);
-        if constexpr (kNeedsDs) store_fragments<Order::kPlain, kRowS, kWarpsQ>(s_ds_now, warp_key, warp_d, ds, one);
-      }
-      ptx::sync_block();
-      const RowMajorA<kRowS> a_p(s_p, warp_key), a_ds(s_ds_now, warp_key);
-      if constexpr (kNeedsDv) add_product<kBlockM / kStep>(dv, a_p, operand_do);
-      if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
-    }
-
-    // [GEMM 7] dQ += dS K. With kOwnOperands, its dS is complete after the barrier that also ends the use of this
-    // stage; otherwise it is complete already.
+    // [GEMM 7]. With kOwnOperands, its dS is complete after the barrier that also ends the use of this stage; otherwise
+    // it is complete already.
     const auto add_dq = [&]() {
       if constexpr (kDqByReduction) {
         Real dq[kDqMTiles][kDqNTiles][4];
-        multiply_dq(dq, s_ds_now, s_k);
-        add_to_dq(params, row_tile(current), dq);
+        own.multiply_dq(s_ds, dq);
+        add_to_dq(params, m_tile_of(params, num_m_blocks, batch, current.head, current.m_block), dq);
       }
     };
     if constexpr (!kOwnOperands) add_dq();
@@ -306,9 +331,9 @@ CUFLASH_DEVICE void backward(const Params& params) {
     Real* partials = partials_at(params, first_partial_of(params, num_n_blocks, batch, head_kv, n_block) + split,
                                  ptx::thread_index());
     leave_partials(partials, dk, dv);
-    return;
+  } else {
+    store_gradients(params, batch, head_kv, first_key, warp_key, warp_d, dk, dv);
   }
-  store_gradients(params, batch, head_kv, first_key, warp_key, warp_d, dk, dv);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward)
