@@ -17,6 +17,7 @@ EVIDENCE = (
     *("memory", "memory-second", "traffic", "training", "pathfinder", "rounding", "streamed", "logsumexp", "ranks"),
     "frameworks",
     "first-call",
+    "reductions",
 )
 
 # Arguments of `run` by where they are kept, of suites of times and of those of other evidence.
@@ -146,22 +147,23 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .evidence import draw_all, parts, sections
-    from .report import plot, readme_part, runs, section, update
+    from .evidence import draw_all, page_sections, sections
+    from .report import plot, readme_section, runs, section, update
 
     try:
         texts = {
-            (args.readme, ""): readme_part(args.results),
+            (args.readme, ""): readme_section(args.results),
             (args.page, ""): section(args.results, args.page),
             (args.page, "frameworks"): sections("frameworks", args.results, args.page),
             (args.page, "first-call"): sections("first-call", args.results, args.page),
             (args.page, "logsumexp"): sections("logsumexp", args.results, args.page),
+            (args.page, "reductions"): sections("reductions", args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),
             (args.ranks, ""): sections("ranks", args.results, args.ranks),
             (args.streamed, ""): sections("streamed", args.results, args.streamed),
             (args.second, ""): sections("memory-second", args.results, args.second),
-            **{(args.evidence, name): text for name, text in parts(args.results, args.evidence).items()},
+            **{(args.evidence, name): text for name, text in page_sections(args.results, args.evidence).items()},
         }
         if args.print:
             print(*filter(None, texts.values()), sep="\n\n")
@@ -169,7 +171,7 @@ def _report(args: argparse.Namespace) -> int:
         for records in runs(args.results).values():
             plot(records, args.results)
         draw_all(args.results)
-        changed = [path for (path, part), text in texts.items() if text and update(path, text, part)]
+        changed = [path for (path, name), text in texts.items() if text and update(path, text, name)]
         for path in dict.fromkeys(changed):
             print(f"updated {path}")
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from cuflash.testing import reference, reference_tangents
 from .cases import PASSES, Case
 from .inputs import RANDOM, Inputs, problem_of
 
-_PARTS = {"double_backward": ("jvp", "backward_jvp")}  # passes whose results another one gives together
+_GIVEN_TOGETHER = {"double_backward": ("jvp", "backward_jvp")}  # passes whose results another one gives together
 ROWS_AT_ONCE = 2048  # of one head: float64 scores of 16384 keys take 256 MB
 RESULTS = {
     "forward": ("out",),
@@ -57,7 +57,7 @@ class Check:
         epsilon = float(finfo(numpy_dtype(case.dtype)).eps)
         self.exact: dict[str, list[Any]] = {}  # by name of the result, of each group
         self.allowed: dict[str, tuple[float, float]] = {}  # likewise, the formula's error and a unit in the last place
-        for pass_ in dict.fromkeys(part for x in passes for part in _PARTS.get(x, (x,))):
+        for pass_ in dict.fromkeys(one for x in passes for one in _GIVEN_TOGETHER.get(x, (x,))):
             plain = self._by_formula(pass_, inputs, case.dtype)
             for name, exact in self._by_formula(pass_, inputs, precise).items():
                 self.exact[name] = exact

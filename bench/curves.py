@@ -105,12 +105,14 @@ class Images:
 
 def make_images(drawing: Drawing, count: int, seed: int | tuple[int, ...]) -> Images:
     """So many images; the same ones for the same seed."""
-    rng, parts, found = np.random.default_rng(seed), [], 0
+    rng, found_images, found = np.random.default_rng(seed), [], 0
     at_once = max(2 * count, LEAST // drawing.side**2 + 1)
     while found < count:
-        parts.append(_candidates(drawing, at_once, rng))
-        found += len(parts[-1].linked)
-    fields = (np.concatenate([getattr(part, name) for part in parts])[:count] for name in Images.__annotations__)
+        found_images.append(_candidates(drawing, at_once, rng))
+        found += len(found_images[-1].linked)
+    fields = (
+        np.concatenate([getattr(images, name) for images in found_images])[:count] for name in Images.__annotations__
+    )
     return Images(*fields)
 
 
@@ -179,8 +181,8 @@ def _place(drawing: Drawing, blocked: Array, length: int, rng: np.random.Generat
 
 def _draw(drawing: Drawing, onto: Array, points: Array, rows: Array) -> None:
     """The dashes of a curve in each of the images `rows`."""
-    place = np.arange(points.shape[1]) % (STEPS * (drawing.dash + drawing.gap))
-    on = points[:, place <= STEPS * (drawing.dash - 1)]
+    offset = np.arange(points.shape[1]) % (STEPS * (drawing.dash + drawing.gap))
+    on = points[:, offset <= STEPS * (drawing.dash - 1)]
     onto[rows[:, None], on[..., 0], on[..., 1]] = True
 
 

@@ -16,19 +16,21 @@ from . import (
     memory,
     pathfinder,
     ranks,
+    reductions,
     report,
     rounding,
     streamed,
     traffic,
     training,
 )
+from .logsumexp import Machine
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
 
 Write = Callable[..., None]
 KINDS = ("gpu", "cpu")
-PARTS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
+PAGE_SECTIONS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the page of all evidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,17 @@ EVIDENCE = {
         draw=logsumexp.draw,
         page="performance.md",
     ),
+    "reductions": Evidence(
+        about="logsumexp without values and reductions of the weights, in milliseconds and as multiples of the pass or "
+        "of the matrix products that they belong to",
+        backends=("gpu", "cpu"),
+        measure=lambda backend, write, scale: reductions.measure(
+            write, Machine.of(backend), reductions.CASES[backend], reductions.CLASSES[backend]
+        ),
+        markdown=reductions.markdown,
+        draw=None,
+        page="performance.md",
+    ),
     "ranks": Evidence(
         about="sequences over devices of a host, compared with the whole problem on one of them",
         backends=("gpu",),
@@ -205,11 +218,11 @@ def sections(name: str, results: Path, page: Path) -> str:
     return "\n\n".join(found)
 
 
-def parts(results: Path, page: Path) -> dict[str, str]:
+def page_sections(results: Path, page: Path) -> dict[str, str]:
     """The generated parts of the page of all evidence, by their names."""
     of_times = {name: report.of_suite(x, results, page) for name, x in report.runs(results).items()}
     found = {}
-    for name in PARTS:
+    for name in PAGE_SECTIONS:
         if name in EVIDENCE and EVIDENCE[name].page == page.name:
             found[name] = sections(name, results, page)
         elif name in EVIDENCE:

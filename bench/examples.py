@@ -24,16 +24,16 @@ MOST_KEYS = 2**20
 Names = dict[str, Any]
 
 
-def blocks(text: str, kinds: Collection[str] = ("python",)) -> list[str]:
-    """The code of a page whose fence is of one of these kinds, in order."""
+def blocks(text: str, languages: Collection[str] = ("python",)) -> list[str]:
+    """The code of a page whose fence is of one of these languages, in order."""
     found = re.findall(r"^```([^\n]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [code for kind, code in found if kind in kinds]
+    return [code for language, code in found if language in languages]
 
 
-def run_page(name: str, library: str = "numpy", kinds: Collection[str] = ("python",)) -> Names:
+def run_page(name: str, library: str = "numpy", languages: Collection[str] = ("python",)) -> Names:
     """What is defined once a page has run on the arrays of NumPy or CuPy."""
     names: Names = {"__name__": "example"}
-    for code in blocks((FOLDER / f"{name}.md").read_text(), kinds):
+    for code in blocks((FOLDER / f"{name}.md").read_text(), languages):
         exec(compile(code.replace("xp = np ", f"import {library} as xp "), f"{name}.md", "exec"), names)
     return names
 
@@ -240,13 +240,13 @@ def _cross_entropy(plt: Any, names: Names) -> Any:
 def _where(plt: Any, names: Names) -> Any:
     figure, axes = plt.subplots(2, 2, sharex=True, sharey="col", figsize=(6.5, 4))
     for n, ((left, right), (entropy, received)) in enumerate(zip(axes, names["trained"](400), strict=True)):
-        places = np.arange(1, entropy.shape[2] + 1)
-        equal = np.cumsum(1 / places[::-1])[::-1]  # of each query, 1 / its position
-        left.plot(places, entropy.mean(axis=0).T, color=ACCENT, linewidth=1)
-        left.plot(places, np.log(places), color=MUTED, linestyle="--", linewidth=1)
+        positions = np.arange(1, entropy.shape[2] + 1)
+        equal = np.cumsum(1 / positions[::-1])[::-1]  # of each query, 1 / its position
+        left.plot(positions, entropy.mean(axis=0).T, color=ACCENT, linewidth=1)
+        left.plot(positions, np.log(positions), color=MUTED, linestyle="--", linewidth=1)
         left.set(ylabel=f"block {n}")
-        right.semilogy(places, received.mean(axis=0).T, color=ACCENT, linewidth=1)
-        right.semilogy(places, equal, color=MUTED, linestyle="--", linewidth=1)
+        right.semilogy(positions, received.mean(axis=0).T, color=ACCENT, linewidth=1)
+        right.semilogy(positions, equal, color=MUTED, linestyle="--", linewidth=1)
     axes[0, 0].set(title="entropy of each head")
     axes[0, 1].set(title="attention that a key receives")
     for axis in axes[1]:
@@ -278,7 +278,7 @@ PICTURES: dict[str, Callable[[Any, Names], Any]] = {
     "where": _where,
     "frameworks": _frameworks,
 }
-KINDS = ("python", "python torch", "python jax")
+LANGUAGES = ("python", "python torch", "python jax")
 
 
 def draw(pages: Collection[str]) -> None:
@@ -294,7 +294,7 @@ def draw(pages: Collection[str]) -> None:
     with Bar("draw", total=len(pages or PICTURES)) as bar:
         for name in pages or PICTURES:
             with plt.rc_context(RC):
-                figure = PICTURES[name](plt, run_page(name, kinds=KINDS))
+                figure = PICTURES[name](plt, run_page(name, languages=LANGUAGES))
                 figure.set_layout_engine("constrained")
                 figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
                 plt.close(figure)

@@ -194,8 +194,8 @@ def _scipy(points: Points) -> Call:
 
     def call() -> tuple[Any]:
         blocks = (points.x[first : first + rows] for first in range(0, case.rows, rows))
-        parts = [logsumexp(scale * cdist(block, points.y, "sqeuclidean"), axis=1) for block in blocks]
-        return (np.concatenate(parts) - _log_norm(case),)
+        values = [logsumexp(scale * cdist(block, points.y, "sqeuclidean"), axis=1) for block in blocks]
+        return (np.concatenate(values) - _log_norm(case),)
 
     return call
 
@@ -354,10 +354,10 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
     with plt.rc_context(RC):
         figure, axis = plt.subplots(figsize=(7, 0.6 + 0.22 * len(rows)), layout="constrained")
         colours = [COLOURS["cuflash"] if row["contender"].startswith("cuflash") else "#999999" for row in rows]
-        places = np.arange(len(rows))
-        axis.barh(places, [_rate(row) for row in rows], height=0.7, color=colours)
+        positions = np.arange(len(rows))
+        axis.barh(positions, [_rate(row) for row in rows], height=0.7, color=colours)
         axis.set(xscale="log", xlabel="10^9 pairs/s")
-        axis.set_yticks(places, [f"{row['case']}, {row['contender']}" for row in rows])
+        axis.set_yticks(positions, [f"{row['case']}, {row['contender']}" for row in rows])
         axis.grid(axis="x", alpha=0.3)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

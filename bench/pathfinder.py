@@ -1,6 +1,6 @@
 """The Pathfinder task (`curves`), learnt by an encoder made of the layers of docs/training.md, at growing lengths.
 
-Every pixel is a token. Its embedding is a linear map of what is drawn around it and of its place; the answer is the
+Every pixel is a token. Its embedding is a linear map of what is drawn around it and of its position; the answer is the
 mean over the pixels that are drawn. In training a second output says of each drawn pixel whether its curve has a mark,
 and a third whether it has both. Each length begins with the parameters that the one before has learnt.
 """
@@ -33,7 +33,7 @@ from .training import PAGE, milliseconds
 
 TILE = 8, 16  # rows and columns of pixels that are neighbours among tokens: a block of 128
 AROUND = 3  # cells on each side of a token that it sees
-PERIODS = 2.0 ** np.arange(2, 9)  # in units of 1 / 32 of the side, of the sines and cosines of a place
+PERIODS = 2.0 ** np.arange(2, 9)  # in units of 1 / 32 of the side, of the sines and cosines of a position
 RANGES = 1.0, 2.0, 4.0, 8.0  # of the heads, standard deviations in units of 1 / 32 of the side
 DRAWN = 8.0  # what is added to the scores of keys that are drawn
 BATCH = 64
@@ -63,11 +63,11 @@ class Task:
     def drawing(self) -> Drawing:
         return Drawing(self.side, self.dashes, self.distractors)
 
-    def lesson(self, part: float, is_first: bool) -> Drawing:
+    def lesson(self, progress: float, is_first: bool) -> Drawing:
         """What is drawn when such a part of the time has gone: short curves and few at first, unless a task was learnt
         before."""
         for until, missing, distractors in LESSONS if is_first else ():
-            if part < until:
+            if progress < until:
                 return Drawing(self.side, max(3, self.dashes - missing), distractors)
         return self.drawing
 
@@ -113,8 +113,8 @@ STUDIES = {
 def order(side: int) -> np.ndarray:
     """Rows and columns (tokens, 2) of pixels, tile by tile."""
     rows, columns = TILE
-    place = np.arange(side * side).reshape(side // rows, rows, side // columns, columns).swapaxes(1, 2).ravel()
-    return np.stack(np.divmod(place, side), axis=1)
+    position = np.arange(side * side).reshape(side // rows, rows, side // columns, columns).swapaxes(1, 2).ravel()
+    return np.stack(np.divmod(position, side), axis=1)
 
 
 def neighbourhoods(side: int) -> BlockMask:
@@ -128,7 +128,7 @@ def neighbourhoods(side: int) -> BlockMask:
 
 @functools.cache
 def waves(xp: Any, side: int, dtype: Any) -> Any:
-    """Sines and cosines of the places of tokens, (tokens, numbers)."""
+    """Sines and cosines of the positions of tokens, (tokens, numbers)."""
     angles = 2 * np.pi * order(side)[:, :, None] * 32 / side / PERIODS
     return xp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(side * side, -1), dtype)
 
@@ -149,9 +149,9 @@ def features(xp: Any, pixels: Any, dtype: Any = np.float32) -> Any:
         run *= 2
     shifts = range(0, (2 * AROUND + 1) * size, size)
     around = xp.stack([cells[:, y : y + side, x : x + side] for y in shifts for x in shifts], axis=-1)
-    of_places = waves(xp, side, np.dtype(dtype))
-    parts = [around[:, rows, columns], xp.broadcast_to(of_places, (count, *of_places.shape))]
-    return xp.concatenate([*parts, pixels[:, rows, columns, None]], axis=-1)
+    of_positions = waves(xp, side, np.dtype(dtype))
+    features = [around[:, rows, columns], xp.broadcast_to(of_positions, (count, *of_positions.shape))]
+    return xp.concatenate([*features, pixels[:, rows, columns, None]], axis=-1)
 
 
 NUMBERS = (2 * AROUND + 1) ** 2 + 4 * len(PERIODS) + 1  # of the features of a token
@@ -161,9 +161,9 @@ class Near:
     """Attention whose weights fall off with the distance of two pixels as a Gaussian does, one for each head, and are
     larger by a factor of exp(`DRAWN`) for pixels that are drawn.
 
-    Of the square of the distance, what the softmax does not see left out, remains the product of two places and the
+    Of the square of the distance, what the softmax does not see left out, remains the product of two positions and the
     square of one. With the factor these take five numbers of each query and key, which bfloat16 holds without rounding:
-    places are integers below 256, squares are two such numbers, and all factors are powers of two. `drawn` (images,
+    positions are integers below 256, squares are two such numbers, and all factors are powers of two. `drawn` (images,
     tokens) has to be set before a call. What is learnt of queries and keys counts by 1 / head_dim, not by
     its root: with the root, training came off its way again and again.
     """
@@ -172,18 +172,18 @@ class Near:
         xp = names["xp"]
         masks = {"block_mask": xp.asarray(neighbourhoods(side))} if masked else {}
         self.inner = names["Cuflash"](dtype, causal=False, **masks)
-        self.q, self.k = (xp.asarray(x, np.float32) for x in self.places(side, head_dim))
+        self.q, self.k = (xp.asarray(x, np.float32) for x in self.positions(side, head_dim))
         self.scale = head_dim**-0.5  # besides that of attention
         self.drawn: Any = 0
 
     @staticmethod
-    def places(side: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    def positions(side: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         """The last numbers of queries (tokens, heads, 5), and those of keys before `drawn`, (tokens, 1, 4)."""
-        place = order(side) - side // 2
-        high, low = np.divmod((place**2).sum(axis=1), 256)
-        k = np.column_stack([place, -128 * high, -low / 2])
+        position = order(side) - side // 2
+        high, low = np.divmod((position**2).sum(axis=1), 256)
+        k = np.column_stack([position, -128 * high, -low / 2])
         factors = (32 / side / np.array(RANGES)) ** 2
-        q = np.column_stack([place, np.ones_like(place)])[:, None] * factors[:, None]
+        q = np.column_stack([position, np.ones_like(position)])[:, None] * factors[:, None]
         bonus = np.full((*q.shape[:2], 1), DRAWN)
         return head_dim**0.5 * np.concatenate([q, bonus], axis=2), k[:, None]
 
@@ -223,8 +223,8 @@ def loss_and_gradients(names: Names, p: Names, images: Images, attention: Any) -
     """Cross entropies of the answers and of the outputs for pixels, how many answers are right, gradients."""
     xp = names["xp"]
     answer, outputs, (at, n, saved, fraction) = answers(names, p, images.pixels, attention)
-    linked, places = xp.asarray(images.linked), order(images.pixels.shape[1])
-    marked = xp.asarray(images.marked[:, places[:, 0], places[:, 1]])
+    linked, positions = xp.asarray(images.linked), order(images.pixels.shape[1])
+    marked = xp.asarray(images.marked[:, positions[:, 0], positions[:, 1]])
     outputs = xp.concatenate([xp.broadcast_to(answer[:, None, None], (*fraction.shape, 1)), outputs[..., 1:]], axis=-1)
     truth = xp.stack([xp.broadcast_to(linked[:, None], fraction.shape), marked, marked & linked[:, None]], axis=-1)
     weight = fraction[..., None] / len(answer)
@@ -293,13 +293,13 @@ def learn(
     start, state, log, step = math.inf, names["zeros_of"](p), [], 0
     right, seen = names["xp"].zeros(()), 0
 
-    def part() -> float:
+    def progress() -> float:
         return max((time.perf_counter() - start) / task.seconds, step / task.most_steps, 0.0)
 
-    for images in supply.batches(lambda: task.lesson(part(), is_first), task.batch):
+    for images in supply.batches(lambda: task.lesson(progress(), is_first), task.batch):
         step += 1
         loss, count, g = loss_and_gradients(names, p, images, attention)
-        now = rate * max(0.05, 1 - part()) * min(1, step / WARM_UP)
+        now = rate * max(0.05, 1 - progress()) * min(1, step / WARM_UP)
         names["update"](p, clipped(names, g), state, step, now)
         right, seen = right + count, seen + task.batch
         if step % LOGGED == 0 or step == 1:
@@ -308,7 +308,7 @@ def learn(
                 start = time.perf_counter()
             log.append([time.perf_counter() - start, *shown])
             right, seen = 0 * right, 0
-            if part() >= 1:
+            if progress() >= 1:
                 break
     return log, step * task.batch
 

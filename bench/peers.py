@@ -178,12 +178,12 @@ def cuflash_limited(case: Case, inputs: Inputs, *, instructions: str) -> Contend
 
     def limited(call: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
         def run() -> tuple[Any, ...]:
-            usual = core.SKIPPED_KINDS
-            core.SKIPPED_KINDS = skipped
+            usual = core.SKIPPED_INSTRUCTION_SETS
+            core.SKIPPED_INSTRUCTION_SETS = skipped
             try:
                 return call()
             finally:
-                core.SKIPPED_KINDS = usual
+                core.SKIPPED_INSTRUCTION_SETS = usual
 
         return run
 

@@ -34,13 +34,13 @@ def cudnn(case: Case, inputs: Inputs) -> Contender:
     from cuflash import quantize
     from cuflash.arrays.fp8 import decode, float8_dtype
 
-    kinds = library.data_type
+    data_types = library.data_type
     handle = library.create_handle()
     library.set_stream(handle=handle, stream=xp.cuda.get_current_stream().ptr)
     graph = library.pygraph(
-        io_data_type=kinds.FP8_E4M3,
-        intermediate_data_type=kinds.FLOAT,
-        compute_data_type=kinds.FLOAT,
+        io_data_type=data_types.FP8_E4M3,
+        intermediate_data_type=data_types.FLOAT,
+        compute_data_type=data_types.FLOAT,
         handle=handle,
     )
     memory: dict[Any, Any] = {}  # of the tensors of the graph
@@ -49,7 +49,7 @@ def cudnn(case: Case, inputs: Inputs) -> Contender:
         quantized = quantize(getattr(inputs, name), per="tensor")
         bits = quantized.array.bits
         operands[name] = graph.tensor(
-            name=name, dim=list(bits.shape), stride=list(bits.strides), data_type=kinds.FP8_E4M3
+            name=name, dim=list(bits.shape), stride=list(bits.strides), data_type=data_types.FP8_E4M3
         )
         memory[operands[name]] = bits
         numbers[f"descale_{name}"] = quantized.scale
@@ -57,17 +57,17 @@ def cudnn(case: Case, inputs: Inputs) -> Contender:
     numbers |= {"descale_s": xp.float32(1 / LARGEST), "scale_s": xp.float32(LARGEST), "scale_o": out_scale}
     one = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
     for name, number in numbers.items():
-        operands[name] = graph.tensor(name=name, **one, data_type=kinds.FLOAT)
+        operands[name] = graph.tensor(name=name, **one, data_type=data_types.FLOAT)
         memory[operands[name]] = xp.asarray(number, "float32").reshape(1, 1, 1, 1)
     causal = {"use_causal_mask": True} if case.causal else {}
     out, _, *largest = graph.sdpa_fp8(
         **operands, attn_scale=case.head_dim**-0.5, generate_stats=False, **causal, name="attention"
     )
     bits = xp.full(case.out_shape, 0xFF, "uint8")
-    out.set_output(True).set_dim(list(bits.shape)).set_stride(list(bits.strides)).set_data_type(kinds.FP8_E4M3)
+    out.set_output(True).set_dim(list(bits.shape)).set_stride(list(bits.strides)).set_data_type(data_types.FP8_E4M3)
     memory[out] = bits
     for tensor in largest:
-        tensor.set_output(True).set_dim(one["dim"]).set_stride(one["stride"]).set_data_type(kinds.FLOAT)
+        tensor.set_output(True).set_dim(one["dim"]).set_stride(one["stride"]).set_data_type(data_types.FLOAT)
         memory[tensor] = xp.empty((1, 1, 1, 1), "float32")
     graph.validate()
     graph.build_operation_graph()

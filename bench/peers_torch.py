@@ -252,7 +252,7 @@ def _indexed(array: Any, axes: str) -> Callable[..., Any]:
     """An element of a broadcast array, of which `axes` are those that it has."""
     kept = [at for at, axis in enumerate("bhqk") if axis in axes]
     own = array.reshape([array.shape[at] for at in kept])
-    return lambda *place: own[tuple([place[at] for at in kept])]
+    return lambda *index: own[tuple([index[at] for at in kept])]
 
 
 def fa3_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:

@@ -220,9 +220,9 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
         figure, axis = plt.subplots(figsize=(7, 0.8 + 0.4 * len(rows)), layout="constrained")
         ways = _ways(rows)
         for number, way in enumerate(ways):
-            places = [i + (number - (len(ways) - 1) / 2) * 0.8 / len(ways) for i in range(len(rows))]
+            positions = [i + (number - (len(ways) - 1) / 2) * 0.8 / len(ways) for i in range(len(rows))]
             speedups = [row["us"][ONE] / row["us"].get(way, np.nan) for row in rows]
-            axis.barh(places, speedups, height=0.8 / len(ways), label=way)
+            axis.barh(positions, speedups, height=0.8 / len(ways), label=way)
         axis.set_yticks(range(len(rows)), [f"{row['case']}, {row['pass']}, {row['ranks']} ranks" for row in rows])
         axis.invert_yaxis()
         for count in {row["ranks"] for row in rows}:

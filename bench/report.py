@@ -401,7 +401,7 @@ def _draw(axis: Any, table: Table, cases: dict[int, str], pass_: str) -> None:
         ]
         if not found:
             continue
-        places = [at for at, _ in found]
+        positions = [at for at, _ in found]
         values = [table.value(cell["case"], contender, pass_) or 0.0 for _, cell in found]
         spread = [
             [v - v * c["median_us"] / c["p90_us"] for v, (_, c) in zip(values, found, strict=True)],
@@ -409,7 +409,7 @@ def _draw(axis: Any, table: Table, cases: dict[int, str], pass_: str) -> None:
         ]
         width = 2.2 if contender == "cuflash" else 1.2
         axis.errorbar(
-            places,
+            positions,
             values,
             yerr=spread,
             marker="o",
@@ -502,7 +502,7 @@ def _name(suite: str, run: Record) -> str:
     return f"{suite}_{_cores(run)}".replace(" ", "_") if run["kind"] == "cpu" else suite
 
 
-def readme_part(results: Path) -> str:
+def readme_section(results: Path) -> str:
     """The generated part of the README; "" without a run of its suite. Its plots are in the page on performance."""
     records = runs(results).get(HEADLINE_SUITE)
     return "" if records is None else headline(records)
@@ -521,16 +521,16 @@ def pictures_of(records: Sequence[Record], results: Path, page: Path) -> list[st
 
 def section(results: Path, page: Path) -> str:
     """The generated part of the page on performance: tables of every run, and the plots."""
-    parts = []
+    sections = []
     for name, records in runs(results).items():
         if name not in IN_TIME:
-            parts.append(f"### {name.replace('_', ' ')}\n\n{of_suite(records, results, page)}")
+            sections.append(f"### {name.replace('_', ' ')}\n\n{of_suite(records, results, page)}")
     path = results / ACCURACY
     if path.exists():
-        parts.append(f"### accuracy\n\n{accuracy(load(path))}")
-    if not parts:
+        sections.append(f"### accuracy\n\n{accuracy(load(path))}")
+    if not sections:
         raise ValueError(f"results: got {results}, expected a folder with the JSON lines of a run")
-    return "\n\n".join(parts)
+    return "\n\n".join(sections)
 
 
 def relative(path: Path, start: Path) -> str:
@@ -538,17 +538,17 @@ def relative(path: Path, start: Path) -> str:
     return os.path.relpath(path.resolve(), start.resolve())
 
 
-def begin_of(part: str = "") -> str:
-    """The comment after which a generated part of a page begins; a page of several parts names them."""
-    return BEGIN.replace(" -->", f" {part} -->") if part else BEGIN
+def begin_of(name: str = "") -> str:
+    """The comment after which a generated section of a page begins, by its name if there are several."""
+    return BEGIN.replace(" -->", f" {name} -->") if name else BEGIN
 
 
-def update(page: Path, text: str, part: str = "") -> bool:
-    """Put `text` between the marker comments of a part of `page`; returns whether the file changed.
+def update(page: Path, text: str, name: str = "") -> bool:
+    """Put `text` between the marker comments of a section of `page`; returns whether the file changed.
 
     Raises ValueError where the markers are missing or out of order.
     """
-    old, mark = page.read_text(), begin_of(part)
+    old, mark = page.read_text(), begin_of(name)
     begin = old.find(mark)
     end = old.find(END, begin)
     following = old.find(begin_of("").removesuffix(" -->"), begin + 1)

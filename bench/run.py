@@ -118,7 +118,7 @@ def choose_cases(suite: Suite, match: str) -> list[Case]:
     return cases
 
 
-def _failure(error: Exception) -> Record:
+def failure_of(error: Exception) -> Record:
     """Status and reason of a contender that did not run, the reason short enough for a table."""
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, Absent):
@@ -167,7 +167,7 @@ def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str,
         try:
             contenders[name] = ADAPTERS[name](case, inputs)
         except Exception as error:  # a peer may refuse with any type; the reason goes into the record
-            refusals[name] = _failure(error)
+            refusals[name] = failure_of(error)
     return contenders, refusals
 
 
@@ -187,7 +187,7 @@ def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Ben
             try:
                 found[name] = _check(contender, pass_, check)
             except Exception as error:
-                found[name] = _failure(error)
+                found[name] = failure_of(error)
             if found[name]["status"] == "ok":
                 calls[name] = contender.calls[pass_]
         waits = {name: wait for name, contender in contenders.items() if (wait := contender.wait)}

@@ -38,7 +38,7 @@ CASES = (
 MOST_PLANS = 6  # of a case and pass
 FORMULA = "plain formula"
 SEPARATOR = "end_of_one"  # a kernel between two plans
-NCU_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
+NCU_PATHS = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
 OF_NCU = (
     "--csv",
     "--page",
@@ -80,7 +80,7 @@ def parse(output: str) -> list[dict[str, float]]:
 
 def profiler() -> str | None:
     """Where ncu is."""
-    others = (path for pattern in NCU_PLACES for path in sorted(glob.glob(pattern), reverse=True))
+    others = (path for pattern in NCU_PATHS for path in sorted(glob.glob(pattern), reverse=True))
     return shutil.which("ncu") or next(others, None)
 
 

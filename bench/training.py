@@ -164,7 +164,7 @@ def markdown(records: Sequence[Record]) -> str:
     """Differences of curves, and the table of steps."""
     curves, found = [r for r in records if r["record"] == "curve"], differences(records)
     sizes = ", ".join(f"{name} {x}" for name, x in curves[0]["sizes"].items())
-    first, last = (curves[0]["losses"][place] for place in (0, -1))
+    first, last = (curves[0]["losses"][index] for index in (0, -1))
     lines = [
         f"Loss curves ({sizes}), from {first:.2f} to {last:.2f} nats a character; the loss on the text that was kept "
         "apart; and the largest difference of any step to the first curve:",

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import cuflash.testing as ct
@@ -37,7 +36,7 @@ def take_way(patch, way):
     if way == NUMPY[1]:
         patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
     else:
-        patch.setattr(core, "SKIPPED_KINDS", way)
+        patch.setattr(core, "SKIPPED_INSTRUCTION_SETS", way)
 
 
 @contextlib.contextmanager
@@ -59,18 +58,6 @@ def run(case, without=(), **replaced):
         gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **optional)
         results |= zip(need, gradients, strict=True)
     return results
-
-
-def judge(case, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    if "dq" in results:
-        ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
-
-
-def assert_same_bits(results, expected):
-    for name, x in expected.items():
-        x, y = (np.ascontiguousarray(value).reshape(-1) for value in (results[name], x))
-        assert np.array_equal(x.view(np.uint8), y.view(np.uint8)), name
 
 
 def much_work(patch):

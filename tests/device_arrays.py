@@ -54,10 +54,10 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out[0] if out else DeviceArray(result)
 
     def __getitem__(self, index: Any) -> DeviceArray:
-        place = _on_host(index if isinstance(index, tuple) else (index,))
-        if Ellipsis not in place:
-            place = (*place, ...)  # an array, also where one element is left, as every index of CuPy makes
-        return DeviceArray(self.values[place])
+        index = _on_host(index if isinstance(index, tuple) else (index,))
+        if Ellipsis not in index:
+            index = (*index, ...)  # an array, also where one element is left, as every index of CuPy makes
+        return DeviceArray(self.values[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.values[_on_host(index)] = _on_host(value)

@@ -18,11 +18,11 @@ import cuflash.testing as ct
 Arrays = dict[str, Any]
 OF_KEYS = ("k", "v", "dk", "dv", "tdk", "tdv")
 OF_HEADS = ("sinks", "alibi_slopes")
-PLACES = ("batch", "heads", "packed", "lengths", "pages")
+BATCHINGS = ("batch", "heads", "packed", "lengths", "pages")
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchedCall:
     """A call that has a sequence among others, and how to find the sequence in its results."""
 
     options: Arrays
@@ -71,25 +71,25 @@ class Sequences:
         wanted = [name for name, given in zip(OF_HEADS, (self.sinks, self.slopes), strict=True) if given]
         return {name: rng.random(heads).astype(wide) for name in wanted}
 
-    def place(self, name: str) -> Place:
+    def batched(self, name: str) -> BatchedCall:
         """The first sequence, alone or among others."""
         rng = np.random.default_rng(self.seed)
         heads, options = self.heads_kv * self.group, {"batch_invariant": True, **self.options}
         own, of_heads = self.rows(heads, self.heads_kv, self.lengths[0], rng), self.per_head(heads, rng)
         others = np.random.default_rng(self.seed + 1)
         if name == "alone":
-            return Place(options, own | of_heads)
+            return BatchedCall(options, own | of_heads)
         return getattr(self, f"_{name}")(options, own, of_heads, others)  # type: ignore[no-any-return]
 
-    def _batch(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> Place:
+    def _batch(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> BatchedCall:
         heads, size = len(own["q"]), int(rng.integers(2, 12))
         at = int(rng.integers(size))
         entries = [self.rows(heads, self.heads_kv, self.lengths[0], rng) for _ in range(size)]
         entries[at] = own
         arrays = {x: np.stack([entry[x] for entry in entries]) for x in own}
-        return Place(options, arrays | of_heads, lambda x, *_: x[at])
+        return BatchedCall(options, arrays | of_heads, lambda x, *_: x[at])
 
-    def _heads(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> Place:
+    def _heads(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> BatchedCall:
         before, after = (int(n) for n in rng.integers(0, 9, 2))
         first, last = (
             self.rows(n * self.group, n, self.lengths[0], rng) | self.per_head(n * self.group, rng)
@@ -101,9 +101,9 @@ class Sequences:
             group = 1 if of_kv_heads else self.group
             return x[before * group : (before + self.heads_kv) * group]
 
-        return Place(options, arrays, find)
+        return BatchedCall(options, arrays, find)
 
-    def _packed(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> Place:
+    def _packed(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> BatchedCall:
         heads, at = len(own["q"]), int(rng.integers(len(self.lengths)))
         lengths = [*self.lengths[1:]]
         lengths.insert(at, self.lengths[0])
@@ -117,7 +117,7 @@ class Sequences:
             first, stop = starts[at : at + 2, int(of_keys)]
             return x[:, first:stop]
 
-        return Place(options, arrays | of_heads, find)
+        return BatchedCall(options, arrays | of_heads, find)
 
     def _cache(self, own: Arrays, rng: Any) -> tuple[int, np.ndarray, list[Arrays]]:
         """Where the sequence is, how many keys each entry has, and the entries."""
@@ -129,7 +129,7 @@ class Sequences:
         entries[at] = own
         return at, counts, entries
 
-    def _lengths(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> Place:
+    def _lengths(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> BatchedCall:
         at, counts, entries = self._cache(own, rng)
         capacity = self.lengths[0][1] + self.capacity
 
@@ -147,9 +147,9 @@ class Sequences:
         def find(x: Any, of_kv_heads: bool, of_keys: bool) -> Any:
             return x[at][:, :keys] if of_keys else x[at]
 
-        return Place(options, arrays | of_heads | {"kv_lengths": counts.astype(np.int32)}, find)
+        return BatchedCall(options, arrays | of_heads | {"kv_lengths": counts.astype(np.int32)}, find)
 
-    def _pages(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> Place:
+    def _pages(self, options: Arrays, own: Arrays, of_heads: Arrays, rng: Any) -> BatchedCall:
         at, counts, entries = self._cache(own, rng)
         size, capacity = self.page_size, self.lengths[0][1] + self.capacity
         width = -(-capacity // size)
@@ -164,13 +164,13 @@ class Sequences:
                     pool[row[page], :, : keys.shape[1]] = keys
             arrays[name] = pool
         arrays |= {"block_table": table, "kv_lengths": counts.astype(np.int32)}
-        return Place(options, arrays | of_heads, lambda x, *_: x[at])
+        return BatchedCall(options, arrays | of_heads, lambda x, *_: x[at])
 
     @property
-    def places(self) -> tuple[str, ...]:
+    def batchings(self) -> tuple[str, ...]:
         """Those that have the sequence with the same diagonal: without causal, that of a longer cache is another."""
         moved = ("window" in self.options or self.slopes) and not self.options.get("causal")
-        return tuple(x for x in PLACES if x != "lengths" or not moved)
+        return tuple(x for x in BATCHINGS if x != "lengths" or not moved)
 
 
 @st.composite
@@ -242,16 +242,16 @@ def by_calls(options: Arrays, arrays: Arrays, passes: Sequence[str]) -> Arrays:
 
 
 def assert_invariant(
-    drawn: Sequences, passes: Sequence[str], compute: Compute = by_calls, places: Sequence[str] = PLACES
+    drawn: Sequences, passes: Sequence[str], compute: Compute = by_calls, batchings: Sequence[str] = BATCHINGS
 ) -> None:
-    """Hold the results of the first sequence in each of these places against those that it has alone."""
-    alone = drawn.place("alone")
+    """Hold the results of the first sequence in each of these batchings against those that it has alone."""
+    alone = drawn.batched("alone")
     expected = compute(alone.options, alone.arrays, passes)
-    for name in set(places) & set(drawn.places):
-        place = drawn.place(name)
+    for name in set(batchings) & set(drawn.batchings):
+        call = drawn.batched(name)
         served = [x for x in passes if x == "want"] if name == "pages" else passes  # pages have no backward pass
-        for result, x in compute(place.options, place.arrays, served).items():
-            own, of_alone = (np.ascontiguousarray(y) for y in (place.result(result, x), expected[result]))
+        for result, x in compute(call.options, call.arrays, served).items():
+            own, of_alone = (np.ascontiguousarray(y) for y in (call.result(result, x), expected[result]))
             assert (own.dtype, own.shape) == (of_alone.dtype, of_alone.shape)
             message = f"{result}, {name} and alone: {drawn}"
             np.testing.assert_array_equal(own.view(np.uint8), of_alone.view(np.uint8), err_msg=message)

@@ -12,6 +12,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
+from tests.judging import assert_within
 from tests.scored import Scored
 
 PAIR_OPTIONS = ("bias", "mask")
@@ -134,8 +135,7 @@ def judge(case: ct.Case | Scored, results: Mapping[str, Any]) -> None:
     """Hold results against the oracle."""
     if isinstance(case, Scored):
         judges = ct.yardsticks(case.problem, case.arrays, **case.random)
-        measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
-        assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+        assert_within(results, judges)
         return
     of_forward = {name: x for name, x in results.items() if name in ("out", "lse", *ROW_REDUCTIONS)}
     ct.assert_forward(case, **of_forward)

@@ -33,7 +33,8 @@ def is_chosen(name: str, one_in: int) -> bool:
     return rest == 0 and index % KEPT_ONE_IN == 1
 
 
-# Of functions that compile kernels, one in five of each file runs; but for these files, whose kernels are few or small.
+# Of functions that compile kernels, and of those that run emulated ones among other backends, one in five of each file
+# runs; but for these files, whose kernels are few or small.
 COMPILING = ("compile", "emulate")
 ALWAYS = ("tests/compile/test_plans.py::test_row",)  # the rows of the tables, a sample of which compiles
 SMALL = ("test_mutants", "test_emulator", "test_emulator_sm90", "test_conformance", "test_conformance_sm90")
@@ -42,7 +43,8 @@ SMALL = ("test_mutants", "test_emulator", "test_emulator_sm90", "test_conformanc
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """What runs with `--exhaustive` alone.
 
-    Of functions that compile kernels four of five of each file. Of tests marked ``one_in(n)``, all cases but a
+    Of functions that compile kernels four of five of each file, of other functions that have cases on emulated kernels
+    these cases of four of five. Of tests marked ``one_in(n)``, all cases but a
     twentieth of one in n, and at least one, of each function. Of tests marked ``one_of(name)``, all values of this
     argument but one, another one for each choice of the other arguments.
     """
@@ -72,17 +74,22 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def function_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    """The name of its function; with the word for emulated kernels where those are one backend of several."""
+    return item.nodeid.partition("[")[0] + (" emulated" if is_emulated(item) else "")
+
+
+def is_emulated(item: pytest.Item) -> bool:
+    return item.path.parent.name == "features" and "emulated " in item.nodeid
 
 
 def functions_kept(items: Sequence[pytest.Item]) -> set[str]:
     """The functions that run: of a file of some, one in five and at least one, by their names."""
-    files: dict[Path, set[str]] = {}
+    files: dict[tuple[Path, bool], set[str]] = {}
     for item in items:
-        files.setdefault(item.path, set()).add(function_of(item))
+        files.setdefault((item.path, is_emulated(item)), set()).add(function_of(item))
     kept: set[str] = set()
-    for path, functions in files.items():
-        compiles = path.parent.name in COMPILING and path.stem not in SMALL
+    for (path, emulated), functions in files.items():
+        compiles = emulated or (path.parent.name in COMPILING and path.stem not in SMALL)
         count = -(-len(functions) // 5) if compiles else len(functions)
         kept |= {*sorted(functions, key=lambda name: (name not in ALWAYS, zlib.crc32(name.encode())))[:count]}
     return kept

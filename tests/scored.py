@@ -168,10 +168,10 @@ class Functions:
         random = np.random.default_rng(number)
 
         def one(named: dict[str, Any], strategies: Sequence[Any], without: float) -> Callable[..., Any] | None:
-            kind = random.random()
-            if kind < without:
+            draw = random.random()
+            if draw < without:
                 return None
-            if kind < (1 + without) / 2:
+            if draw < (1 + without) / 2:
                 return expressions.drawn(strategies[int(random.integers(len(strategies)))], number)
             return named[sorted(named)[int(random.integers(len(named)))]]
 

@@ -53,11 +53,6 @@ class Imported(NamedTuple):
     arrays: dict[str, Any]
     from_dlpack: Callable[[Any], Any] | None  # of the caller's library; None: results stay NumPy or CuPy arrays
 
-    @property
-    def of_backend(self) -> dict[str, Any]:
-        """The arrays as a backend takes them: that of NumPy takes only those that are given."""
-        return {name: x for name, x in self.arrays.items() if x is not None or self.backend != "numpy"}
-
     def export(self, result: Any, given: Any) -> Any:
         """`result` as an array of the caller's library; `given`, if the caller gave one to write to."""
         if self.from_dlpack is None or (self.backend == "numpy" and given is not None):

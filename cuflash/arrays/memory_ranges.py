@@ -39,16 +39,16 @@ class Band(NamedTuple):
         """
         first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
 
-        def sees_all(keys: Span) -> bool:
+        def attend_to_all(keys: Span) -> bool:
             is_left = self.left is None or last - self.left <= keys[0]
             return not is_some(keys) or (is_left and (self.right is None or keys[1] <= first + self.right + 1))
 
-        cuts = [i for i, span in enumerate(spans) if not sees_all(span)]
+        cuts = [i for i, span in enumerate(spans) if not attend_to_all(span)]
         fixed = cuts[0] if cuts else 0
         start = spans[fixed][0] - sum(b - a for a, b in spans[:fixed])
         stop = start + sum(b - a for a, b in spans)
         moved = ((start, spans[fixed][0]), (spans[fixed][1], stop))
-        return (start, stop) if len(cuts) < 2 and all(map(sees_all, moved)) else None
+        return (start, stop) if len(cuts) < 2 and all(map(attend_to_all, moved)) else None
 
 
 def cut_evenly(length: int, pieces: int) -> list[Span]:

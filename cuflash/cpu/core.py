@@ -45,7 +45,7 @@ PATIENCE_NS = 20_000_000
 SLICE_MS = 50
 MOST_PREPARED = 64  # calls that are kept with one problem
 NO_BOUND = 2**40
-SKIPPED_KINDS = 0  # how many of the best kinds of instructions are not used, which tests change
+SKIPPED_INSTRUCTION_SETS = 0  # how many of the best instruction sets are not used, which tests change
 
 # Options that act on scores, as the core knows them: a problem with any other is not for it.
 KNOWN = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks")
@@ -222,7 +222,7 @@ def why_not(problem: Problem | None = None) -> str | None:
 def processor() -> str:
     """The instructions that the core uses here."""
     library = _load()
-    return "" if isinstance(library, str) else library.functions.cuflash_processor(SKIPPED_KINDS).decode()
+    return "" if isinstance(library, str) else library.functions.cuflash_processor(SKIPPED_INSTRUCTION_SETS).decode()
 
 
 def instruction_sets() -> dict[str, int]:
@@ -289,7 +289,7 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         pointers = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_disjoint, *random, pointers)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_INSTRUCTION_SETS, threads, are_disjoint, *random, pointers)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:

@@ -59,17 +59,17 @@ def run(
     pass_: Pass,
     seed: int | None,
     offset: int | None,
-    kind: type[Job] | None = None,
+    job_type: type[Job] | None = None,
 ) -> None:
-    """Compute a pass by jobs of a kind, as `cuflash.cpu.core.run` does."""
-    kind, random = kind or Job, (seed, offset)
+    """Compute a pass by jobs of a type, as `cuflash.cpu.core.run` does."""
+    job_type, random = job_type or Job, (seed, offset)
     given = {name: x for name, x in arrays.items() if x is not None}
     threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
     if not pass_.gives_gradients:
-        jobs.run(kind.forward, jobs_of(problem, given, random, kind), threads)
+        jobs.run(job_type.forward, jobs_of(problem, given, random, job_type), threads)
         return
     if "dout" not in given:
-        jobs.run(kind.find_row_sums, jobs_of(problem, given, random, kind), threads)
+        jobs.run(job_type.find_row_sums, jobs_of(problem, given, random, job_type), threads)
         return
     # Sums of tangents are named as those of the gradients whose tangents they are.
     named = {name: f"t{name}" if pass_.has_tangents else name for name in problem.gradients}
@@ -77,15 +77,15 @@ def run(
     given |= sums.of_rows
     if problem.is_packed:
         clear_gradients_of_no_sequence(problem, given)
-    backward = functools.partial(kind.backward, wanted=sums.wanted)
-    jobs.run(backward, jobs_of(problem, given, random, kind), threads, sums.add)
+    backward = functools.partial(job_type.backward, wanted=sums.wanted)
+    jobs.run(backward, jobs_of(problem, given, random, job_type), threads, sums.add)
     sums.write()
 
 
-def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, kind: type[AnyJob]) -> Iterator[AnyJob]:
+def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, job_type: type[AnyJob]) -> Iterator[AnyJob]:
     """The jobs of a call, in order."""
     for call in calls(problem, arrays, random):
-        yield from call.jobs(kind)
+        yield from call.jobs(job_type)
 
 
 def calls(problem: Problem, arrays: Mapping[str, Array], random: Random = (None, None)) -> Iterator[Call]:
@@ -177,7 +177,7 @@ class Call:
         pages = pool[self.block_table[entry, : -(-length // size)]]
         return pages.swapaxes(0, 1).reshape(1, pool.shape[1], len(pages) * size, *pool.shape[3:])
 
-    def jobs(self, kind: type[AnyJob]) -> Iterator[AnyJob]:
+    def jobs(self, job_type: type[AnyJob]) -> Iterator[AnyJob]:
         problem, group = self.problem, self.problem.group_size
         if not problem.batch * problem.num_heads * problem.seqlen_q:
             return
@@ -191,7 +191,7 @@ class Call:
         for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
             for heads in slices(problem.num_heads_kv, num_heads):
                 for rows in slices(problem.seqlen_q, num_rows):
-                    yield kind(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
+                    yield job_type(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
 
 
 class Tile(NamedTuple):
@@ -603,7 +603,9 @@ class JobGradients:
             slope, *derivatives = evaluate(nodes, inputs, call.score_args, job.dtype)
             for (name, load), derivative in zip(reads, derivatives, strict=True):
                 indices = evaluate(load.at.args, inputs, call.score_args, job.dtype)
-                own = sums_of_entries(call.score_args[name].shape, indices, ds * np.where(counts, derivative, 0))
+                own = sums_of_entries(
+                    entries(call.score_args[name].shape, indices), ds * np.where(counts, derivative, 0)
+                )
                 self.of_entries.append((name, *own))
             ds = ds * np.where(counts, slope, 0)
         return ds
@@ -680,11 +682,17 @@ def shown_blocks(
     return np.broadcast_to(always, shape) == 1, np.broadcast_to(sometimes, shape) == 1
 
 
-def sums_of_entries(shape: tuple[int, ...], indices: Sequence[Array], values: Array) -> tuple[Any, Array]:
-    """Which entries of an array, all of them counted, the indices name, and the sums of the values for each."""
-    flat: Any = np.zeros((1,) * values.ndim, np.int64)
+def entries(shape: tuple[int, ...], indices: Sequence[Array]) -> Array:
+    """The numbers of the entries of an array that the indices name, all of its entries counted."""
+    flat: Any = np.zeros((), np.int64)
     for index, length in zip(clamped(indices, shape), shape, strict=True):
         flat = flat * length + index
+    return np.asarray(flat)
+
+
+def sums_of_entries(named: Array, values: Array) -> tuple[Any, Array]:
+    """Which `entries` of an array are named, and the sums of the values for each."""
+    flat = named.reshape((1,) * (values.ndim - named.ndim) + named.shape)
     summed = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
     weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
     flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import fallback
-from cuflash.cpu.fallback import Job, JobGradients, OnlineSoftmax, Tile, derivative_by_softcap, sums_of_entries
+from cuflash.cpu.fallback import Job, JobGradients, OnlineSoftmax, Tile, derivative_by_softcap, entries, sums_of_entries
 from cuflash.cpu.gemm import product
 from cuflash.score_mod.evaluation import evaluate
 
@@ -246,10 +246,10 @@ class TangentGradients(JobGradients):
             for (name, load, _), derivative, tangent in zip(reads, others[::2], others[1::2], strict=True):
                 indices = evaluate(load.at.args, inputs, call.score_args, job.dtype)
                 shape = call.score_args[name].shape
-                own = sums_of_entries(shape, indices, tds * derivative + ds * tangent)
+                own = sums_of_entries(entries(shape, indices), tds * derivative + ds * tangent)
                 self.of_entries.append((name, *own))
             ds, tds = ds * slope, tds * slope + ds * moved
         return ds, tds
 
 
-run = functools.partial(fallback.run, kind=TangentJob)
+run = functools.partial(fallback.run, job_type=TangentJob)

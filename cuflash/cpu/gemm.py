@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,77 +18,69 @@ PRODUCT_BLOCK = 64  # rows and columns of a product
 PRODUCT_DEPTH = PRODUCT_LIMIT // PRODUCT_BLOCK**2
 
 
-class Products:
+class Products(NamedTuple):
     """The products of the rows q of a slice and the keys k, in the dtype of the softmax.
 
-    `scaled` has the products times `scale` as far as `write` has been called, `moved` the tangents of these, if
-    `tangents` has "tq", "tk" or "tscale".
+    q and k, and their tangents, have an axis for the heads that share keys. `scaled` has the products times `scale` as
+    far as `write` has been called, `moved` the tangents of these, if there are any.
     """
 
-    def __init__(
-        self,
-        q: Array,
-        k: Array,
-        scaled: Array,
-        scale: float,
-        tangents: Mapping[str, Array] | None = None,
-        moved: Array | None = None,
-    ) -> None:
-        batch, heads, *_ = k.shape
-        dtype, given = scaled.dtype, {"q": q, "k": k} | dict(tangents or {})
-        self.scaled, self.moved, self._scale = scaled, moved, dtype.type(scale)
-        self._tscale = dtype.type(given.pop("tscale", 0))
-        # Heads that share keys have an axis.
-        own = {
-            name: x.astype(dtype, copy=False).reshape(batch, heads, -1 if name[-1] == "q" else 1, *x.shape[2:])
-            for name, x in given.items()
-        }
-        self._q, self._k, self._tq, self._tk = own["q"], own["k"], own.get("tq"), own.get("tk")
+    scaled: Array
+    scale: Any  # a number of the dtype, as its tangent
+    q: Array
+    k: Array
+    moved: Array | None = None
+    tscale: Any = 0
+    tq: Array | None = None
+    tk: Array | None = None
 
     def write(self, tile: Tile) -> None:
         """Compute those of a tile."""
-        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
-        multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(shape)[tile.index])
+        shape, q, k = (*self.q.shape[:4], -1), self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
+        multiply(q * self.scale, k.swapaxes(-2, -1), self.scaled.reshape(shape)[tile.index])
         if self.moved is None:
             return
         moved = self.moved.reshape(shape)[tile.index]
-        tq = q * self._tscale
-        if self._tq is not None:
-            tq += self._tq[..., tile.own_rows, :] * self._scale
+        tq = q * self.tscale
+        if self.tq is not None:
+            tq += self.tq[..., tile.own_rows, :] * self.scale
         multiply(tq, k.swapaxes(-2, -1), moved)
-        if self._tk is not None:
-            moved += product(q * self._scale, self._tk[..., tile.own_keys, :].swapaxes(-2, -1))
+        if self.tk is not None:
+            moved += product(q * self.scale, self.tk[..., tile.own_keys, :].swapaxes(-2, -1))
 
     def tangents_of_gradients(
         self, tile: Tile, dscaled: Array, moved: Array, wanted: Collection[str]
     ) -> dict[str, Array]:
         """What a tile adds to those of tdq and tdk that are wanted, from the gradients of all scaled products, and the
         tangents of these."""
-        shape, q, k = (*self._q.shape[:4], -1), self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
+        shape, q, k = (*self.q.shape[:4], -1), self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
         ds, tds = (x.reshape(shape)[tile.index] for x in (dscaled, moved))
-        own, by_moved, found = tds * self._scale + ds * self._tscale, ds * self._scale, {}
+        own, by_moved, found = tds * self.scale + ds * self.tscale, ds * self.scale, {}
         if "tdq" in wanted:
             tdq = product(own, k)
-            if self._tk is not None:
-                tdq += product(by_moved, self._tk[..., tile.own_keys, :])
+            if self.tk is not None:
+                tdq += product(by_moved, self.tk[..., tile.own_keys, :])
             found["tdq"] = tdq.reshape(len(tdq), -1, *tdq.shape[3:])
         if "tdk" in wanted:
             tdk = product(own.swapaxes(-2, -1), q)
-            if self._tq is not None:
-                tdk += product(by_moved.swapaxes(-2, -1), self._tq[..., tile.own_rows, :])
+            if self.tq is not None:
+                tdk += product(by_moved.swapaxes(-2, -1), self.tq[..., tile.own_rows, :])
             found["tdk"] = tdk.sum(axis=2)
         return found
 
     def gradients(self, tile: Tile, dscaled: Array, wanted: Collection[str]) -> dict[str, Array]:
         """What a tile adds to those of dq and dk that are wanted, from the gradients of all scaled products."""
-        q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :]
-        own = dscaled.reshape(*self._q.shape[:4], -1)[tile.index] * self._scale
+        q, k = self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
+        own = dscaled.reshape(*self.q.shape[:4], -1)[tile.index] * self.scale
         found = {}
         if "dq" in wanted:
-            dq = product(own, k)
+            dq = np.empty(q.shape, own.dtype)
+            multiply(own, k, dq)
             found["dq"] = dq.reshape(len(dq), -1, *dq.shape[3:])
         if "dk" in wanted:
-            found["dk"] = product(own.swapaxes(-2, -1), q).sum(axis=2)
+            dk = np.empty((*own.shape[:3], *k.shape[3:]), own.dtype)
+            multiply(own.swapaxes(-2, -1), q, dk)
+            found["dk"] = dk.sum(axis=2)
         return found
 
 

@@ -150,7 +150,14 @@ def run(
     threads: int,
     take: Callable[[Result], object] = lambda result: None,
 ) -> None:
-    """Compute jobs on so many threads, or on this one if that is one; this one takes the results in their order.
+    """Compute jobs as `results` does; this thread takes the results."""
+    with np.errstate(all="ignore"):
+        for result in results(work, jobs, threads):
+            take(result)
+
+
+def results(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int) -> Iterator[Result]:
+    """The results of jobs in their order, computed on so many threads, or on this one if that is one.
 
     Jobs are made as they are needed, and few results wait. When this ends, by an exception too, all threads have ended.
     """
@@ -159,18 +166,16 @@ def run(
         with np.errstate(all="ignore"):  # each thread has its own; infinities and NaN are results like others here
             return work(job)
 
-    with np.errstate(all="ignore"):
-        if threads == 1:
-            for job in jobs:
-                take(work(job))
-            return
-        pool, waiting = ThreadPoolExecutor(threads), deque[Future[Result]]()
-        try:
-            for job in jobs:
-                waiting.append(pool.submit(compute, job))
-                if len(waiting) > 2 * threads:
-                    take(waiting.popleft().result())
-            while waiting:
-                take(waiting.popleft().result())
-        finally:
-            pool.shutdown(cancel_futures=True)
+    if threads == 1:
+        yield from map(work, jobs)
+        return
+    pool, waiting = ThreadPoolExecutor(threads), deque[Future[Result]]()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(compute, job))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -57,7 +57,7 @@ def _top_keys(problem: Problem, arrays: dict[str, Any], count: int) -> tuple[Arr
     split = (problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, count)
     indices, weights = (x.reshape(split) for x in found)
     calls = fallback.calls(problem, _in_units(problem, arrays))
-    for call, (batches, rows, keys) in zip(calls, _places(problem, arrays), strict=True):
+    for call, (batches, rows, keys) in zip(calls, _result_slices(problem, arrays), strict=True):
         into = (indices[batches, :, :, rows], weights[batches, :, :, rows])
         pick = functools.partial(ReductionJob.pick, first_key=keys.start or 0, into=into)
         _run(problem, pick, call.jobs(ReductionJob))
@@ -124,7 +124,7 @@ def _is_run_by_core(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], re
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _ResultSlice(NamedTuple):
     """Where the results of a call are: its batch entries, rows and keys."""
 
     batches: slice
@@ -132,16 +132,16 @@ class _Place(NamedTuple):
     keys: slice
 
 
-def _places(problem: Problem, arrays: Mapping[str, Any]) -> Iterator[_Place]:
-    """The place of each call of `fallback.calls`."""
+def _result_slices(problem: Problem, arrays: Mapping[str, Any]) -> Iterator[_ResultSlice]:
+    """The slice of each call of `fallback.calls`."""
     every = slice(None)
     if problem.is_packed:
         for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
-            yield _Place(every, one.rows, one.keys)
+            yield _ResultSlice(every, one.rows, one.keys)
     elif problem.kv_lengths is None:
-        yield _Place(every, every, every)
+        yield _ResultSlice(every, every, every)
     else:
-        yield from (_Place(slice(entry, entry + 1), every, every) for entry in range(problem.batch))
+        yield from (_ResultSlice(slice(entry, entry + 1), every, every) for entry in range(problem.batch))
 
 
 def _run(problem: Problem, work: Callable[..., Any], own: Iterator[ReductionJob], take: Any = lambda x: None) -> None:
@@ -159,7 +159,7 @@ def _of_columns(
         return result
     found = result.reshape(problem.array_batch, problem.num_heads_kv, problem.group_size, problem.seqlen_k)
     calls = fallback.calls(problem, _in_units(problem, arrays))
-    for call, (batches, _, keys) in zip(calls, _places(problem, arrays), strict=True):
+    for call, (batches, _, keys) in zip(calls, _result_slices(problem, arrays), strict=True):
         own = found[batches, :, :, keys]
 
         def take(result: Any, own: Array = own) -> None:

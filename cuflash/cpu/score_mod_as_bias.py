@@ -16,10 +16,11 @@ follow from the gradient of the bias, which the core computes before, and from t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -27,12 +28,12 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import ITEMSIZE, view_4d, view_rows
 from cuflash.cpu import core, jobs
-from cuflash.cpu.fallback import shown_blocks, sums_of_entries
+from cuflash.cpu.fallback import entries, shown_blocks, sums_of_entries
 from cuflash.cpu.gemm import Products
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.score_tiles import BLOCK, CallSlice, Pairs, Tile, call_slices, sums_of_diagonals
 from cuflash.score_mod import is_of_diagonals
-from cuflash.score_mod.evaluation import evaluate
+from cuflash.score_mod.evaluation import Folded, evaluate, fold
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
 from cuflash.spec.inputs import INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
@@ -42,7 +43,6 @@ from cuflash.spec.passes import BACKWARD, JVP, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
-Result = TypeVar("Result")
 
 # With as many pairs, calls of NumPy take most of the time where nothing is kept of an earlier call: one head of 64
 # queries and keys took 0.28 ms by tiles, and 0.41 so.
@@ -50,6 +50,7 @@ FEW_PAIRS = 2**13
 SLICE_BYTES = 2**23  # of the bias of a slice
 LINE = 2**16  # diagonals at a time
 MOST_SLICES = 16  # of a call, of which what is prepared is kept
+MOST_FOLDED = 2**14  # pairs of a call, or diagonals, for which values of functions that no array changes are kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
@@ -120,8 +121,9 @@ def run(
     with np.errstate(all="ignore"):
         for one in sequences(problem, *(given[name] for name in STARTS)):
             own = one.of_call(given)
-            prepared = Prepared(one.problem, (*own, *score_args, *(f"d{name}" for name in sums)), pass_, one.index)
-            prepared.add(own, score_args, sums, (seed, offset))
+            whole = own | score_args | {f"d{name}": x for name, x in results.items()}
+            prepared = Prepared(one.problem, tuple(whole), pass_, one.index)
+            prepared.compute((*whole.values(),), (seed, offset), are_disjoint=True, sums=sums)
         for name, x in results.items():
             x[...] = sums[name]
 
@@ -132,7 +134,10 @@ def prepare(problem: Problem, given: Mapping[str, object], pass_: Pass) -> Prepa
     if why_not(problem, wanted) is not None:
         return None
     prepared = Prepared(problem, tuple(given), pass_)
-    return prepared if prepared.is_kept else None
+    if not prepared.is_kept:
+        return None
+    prepared.fold()
+    return prepared
 
 
 class _Call(NamedTuple):
@@ -143,15 +148,8 @@ class _Call(NamedTuple):
     tangents: Mapping[str, Array]  # of optional inputs and numbers
     score_args: Mapping[str, Array]  # what functions read, and the tangents of that
     sums: Mapping[str, Array]  # of the wanted gradients of score_mod args, by the names of these
-    random: tuple[int | None, int | None]
-    memory: dict[str, Array]  # for arrays of pairs, kept from slice to slice: fresh one has to be mapped page by page
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of pairs, whose numbers may be any."""
-        size, memory = math.prod(shape), self.memory
-        if name not in memory or memory[name].size < size:
-            memory[name] = np.empty(size, dtype)
-        return memory[name][:size].reshape(shape)
+    random: tuple[int, int]
+    memory: dict[str, Array]  # for arrays of pairs of a slice: fresh one has to be mapped page by page
 
 
 class _PreparedSlice(NamedTuple):
@@ -162,7 +160,12 @@ class _PreparedSlice(NamedTuple):
     pairs: Pairs
     tiles: list[Tile]
     shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
-    problems: dict[tuple[str, ...], Problem]  # what the core computes, by the names of the optional inputs
+    # What the core computes, by the names of the optional inputs; also as prepared, except in passes with tangents.
+    calls: dict[tuple[str, ...], tuple[Problem, core.Prepared | None]]
+    # For repeated calls: `Prepared.expressions` by name and tile, none for all diagonals of the slice; and the entries
+    # that loads name, by the number of the load and the tile.
+    folded: dict[tuple[str, Tile | None], Folded]
+    entries: dict[tuple[int, Tile], Array]
 
 
 class Prepared:
@@ -176,8 +179,10 @@ class Prepared:
         Whether arrays are (batch, heads, seqlen, dim) as they are given.
     is_sum : bool
         Whether the score is the scaled product and what does not depend on it.
+    multiplies : bool
+        Whether there is a score that is not, so that NumPy multiplies q and k.
     has_diagonals : bool
-        Whether it is, what it adds follows from i - j alone, and that has no tangent.
+        Whether it is a sum, what it adds follows from i - j alone, and that has no tangent.
     tangent : Node or None
         The tangent of what the score adds, or of the score, if there is one.
     moves_products : bool
@@ -188,6 +193,17 @@ class Prepared:
         Whether several slices add to dk and dv.
     wide : dtype or None
         In place of the dtype of q, if it is another one.
+    of_products : tuple of str
+        The results that follow from the gradients of products.
+    of_pairs : tuple of str
+        The arrays of pairs of a slice.
+    loads : list of (str, Loaded)
+        How the score reads the arrays whose gradients are wanted.
+    written : dict of tuple of str
+        The optional inputs that expressions of a tile make: of one that the mask cuts "masked", else "whole".
+    expressions : dict of list of Node
+        What is evaluated at once: that, the score of "diagonals", the derivatives "by_s", and derivatives and indices
+        of "loads".
     """
 
     def __init__(self, problem: Problem, names: tuple[str, ...], pass_: Pass, sequence: int = 0) -> None:
@@ -205,15 +221,15 @@ class Prepared:
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
         self.is_sum = program.score is not None and is_sum(program.score)
-        multiplies = program.score is not None and not self.is_sum
-        self.moves_products = multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names)
+        self.multiplies = program.score is not None and not self.is_sum
+        self.moves_products = self.multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names)
         self.by_tangents = problem.score_tangents(self.moved) if self.moved or self.moves_products else None
         self.tangent = None if self.by_tangents is None else self.by_tangents.score
         self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
         self.has_diagonals = self.has_diagonals and self.tangent is None
         roots = [root for root in (program.score, program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
-        self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
+        self.different = {name for name in ("batch", "head") if self.multiplies or name in inputs}
         is_line = self.has_diagonals and program.mask is None and not self.reads
         most, of_lines = SLICE_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
         self._slices = list(call_slices(problem, self.different, most, of_lines))
@@ -222,44 +238,97 @@ class Prepared:
         is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
         self.wide = self.dtype if is_wide else None
         self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
+        self.of_products = tuple(name for name in self.results if self.multiplies and name in _OF_PRODUCTS)
+        of_pairs = {
+            "scaled": self.multiplies,
+            "tscaled": self.moves_products,
+            "bias": program.score is not None and not self.has_diagonals,
+            "tbias": self.tangent is not None,
+            "dbias": self.reads or self.of_products,
+            "tdbias": pass_.has_tangents and self.of_products,
+        }
+        self.of_pairs = tuple(name for name, is_needed in of_pairs.items() if is_needed)
+        self.loads = [(name, load) for name in self.reads for load in program.loads.get(name, ())]
+        self._set_expressions()
 
-    def compute(self, arrays: Sequence[Array], random: tuple[int | None, int | None], *, are_disjoint: bool) -> int:
-        """Compute a pass on arrays in order of their names; `OVERLAPPING` unless `are_disjoint`, as `core.compute`."""
+    def _set_expressions(self) -> None:
+        program, score, of_tangents = self.program, self.program.score, self.by_tangents
+        of_tile = {"bias": None if self.has_diagonals else score, "tbias": self.tangent, "mask": program.mask}
+        masked = {name: root for name, root in of_tile.items() if root is not None}
+        whole = {name: root for name, root in masked.items() if name != "mask"}
+        by_s = (program.by_s, None if of_tangents is None else of_tangents.by_s)
+        self.written = {"masked": tuple(masked), "whole": tuple(whole)}
+        self.expressions: dict[str, list[Node]] = {
+            "masked": [*masked.values()],
+            "whole": [*whole.values()],
+            "diagonals": [score] if self.has_diagonals and score is not None else [],
+            "by_s": [root for root in by_s if root is not None],
+            "loads": [root for _, load in self.loads for root in (load.derivative, *load.at.args)],
+        }
+
+    def fold(self) -> None:
+        """Keep what functions make of indices alone, if it is little, for repeated calls."""
+        if self._prepared is None or sum(math.prod(one.pairs.shape) for one in self._prepared) > MOST_FOLDED:
+            return
+        shapes = {name: operand.shape for name, operand in self.problem.score_args}
+        for prepared in self._prepared:
+            if self.has_diagonals:
+                _, _, rows, keys = prepared.pairs.shape
+                inputs = prepared.pairs.of_diagonals(prepared.pairs.rows[-1] - np.arange(rows + keys - 1))
+                prepared.folded["diagonals", None] = fold(self.expressions["diagonals"], inputs, shapes, self.dtype)
+            for tile in prepared.tiles:
+                for group in ("masked", "whole", "by_s", "loads"):
+                    inputs = tile.inputs(are_diagonals=self.has_diagonals and group == "loads")
+                    if self.multiplies:
+                        del inputs["s"]
+                    prepared.folded[group, tile] = fold(self.expressions[group], inputs, shapes, self.dtype)
+                    for number, (name, load) in enumerate(self.loads if group == "loads" else ()):
+                        if all(at.op == "constant" or at in prepared.folded[group, tile].values for at in load.at.args):
+                            indices = evaluate(load.at.args, inputs, {}, self.dtype)
+                            prepared.entries[number, tile] = entries(shapes[name], indices)
+
+    def compute(
+        self,
+        arrays: Sequence[Array],
+        random: tuple[int | None, int | None],
+        *,
+        are_disjoint: bool,
+        sums: Mapping[str, Array] | None = None,
+    ) -> int:
+        """Compute a pass on arrays in order of their names; `OVERLAPPING` unless `are_disjoint`, as `core.compute`.
+
+        Gradients of score_mod args are added to `sums`, if these are given, by the names of the args, and not written.
+        """
         if not are_disjoint:
             return core.OVERLAPPING
         given = dict(zip(self.names, arrays, strict=True))
-        sums = {name: np.zeros(given[name].shape) for name in self.reads}
-        with np.errstate(all="ignore"):
-            read = (*self.score_args, *(f"t{name}" for name in self.moved))
-            self.add(given, {name: given[name] for name in read}, sums, random)
-            for name, x in sums.items():
-                given[f"d{name}"][...] = x
-        return core.DONE
-
-    def add(
-        self,
-        given: Mapping[str, Array],
-        score_args: Mapping[str, Array],
-        sums: Mapping[str, Array],
-        random: tuple[int | None, int | None],
-    ) -> None:
-        """Write results, and add to `sums` of the gradients of score_mod args."""
         views = {name: given[name] for name in (*self.arrays, *self.results)}
         if not self.are_4d:
             for name, x in views.items():
                 views[name] = view_rows(x) if name in MOVABLE_OVER_ROWS else view_4d(x, self.problem.layout)
-        optional_inputs = {name: given[name] for name in self.optional_inputs}
-        tangents = {name: given[name] for name in self.tangents}
-        call = _Call(views, optional_inputs, tangents, score_args, sums, random, {})
+        call = _Call(
+            arrays=views,
+            optional_inputs={name: given[name] for name in self.optional_inputs},
+            tangents={name: given[name] for name in self.tangents},
+            score_args={name: given[name] for name in (*self.score_args, *[f"t{name}" for name in self.moved])},
+            sums={name: np.zeros(given[name].shape) for name in self.reads} if sums is None else sums,
+            random=(random[0] or 0, random[1] or 0),
+            memory={},
+        )
         every = self._prepared or map(self._prepare, self._slices)
-        if self.is_split:
-            self._add_slices(call, every)
-            return
-        if not self._slices:
-            for name in self.results:
-                views[name][...] = 0
-        for prepared in every:
-            self._run_slice(call, prepared, {name: views[name][prepared.indices[name]] for name in self.results})
+        with np.errstate(all="ignore"):
+            if self.is_split:
+                self._add_slices(call, every)
+            else:
+                for name in () if self._slices else self.results:
+                    views[name][...] = 0
+                for prepared in every:
+                    indices = prepared.indices
+                    self._run_slice(call, prepared, {name: views[name][indices[name]] for name in self.results})
+            if sums is None:
+                for name, x in call.sums.items():
+                    given[f"d{name}"][...] = x
+        return core.DONE
 
     def _add_slices(self, call: _Call, every: Iterable[_PreparedSlice]) -> None:
         """Write gradients, all computed in the dtype of the softmax, where several slices add to dk and dv."""
@@ -282,12 +351,80 @@ class Prepared:
             shown = self._blocks(mask, pairs, Tables({}))
             tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
         indices = {name: call_slice.index_of(name) for name in (*self.arrays, *self.results)}
-        return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {})
+        return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {}, {}, {})
 
     def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
         """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
-        call_slice, pairs, indices = prepared.call_slice, prepared.pairs, prepared.indices
-        arrays = {name: call.arrays[name][indices[name]] for name in self.arrays}
+        pairs, tiles = prepared.pairs, prepared.tiles
+        arrays, optional_inputs, tangents, of_pairs = self._arrays_of_slice(call, prepared)
+        products = None
+        if self.multiplies:
+            moves = {name: arrays.pop(name) for name in ("tq", "tk") if name in arrays}
+            own = {
+                # Heads that share keys have an axis.
+                name: x.astype(self.dtype, copy=False).reshape(
+                    *arrays["k"].shape[:2], -1 if name[-1] == "q" else 1, *x.shape[2:]
+                )
+                for name, x in (("q", arrays["q"]), ("k", arrays["k"]), *moves.items())
+            }
+            scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
+            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **own)
+            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
+        written, shown = {name: of_pairs[name] for name in self.written["whole"]}, prepared.shown
+        is_mixed: Array | None = None
+        if self.program.mask is not None:
+            if shown is None:
+                shown = self._blocks(self.program.mask, pairs, Tables(call.score_args))
+                tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
+            optional_inputs["block_mask"] = shown[1]
+            if (shown[1] & ~shown[0]).any():
+                is_mixed, written["mask"] = shown[1] & ~shown[0], np.ones(pairs.shape, bool)
+        if written:
+            work = functools.partial(self._evaluate_tile, call, prepared, products, written, is_mixed)
+            for _ in map(work, tiles) if len(tiles) == 1 else jobs.results(work, tiles, jobs.count_cores()):
+                pass
+        if self.has_diagonals:
+            optional_inputs["bias"] = self._bias_of_diagonals(call, prepared)
+        if self.tangent is not None:
+            tangents["tbias"] = written.pop("tbias")
+        if "mask" in optional_inputs and "mask" in written:
+            written["mask"] = written["mask"] & optional_inputs["mask"]
+        optional_inputs |= written
+        results = {name: x for name, x in wanted.items() if name not in self.of_products}
+        gradient = "tdbias" if self.pass_.has_tangents else "dbias"
+        if gradient in of_pairs:
+            results[gradient] = of_pairs[gradient]
+        given = {**arrays, **optional_inputs, **tangents, **results}
+        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(
+            prepared, arrays, optional_inputs, given
+        )
+        if self.of_products and self.pass_.has_tangents:
+            names = (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums", *optional_inputs)
+            own = {name: x for name, x in given.items() if name in names} | {"dbias": of_pairs["dbias"]}
+            core.run(problem, own, BACKWARD, *call.random)
+        every = tuple(given.values())
+        if prepared_call is None or core.compute(prepared_call, every, call.random, are_disjoint=True) != core.DONE:
+            core.run(problem, given, self.pass_, *call.random)
+        if self.loads:
+            of_tile = functools.partial(self._sums_of_tile, call, prepared, products, of_pairs["dbias"])
+            for found in map(of_tile, tiles) if len(tiles) == 1 else jobs.results(of_tile, tiles, jobs.count_cores()):
+                for name, indices, x in found:
+                    call.sums[name].reshape(-1)[indices] += x
+        if products is not None and self.of_products:
+            sums = {name: np.zeros(wanted[name].shape, self.dtype) for name in self.of_products}
+            multiply = functools.partial(self._multiply_tile, call, prepared, products, of_pairs, sums)
+            for addends in (
+                map(multiply, tiles) if len(tiles) == 1 else jobs.results(multiply, tiles, jobs.count_cores())
+            ):
+                for total, addend in addends:
+                    total += addend
+            for name, x in sums.items():
+                wanted[name][...] = x
+
+    def _arrays_of_slice(self, call: _Call, prepared: _PreparedSlice) -> tuple[dict[str, Array], ...]:
+        """Views of the arrays of a call, of its optional inputs and of tangents; and arrays of pairs to be written."""
+        call_slice, shape, memory = prepared.call_slice, prepared.pairs.shape, call.memory
+        arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.arrays}
         if self.wide is not None:
             arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
         optional_inputs = {
@@ -300,41 +437,50 @@ class Prepared:
         for of, name in ((optional_inputs, "bias"), (tangents, "tbias")):
             if self.wide is not None and name in of and _is_narrow(of[name], self.wide):
                 of[name] = of[name].astype(self.wide)
-        products, results, of_products = None, dict(wanted), dict[str, Array]()
-        if self.program.score is not None and not self.is_sum:
-            scaled = call.take("scaled", pairs.shape, self.dtype)
-            moves: dict[str, Array] = {name: arrays.pop(name) for name in ("tq", "tk") if name in arrays}
-            moves |= {"tscale": tangents.pop("tscale")} if "tscale" in tangents else {}
-            moved = call.take("tscaled", pairs.shape, self.dtype) if self.moves_products else None
-            products = Products(arrays["q"], arrays["k"], scaled, self.problem.scale, moves, moved)
-            of_products = {name: results.pop(name) for name in _OF_PRODUCTS if name in results}
-            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
-        of_functions, tiles = self._functions(call, prepared, products)
+        size, of_pairs = math.prod(shape), dict[str, Array]()
+        for name in self.of_pairs:
+            if name not in memory or memory[name].size < size:
+                memory[name] = np.empty(size, self.dtype)
+            of_pairs[name] = memory[name][:size].reshape(shape)
+        return arrays, optional_inputs, tangents, of_pairs
+
+    def _prepare_call(
+        self,
+        prepared: _PreparedSlice,
+        arrays: Mapping[str, Array],
+        optional_inputs: Mapping[str, Array],
+        given: Mapping[str, Array],
+    ) -> tuple[Problem, core.Prepared | None]:
+        """What the core computes for a slice, from now on: `given` are all arrays, in their order."""
+        problem = make_problem(
+            self._options(prepared.call_slice), *(arrays[name] for name in INPUTS), **dict(optional_inputs)
+        )
+        prepared_call = None if self.pass_.has_tangents else core.prepare(problem, given, self.pass_)
+        prepared.calls[tuple(optional_inputs)] = problem, prepared_call
+        return problem, prepared_call
+
+    def _evaluate_tile(
+        self,
+        call: _Call,
+        prepared: _PreparedSlice,
+        products: Products | None,
+        written: Mapping[str, Array],
+        is_mixed: Array | None,
+        tile: Tile,
+    ) -> None:
+        """Write the products of a tile, and optional inputs; these may be anything in tiles that are hidden."""
+        if products is not None:
+            products.write(tile)
+        group = "whole" if is_mixed is None or not is_mixed[tile.blocks].any() else "masked"
+        folded = prepared.folded.get((group, tile))
+        inputs = tile.inputs() if folded is None else {}
+        if products is not None:
+            inputs["s"] = products.scaled[tile.index]
         if self.tangent is not None:
-            tangents["tbias"] = of_functions.pop("tbias")
-        if "mask" in optional_inputs and "mask" in of_functions:
-            of_functions["mask"] = of_functions["mask"] & optional_inputs["mask"]
-        optional_inputs |= of_functions
-        gradient = "tdbias" if self.pass_.has_tangents else "dbias"
-        if call.sums or of_products:
-            results[gradient] = call.take(gradient, pairs.shape, self.dtype)
-        problem = prepared.problems.get(names := tuple(optional_inputs))
-        if problem is None:
-            own = (arrays[name] for name in INPUTS)
-            problem = prepared.problems[names] = make_problem(self._options(call_slice), *own, **optional_inputs)
-        dbias = results.get("dbias")
-        if of_products and self.pass_.has_tangents:
-            given = {
-                name: x for name, x in arrays.items() if name in (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums")
-            }
-            dbias = call.take("dbias", pairs.shape, self.dtype)
-            given |= {**optional_inputs, "dbias": dbias}
-            core.run(problem, given, BACKWARD, *call.random)
-        core.run(problem, {**arrays, **optional_inputs, **tangents, **results}, self.pass_, *call.random)
-        if call.sums:
-            self._add_reads(call, pairs, tiles, results["dbias"], products)
-        if products is not None and dbias is not None and of_products:
-            self._write_of_products(call, pairs, tiles, dbias, products, of_products)
+            inputs["ts"] = self._moved(tile, products)
+        values = evaluate(self.expressions[group], inputs, call.score_args, self.dtype, folded)
+        for name, x in zip(self.written[group], values, strict=True):
+            written[name][tile.index] = x
 
     def _options(self, call_slice: CallSlice) -> Options:
         """The options of a slice."""
@@ -350,129 +496,76 @@ class Prepared:
             origin=Origin(origin.query + call_slice.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
 
-    def _functions(
-        self, call: _Call, prepared: _PreparedSlice, products: Products | None
-    ) -> tuple[dict[str, Array], list[Tile]]:
-        """The bias of a slice and its tangent, the masks of its pairs and blocks, those that there are; and its tiles.
-
-        Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
-        """
-        score, mask, optional_inputs, of_tile = self.program.score, self.program.mask, dict[str, Array](), {}
-        pairs, tiles, shown = prepared.pairs, prepared.tiles, prepared.shown
-        if self.has_diagonals:
-            optional_inputs["bias"] = self._bias_of_diagonals(call, pairs)
-        elif score is not None:
-            optional_inputs["bias"] = call.take("bias", pairs.shape, self.dtype)
-            of_tile["bias"] = score
-        if self.tangent is not None:
-            optional_inputs["tbias"] = call.take("tbias", pairs.shape, self.dtype)
-            of_tile["tbias"] = self.tangent
-        if mask is not None:
-            if shown is None:
-                shown = self._blocks(mask, pairs, Tables(call.score_args))
-                tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-            optional_inputs["block_mask"], is_mixed = shown[1], shown[1] & ~shown[0]
-            if is_mixed.any():
-                optional_inputs["mask"] = np.ones(pairs.shape, bool)
-                of_tile["mask"] = mask
-
-        def write(tile: Tile) -> None:
-            if products is not None:
-                products.write(tile)
-            own = of_tile
-            if "mask" in own and not is_mixed[tile.blocks].any():
-                own = {name: root for name, root in own.items() if name != "mask"}
-            inputs = tile.inputs(None if products is None else products.scaled)
-            if self.tangent is not None:
-                inputs |= _moved(tile, pairs, products)
-            values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
-            for name, x in zip(own, values, strict=True):
-                optional_inputs[name][tile.index] = x
-
-        if of_tile:
-            _for_each(write, tiles)
-        return optional_inputs, tiles
-
-    def _bias_of_diagonals(self, call: _Call, pairs: Pairs) -> Array:
+    def _bias_of_diagonals(self, call: _Call, prepared: _PreparedSlice) -> Array:
         """The bias of a slice, whose rows are views of one line: each begins one number before the one above it."""
+        pairs, folded = prepared.pairs, prepared.folded.get(("diagonals", None))
         *outer, rows, keys = pairs.shape
         line = np.empty((*outer, 1, max(rows + keys - 1, 0)), self.dtype)
-        score = [cast("Node", self.program.score)]
         for first in range(0, line.shape[-1], LINE):
             own = line[..., first : first + LINE]
-            inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + own.shape[-1]))
-            (own[...],) = evaluate(score, inputs, call.score_args, self.dtype)
+            inputs = {}
+            if folded is None:
+                inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + own.shape[-1]))
+            (own[...],) = evaluate(self.expressions["diagonals"], inputs, call.score_args, self.dtype, folded)
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def _add_reads(self, call: _Call, pairs: Pairs, tiles: list[Tile], dbias: Array, products: Products | None) -> None:
-        """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
-        loads = [(name, load) for name in call.sums for load in self.program.loads.get(name, ())]
-        roots = [root for _, load in loads for root in (load.derivative, *load.at.args)]
+    def _sums_of_tile(
+        self, call: _Call, prepared: _PreparedSlice, products: Products | None, dbias: Array, tile: Tile
+    ) -> list[tuple[str, Any, Array]]:
+        """What a tile adds to the gradients of arrays, which follows from that of the bias: names, entries and sums."""
+        own, found, folded = dbias[tile.index], [], prepared.folded.get(("loads", tile))
+        inputs = tile.inputs(are_diagonals=self.has_diagonals) if folded is None else {}
+        if self.has_diagonals:
+            own = sums_of_diagonals(own)
+        if products is not None:
+            inputs["s"] = products.scaled[tile.index]
+        values = iter(evaluate(self.expressions["loads"], inputs, call.score_args, self.dtype, folded))
+        for number, (name, load) in enumerate(self.loads):
+            # A pair that does not count adds nothing, whatever the derivative is.
+            of_pairs = own * np.where(own == 0, 0, next(values))
+            indices = list(itertools.islice(values, len(load.at.args)))
+            named = prepared.entries.get((number, tile))
+            if named is None:
+                named = entries(call.score_args[name].shape, indices)
+            found.append((name, *sums_of_entries(named, of_pairs)))
+        return found
 
-        def sum_tile(tile: Tile) -> list[tuple[str, Any, Array]]:
-            own, entries = dbias[tile.index], []
-            if self.has_diagonals:
-                own, inputs = sums_of_diagonals(own), pairs.of_diagonals(tile.diagonals)
-            else:
-                inputs = tile.inputs(None if products is None else products.scaled)
-            values = iter(evaluate(roots, inputs, call.score_args, self.dtype))
-            for name, load in loads:
-                # A pair that does not count adds nothing, whatever the derivative is.
-                optional_inputs = own * np.where(own == 0, 0, next(values))
-                indices = list(itertools.islice(values, len(load.at.args)))
-                entries.append((name, *sums_of_entries(call.score_args[name].shape, indices, optional_inputs)))
-            return entries
-
-        def add(entries: list[tuple[str, Any, Array]]) -> None:
-            for name, indices, sums in entries:
-                call.sums[name].reshape(-1)[indices] += sums
-
-        _for_each(sum_tile, tiles, add)
-
-    def _write_of_products(
+    def _multiply_tile(
         self,
         call: _Call,
-        pairs: Pairs,
-        tiles: list[Tile],
-        dbias: Array,
+        prepared: _PreparedSlice,
         products: Products,
-        results: Mapping[str, Array],
-    ) -> None:
-        """Write gradients of q and k, or their tangents, which follow from that of the bias, tile after tile."""
-        sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
-        by_s = [cast("Node", self.program.by_s)]
-        has_tangents = self.pass_.has_tangents
-        tdbias = call.take("tdbias", pairs.shape, self.dtype) if has_tangents else dbias
+        of_pairs: Mapping[str, Array],
+        sums: Mapping[str, Array],
+        tile: Tile,
+    ) -> list[tuple[Array, Array]]:
+        """What a tile adds to gradients of q and k, or their tangents, which follow from that of the bias: rows or keys
+        of `sums`, and addends."""
+        has_tangents, folded = self.pass_.has_tangents, prepared.folded.get(("by_s", tile))
+        dbias = of_pairs["dbias"]
+        own, tangent = dbias[tile.index], of_pairs["tdbias" if has_tangents else "dbias"][tile.index]
+        inputs = tile.inputs() if folded is None else {}
+        inputs["s"] = products.scaled[tile.index]
         if self.by_tangents is not None:
-            by_s.append(self.by_tangents.by_s)
+            inputs["ts"] = self._moved(tile, products)
+        slope, *moved = evaluate(self.expressions["by_s"], inputs, call.score_args, self.dtype, folded)
+        if has_tangents:
+            tangent *= np.where(tangent == 0, 0, slope)
+        for of_slope in moved:
+            tangent += own * np.where(own == 0, 0, of_slope)
+        own *= np.where(own == 0, 0, slope)
+        if has_tangents:
+            found = products.tangents_of_gradients(tile, dbias, of_pairs["tdbias"], sums)
+        else:
+            found = products.gradients(tile, dbias, sums)
+        return [
+            (sums[name][:, :, tile.own_rows if name in _OF_ROWS else tile.own_keys], x) for name, x in found.items()
+        ]
 
-        def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
-            own, tangent = dbias[tile.index], tdbias[tile.index]
-            inputs = tile.inputs(products.scaled)
-            if self.by_tangents is not None:
-                inputs |= _moved(tile, pairs, products)
-            slope, *moved = evaluate(by_s, inputs, call.score_args, self.dtype)
-            if has_tangents:
-                tangent *= np.where(tangent == 0, 0, slope)
-            for of_slope in moved:
-                tangent += own * np.where(own == 0, 0, of_slope)
-            own *= np.where(own == 0, 0, slope)
-            if has_tangents:
-                found = products.tangents_of_gradients(tile, dbias, tdbias, results)
-            else:
-                found = products.gradients(tile, dbias, results)
-            return [
-                (sums[name][:, :, tile.own_rows if name in _OF_ROWS else tile.own_keys], x) for name, x in found.items()
-            ]
-
-        def add(found: list[tuple[Array, Array]]) -> None:
-            for total, x in found:
-                total += x
-
-        _for_each(multiply_tile, tiles, add)
-        for name, x in results.items():
-            x[...] = sums[name]
+    def _moved(self, tile: Tile, products: Products | None) -> Array:
+        """The tangents of the products of a tile; zero where these do not move."""
+        return np.zeros(1, self.dtype) if products is None or products.moved is None else products.moved[tile.index]
 
     def _blocks(self, mask: Node, pairs: Pairs, tables: Tables) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
@@ -483,19 +576,5 @@ class Prepared:
         return always, sometimes
 
 
-def _moved(tile: Tile, pairs: Pairs, products: Products | None) -> dict[str, Array]:
-    """The tangents of the products of a tile, as functions read them; zeros where these do not move."""
-    return {"ts": pairs.zero if products is None or products.moved is None else products.moved[tile.index]}
-
-
 def _is_narrow(x: Array, dtype: np.dtype[Any]) -> bool:
     return x.dtype.itemsize < dtype.itemsize
-
-
-def _for_each(
-    work: Callable[[Tile], Result], tiles: list[Tile], take: Callable[[Result], object] = lambda result: None
-) -> None:
-    if len(tiles) == 1:
-        take(work(tiles[0]))
-    else:
-        jobs.run(work, tiles, jobs.count_cores(), take)

@@ -72,18 +72,22 @@ def call_slices(
 class Pairs:
     """The pairs of a slice, as functions read them.
 
-    `of_all` has the batch entries and heads that functions distinguish, as axes 0 and 1 of four; `zero` stands for the
-    products, where functions do not depend on them.
+    `of_all` has the batch entries and heads that functions distinguish, as axes 0 and 1 of four, and zero for the
+    products: functions that depend on them are given others.
     """
 
     def __init__(self, problem: Problem, call_slice: CallSlice, different: Collection[str], first_entry: int) -> None:
-        self._problem, self.zero = problem, np.zeros(1, problem.softmax_dtype)
+        self._problem = problem
         batches, heads = np.arange(problem.batch)[call_slice.batches], np.arange(problem.num_heads)[call_slice.heads]
         batches, heads = (
             every if name in different else every[:1] for name, every in (("batch", batches), ("head", heads))
         )
         self.rows = range(call_slice.rows.start, call_slice.rows.stop)
-        self.of_all = {"batch": first_entry + batches[:, None, None, None], "head": heads[:, None, None]}
+        self.of_all = {
+            "batch": first_entry + batches[:, None, None, None],
+            "head": heads[:, None, None],
+            "s": np.zeros(1, problem.softmax_dtype),
+        }
         self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
 
     def tiles(self) -> list[Tile]:
@@ -99,7 +103,7 @@ class Pairs:
 
     def of_diagonals(self, differences: Array) -> dict[str, Array]:
         """The inputs of functions that follow from these differences i - j alone."""
-        return {"i": differences, "j": np.zeros(1, np.int64), "s": self.zero, **self.of_all}
+        return {"i": differences, "j": np.zeros(1, np.int64), **self.of_all}
 
 
 class Tile:
@@ -117,15 +121,13 @@ class Tile:
         blocks = slice(keys.start // BLOCK, -(-keys.stop // BLOCK))
         self.blocks: tuple[Any, ...] = (..., self.own_rows.start // BLOCK, blocks)
 
-    def inputs(self, s: Array | None = None) -> dict[str, Array]:
-        """The inputs of functions of each pair. `s` are the products of all pairs of the slice, if there are any."""
+    def inputs(self, *, are_diagonals: bool = False) -> dict[str, Array]:
+        """The inputs of functions of each pair, or of each diagonal, from that of the first row and the last key on."""
+        if are_diagonals:
+            first, stop = self.rows.start - self.keys.stop + 1, self.rows.stop - self.keys.start
+            return self._pairs.of_diagonals(np.arange(first, stop))
         i, j = np.arange(self.rows.start, self.rows.stop)[:, None], np.arange(self.keys.start, self.keys.stop)
-        return {"i": i, "j": j, "s": self._pairs.zero if s is None else s[self.index], **self._pairs.of_all}
-
-    @property
-    def diagonals(self) -> Array:
-        """The difference i - j of each diagonal, from that of the first row and the last key on."""
-        return np.arange(self.rows.start - self.keys.stop + 1, self.rows.stop - self.keys.start)
+        return {"i": i, "j": j, **self._pairs.of_all}
 
 
 def sums_of_diagonals(x: Array) -> Array:

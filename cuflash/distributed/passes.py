@@ -40,8 +40,8 @@ def forward(
             run.decode(views)
         else:
             run.forward(views, pass_)
-        kind = JvpResult if pass_.has_tangents else ForwardResult
-        return named_tuple(kind, names)(*call.exported(list(results.values())))
+        result_type = JvpResult if pass_.has_tangents else ForwardResult
+        return named_tuple(result_type, names)(*call.exported(list(results.values())))
 
     return calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute, lambda given: names)
 
@@ -67,8 +67,8 @@ def backward(
         if (bias := f"{prefix}dbias") in views:
             views[bias] = of_pairs(views[bias])
         run.backward(call.need, views, pass_)
-        kind = GradientTangents if pass_.has_tangents else Gradients
-        return named_tuple(kind, call.own.wanted)(*call.exported(list(results.values())))
+        result_type = GradientTangents if pass_.has_tangents else Gradients
+        return named_tuple(result_type, call.own.wanted)(*call.exported(list(results.values())))
 
     required = (*INPUTS, *pass_.required)
     return calls.carry_out(pass_.name, arrays, optional_inputs, required, random, compute, names)

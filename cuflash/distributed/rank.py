@@ -126,7 +126,8 @@ class Run:
         """Memory for rows that a rank receives, or for their results to send back: as `like`, but with `rows` rows."""
         if self._lies_as_it_is(a_round, rank):
             return self.xp.empty((*like.shape[:2], rows, *like.shape[3:]), dtype)
-        return rows_third(self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype))
+        rows_first = self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype)
+        return rows_first.transpose(1, 2, 0, *range(3, like.ndim))
 
     def as_sent(self, a_round: Round, rank: int, array: Array) -> Array:
         """Rows in such memory, in the order of axes in which they are sent."""
@@ -267,11 +268,6 @@ class UnderWay:
 def rows_first(array: Array) -> Array:
     """An array with its third axis first."""
     return array.transpose(2, 0, 1, *range(3, array.ndim))
-
-
-def rows_third(array: Array) -> Array:
-    """The inverse of `rows_first`: the first axis becomes the third."""
-    return array.transpose(1, 2, 0, *range(3, array.ndim))
 
 
 def of_heads(array: Array, heads: slice, num_heads: int) -> Array:

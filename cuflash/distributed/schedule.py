@@ -324,8 +324,8 @@ class Schedule:
             for a_round in traversal.rounds:
                 steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
                 note = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
-                kind = "received" if a_round.transfers and self.why_whole is None else "all" if note else "own"
-                lines.append(f"    with {kind} {what}: key/value heads {steps}{note}")
+                whose = "received" if a_round.transfers and self.why_whole is None else "all" if note else "own"
+                lines.append(f"    with {whose} {what}: key/value heads {steps}{note}")
                 for rank in range(q.ranks):
                     tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.needed[0])]
                     comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]

@@ -136,7 +136,7 @@ def _build(
     source: Path, defines: Sequence[tuple[str, object]], sanitizer: str | None, kernels: Path, cache: Path
 ) -> tuple[Module, list[Path]]:
     """The module, and the files that it is made of."""
-    definitions = [f"-D{name}={_as_source(value)}" for name, value in defines]
+    definitions = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
     runtime = _build_runtime(sanitizer, cache)
     # The runtime's name stands for what it is made of: a module stays linked to the one that it was built for.
     flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions, f"-DCUFLASH_RUNTIME={runtime.stem}"]
@@ -150,10 +150,6 @@ def _build(
     ]
     module = Module(_compile(f"{source.parent.name}_{source.stem}", flags, files, arguments, cache))
     return module, [*files, *_included_files(sorted(RUNTIME.glob("*.cc")), [RUNTIME])]
-
-
-def _as_source(value: object) -> str:
-    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _build_runtime(sanitizer: str | None, cache: Path) -> Path:

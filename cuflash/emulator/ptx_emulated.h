@@ -189,7 +189,6 @@ CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE void at_least_u16x2(u32 a, u32 b, u32& low, u32& high) {
   low = (u16)a >= (u16)b, high = a >> 16 >= b >> 16;
 }
-CUFLASH_DEVICE void pin(float&) {}
 CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
   const float y = __builtin_fmaf(a, b, c);
   return y > 0.0f ? fminf(y, 1.0f) : 0.0f;

@@ -514,7 +514,7 @@ class PartialRowSums:
         is_natural = plan.problem.dtype in ("float32", "float64") or defines["CUFLASH_NATURAL_SCORES"]
         unit = 1.0 if is_natural else math.log(2)
         shape = (*self.lse.shape[:-1], plan.run_time.stats_rows, 2)
-        there = _in_scratch(scratch, layout.offsets[layout.names.index("row_sums")], shape, dtype)
+        there = cupy.ndarray(shape, dtype, scratch + layout.offsets[layout.names.index("row_sums")])
         row_indices = self._row_indices(defines["CUFLASH_STATS_BLOCK"])
         large, at = self.is_large[..., : len(row_indices)], (..., cupy.asarray(row_indices), slice(None))
         if self.given is None:
@@ -533,10 +533,6 @@ class PartialRowSums:
         starts, counts = self.starts[:-1], np.diff(self.starts)
         firsts = (starts // block + np.arange(len(starts))) * block - starts
         return np.arange(self.starts[-1]) + np.repeat(firsts, counts)
-
-
-def _in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    return cupy.ndarray(shape, dtype, scratch + offset)
 
 
 def _record(

@@ -37,7 +37,7 @@ class Bar:
         """One more is done."""
         self.done += 1
         seconds = time.perf_counter() - self.start
-        if not _is_on_terminal():
+        if sys.stderr is None or not sys.stderr.isatty():
             if sys.stderr is not None and seconds - self._written >= LINE_EVERY:
                 self._written = seconds
                 print(f"{self.label}: {self._state(seconds)}", file=sys.stderr, flush=True)
@@ -70,10 +70,6 @@ class Bar:
             width = min(self._columns + len("^C"), _columns_of_terminal())  # terminals show what interrupted
             print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)
         self._columns = 0
-
-
-def _is_on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _columns_of_terminal() -> int:

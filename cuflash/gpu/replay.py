@@ -104,7 +104,7 @@ class Recording:
             of_thread.recording = self
             self._context = stack.pop_all()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, type_: Any, error: Any, trace: Any) -> None:
         with self._context:
             if error is not None:
                 self._join(self._streams[0])

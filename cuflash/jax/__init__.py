@@ -210,7 +210,7 @@ def _forward(
 def _random(seed: Array, offset: Array) -> Array:
     """Seed and offset as the operand of a primitive."""
     if isinstance(seed, jax.Array) or isinstance(offset, jax.Array):
-        parts = seed, 0, offset
-        return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in parts])
+        words = seed, 0, offset
+        return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in words])
     seed, offset = check_random(seed, offset)
     return np.array([seed & 0xFFFFFFFF, seed >> 32, offset], np.uint32)

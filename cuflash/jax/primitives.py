@@ -91,8 +91,8 @@ def _on_cpu(which: str, *arrays: Array, call: Call) -> list[Array]:
         found = getattr(call.attn, which)(**_keywords(which, call, given))
         return [getattr(found, name) for name in names]
 
-    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
-    return list(jax.pure_callback(compute, kinds, *arrays))
+    result_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
+    return list(jax.pure_callback(compute, result_types, *arrays))
 
 
 def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
@@ -105,7 +105,7 @@ def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
             f"attention: got a GPU within jax.jit and JAX {jax.__version__}, expected JAX 0.6 or later, which has "
             "jax.experimental.buffer_callback; or call it outside of jax.jit"
         ) from error
-    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
+    result_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
     names = _names(which, call)
 
     def compute(context: Any, results: Sequence[Any], *buffers: Any) -> None:
@@ -118,7 +118,7 @@ def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
             own = dict(zip(names, (cupy.from_dlpack(x) for x in results), strict=True))
             getattr(call.attn, which)(**_keywords(which, call, given), **own)
 
-    return list(buffer_callback(compute, kinds)(*arrays))
+    return list(buffer_callback(compute, result_types)(*arrays))
 
 
 def _batched(which: str, primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:

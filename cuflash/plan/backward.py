@@ -13,7 +13,14 @@ from cuflash.plan.architectures import (
     SCORES_FAMILIES,
 )
 from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
-from cuflash.plan.families import BACK_SECTION, BackwardFamily, BackwardJvpFamily, choose_family, family_of
+from cuflash.plan.families import (
+    BACK_SECTION,
+    BackwardFamily,
+    BackwardJvpFamily,
+    choose_family,
+    family_of,
+    may_make_dq_alone,
+)
 from cuflash.plan.scores import (
     add_key_sums,
     add_score_arg_helpers,
@@ -180,7 +187,7 @@ def _main_row(draft: Draft, main: Any, *, chooses: bool) -> tuple[BackwardFamily
     if not chooses:
         draft.reasons.append(draft.origin)
         family = None if main is None else family_of(BACKWARD_FAMILIES, main)
-    elif set(need) & {"dk", "dv"} or ("dq" in need and _may_make_dq_alone(draft)):
+    elif set(need) & {"dk", "dv"} or ("dq" in need and may_make_dq_alone(BACKWARD_FAMILIES, draft)):
         family, main, reason = choose_family(BACKWARD_FAMILIES, draft)
         draft.reasons.append(reason)
     if not set(need) & {"dq", "dk", "dv"}:
@@ -205,11 +212,6 @@ def _dq_row(draft: Draft, family: BackwardFamily[Any] | None, main: Any, dq: Any
     if main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
     return dq
-
-
-def _may_make_dq_alone(draft: Draft) -> bool:
-    """Whether a family of the whole pass is preferred to kernels of dq."""
-    return any(family.serves_dq_alone and family.why_not_served(draft) is None for family in BACKWARD_FAMILIES)
 
 
 def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:

@@ -7,7 +7,14 @@ from typing import Any
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, SCORES_JVP_FAMILIES
 from cuflash.plan.backward import add_convert, add_preprocess
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BACK_SECTION, BackwardJvpFamily, ForwardFamily, choose_family, family_of
+from cuflash.plan.families import (
+    BACK_SECTION,
+    BackwardJvpFamily,
+    ForwardFamily,
+    choose_family,
+    family_of,
+    may_make_dq_alone,
+)
 from cuflash.plan.forward import tangent_defines
 from cuflash.plan.scores import add_score_args, add_stored, add_sums, needs, score_gradients, stored_and_sums
 from cuflash.plan.tiles import Tile
@@ -29,7 +36,7 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.reasons.append(draft.origin)
     family = None if of_keys is None else family_of(BACKWARD_JVP_FAMILIES, of_keys)
     makes_keys = set(need) & {"tdk", "tdv"} or not ("tdq" in need or of_scores)
-    if of_keys is None and (makes_keys or ("tdq" in need and _may_make_tdq_alone(draft))):
+    if of_keys is None and (makes_keys or ("tdq" in need and may_make_dq_alone(BACKWARD_JVP_FAMILIES, draft))):
         family, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)
     if family is not None:
@@ -99,11 +106,6 @@ def _add_scores(draft: Draft, tile: Tile) -> None:
         add_sums(draft, tile, source, sums)
     if draft.score_arg_gradients:
         add_score_args(draft, tile, source)
-
-
-def _may_make_tdq_alone(draft: Draft) -> bool:
-    """Whether a family that adds to tdq serves the problem: it is preferred to kernels of tdq alone."""
-    return any(family.serves_tdq_alone and family.why_not_served(draft) is None for family in BACKWARD_JVP_FAMILIES)
 
 
 def _is_wide(draft: Draft, name: str) -> bool:

@@ -92,7 +92,11 @@ def choose_plan(
         defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem))
         | _of_row_reductions(problem, pass_),
         has_sinks=problem.sinks is not None,
-        need=tuple(name for name in pass_.results_in(problem) if name in need and not _is_empty(name, problem)),
+        need=tuple(
+            name  # without values, dv has no elements
+            for name in pass_.results_in(problem)
+            if name in need and (problem.head_dim_v or gradient_of(name) != "dv")
+        ),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
         program=seen.hoisted,
@@ -132,11 +136,6 @@ def _of_row_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
 def _has_keys_elsewhere(problem: Problem) -> bool:
     """Whether an array other than k, v and a block table has an axis of keys."""
     return any(row.has_keys and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
-
-
-def _is_empty(name: str, problem: Problem) -> bool:
-    """Whether a gradient has no elements because there are no values."""
-    return gradient_of(name) == "dv" and problem.head_dim_v == 0
 
 
 def _without_softmax_inputs(problem: Problem) -> Problem:

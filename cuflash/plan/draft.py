@@ -515,8 +515,8 @@ def common_defines(
         "CUFLASH_KV_DTYPE": DTYPE_TAGS[problem.k.dtype],
         "CUFLASH_FLOAT8_QUERIES": int(problem.multiplies_float8),
         "CUFLASH_Q_SCALE": int(problem.q_scale is not None),
-        "CUFLASH_K_SCALE": _kind_of_scale(problem, "k_scale"),
-        "CUFLASH_V_SCALE": _kind_of_scale(problem, "v_scale"),
+        "CUFLASH_K_SCALE": _scale_class(problem, "k_scale"),
+        "CUFLASH_V_SCALE": _scale_class(problem, "v_scale"),
         "CUFLASH_ROUNDS_TO_TF32": int("tf32" in option_names(problem)),
         "CUFLASH_HEAD_DIM": problem.head_dim,
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
@@ -563,7 +563,7 @@ def has_natural_scores(problem: Problem) -> bool:
     return not is_folded or problem.sinks is not None
 
 
-def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
+def _scale_class(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
     """How kernels read a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2 (others)."""
     operand: Operand | None = getattr(problem, name)
     if operand is None:

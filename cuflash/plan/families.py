@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -25,7 +25,7 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 
 
 # Of these, the ones that any sequence may be found in: with `batch_invariant` it has the same bits there.
-_PLACES = ("packed sequences", "pages")
+_STORAGES = ("packed sequences", "pages")
 ANY_CALL = ", which a call that is batch_invariant has to count on"
 
 BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
@@ -81,8 +81,10 @@ class Family(ABC, Generic[Row]):
         if not problem.batch_invariant:
             return None
         # Decode has kernels of its own everywhere but in packed sequences. Tangents have no pages on any device.
-        possible = [name for name in _PLACES if name in self.unknown]
-        possible = [x for x in possible if not (self.reads_keys_once if x == _PLACES[0] else problem.moved is not None)]
+        possible = [name for name in _STORAGES if name in self.unknown]
+        possible = [
+            x for x in possible if not (self.reads_keys_once if x == _STORAGES[0] else problem.moved is not None)
+        ]
         return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None
 
     def why_not(self, draft: Draft) -> str | None:
@@ -133,6 +135,7 @@ class KeysFamily(Family[Row]):
     """A family of a backward pass, whose blocks own keys."""
 
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
+    makes_dq_alone: ClassVar[bool] = False  # where it alone of dq, dk and dv (or their tangents) is wanted
 
     def configured(self, main: Row, draft: Draft) -> Row:
         """The row as this problem needs it."""
@@ -159,10 +162,13 @@ class KeysFamily(Family[Row]):
         return 0
 
 
+def may_make_dq_alone(families: Iterable[KeysFamily[Any]], draft: Draft) -> bool:
+    """Whether one of these serves a problem, and is preferred to kernels that make dq, or tdq, alone."""
+    return any(family.makes_dq_alone and family.why_not_served(draft) is None for family in families)
+
+
 class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
     """A family of the tangents of gradients: of those of dk and dv and, in some, of that of dq."""
-
-    serves_tdq_alone: ClassVar[bool] = False  # it is preferred to kernels of tdq where neither tdk nor tdv is wanted
 
     def adds_to_tdq(self, draft: Draft, main: Row) -> bool:
         """Whether blocks add to tdq in memory; otherwise tdq has a kernel of its own."""
@@ -179,7 +185,6 @@ class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
 class BackwardFamily(KeysFamily[Row]):
     """A family of the backward pass: its blocks make dk and dv, and most add to dq, unless it has its own kernel."""
 
-    serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
     # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
     shares_tiles: ClassVar[bool] = True

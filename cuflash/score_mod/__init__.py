@@ -4,7 +4,7 @@ from cuflash.score_mod.cuda_source import FIRST_LINE, Score
 from cuflash.score_mod.hoisting import hoisted_program_of, is_of_diagonals
 from cuflash.score_mod.indexing import COUNTED, ORIGIN
 from cuflash.score_mod.program import (
-    KINDS_OF_READS,
+    READ_CLASSES,
     Program,
     ScoreFunction,
     ScoreTangents,
@@ -18,8 +18,8 @@ from cuflash.score_mod.tables import Loaded, Table
 __all__ = [
     "COUNTED",
     "FIRST_LINE",
-    "KINDS_OF_READS",
     "ORIGIN",
+    "READ_CLASSES",
     "Loaded",
     "Program",
     "Score",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -46,27 +46,65 @@ def as_score_args(array: Array, dtype: DTypeLike) -> Any:
     return Clamped(array) if array.ndim else array[()]
 
 
+class Folded(NamedTuple):
+    """Expressions without the nodes that follow from known inputs, which are evaluated once."""
+
+    steps: tuple[Node, ...]  # the nodes that are left, each after its arguments
+    values: Mapping[Node, Array]  # of the others, those that these or the roots need
+    indices: Mapping[Node, tuple[Array, ...]]  # of loads among the steps, clamped, where they follow from known inputs
+
+
+def fold(
+    roots: Sequence[Node], inputs: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], dtype: DTypeLike
+) -> Folded:
+    """Evaluate what follows from these inputs alone. `shapes` are those of the arrays."""
+    known: set[Node] = set()
+    for at in _order(tuple(roots)):
+        if (at.op == "input" and at.payload in inputs) or (at.args and at.op != "load" and _follow(at.args, known)):
+            known.add(at)
+    steps = tuple([at for at in in_order(roots, known) if at not in known])
+    indexed = [at for at in steps if at.op == "load" and _follow(at.args, known)]
+    needed = [*roots, *(arg for at in steps if at not in indexed for arg in at.args)]
+    own = [at for at in dict.fromkeys(needed) if at in known]
+    indices = {at: clamped(evaluate(at.args, inputs, {}, dtype), shapes[str(at.payload)]) for at in indexed}
+    return Folded(steps, dict(zip(own, evaluate(own, inputs, {}, dtype), strict=True)), indices)
+
+
+def _follow(args: Iterable[Node], known: Collection[Node]) -> bool:
+    return all(arg in known or arg.op == "constant" for arg in args)
+
+
 def evaluate(
-    roots: Sequence[Node], inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike
+    roots: Sequence[Node],
+    inputs: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    dtype: DTypeLike,
+    folded: Folded | None = None,
 ) -> list[Array]:
-    """The values of expressions, in the shapes that those of the inputs broadcast to. `s` is of `dtype`."""
+    """The values of expressions, in the shapes that those of the inputs broadcast to. `s` is of `dtype`.
+
+    `folded` is what `fold` made of them for some of these inputs.
+    """
     real: Any = np.dtype(dtype).type
-    values: dict[Node, Any] = {}
+    values: dict[Node, Any] = {} if folded is None else dict(folded.values)
+    indices = {} if folded is None else folded.indices
     with np.errstate(all="ignore"):
-        for at in _order(tuple(roots)):
-            args = [values[arg] for arg in at.args]
+        for at in _order(tuple(roots)) if folded is None else folded.steps:
+            args = [] if at in indices else [values[arg] for arg in at.args]
             if at.op == "constant":
                 values[at] = real(at.payload) if at.type == "float" else at.payload
             elif at.op == "input":
                 values[at] = inputs[str(at.payload)]
             elif at.op == "load":
                 array = arrays[str(at.payload)]
-                if array.ndim == 1:
+                if at in indices:
+                    found = np.asarray(array[indices[at]])
+                elif array.ndim == 1:
                     found = np.asarray(array.take(args[0], mode="clip"))
                 else:
                     found = np.asarray(array[clamped(args, array.shape)])
-                of_kind = {"b": bool, "i": np.int64, "u": np.int64}.get(array.dtype.kind, real)
-                values[at] = found if found.dtype == of_kind else found.astype(of_kind)
+                own_type = {"b": bool, "i": np.int64, "u": np.int64}.get(array.dtype.kind, real)
+                values[at] = found if found.dtype == own_type else found.astype(own_type)
             elif at.op == "cast":
                 values[at] = np.asarray(args[0]).astype(
                     real if at.type == "float" else np.int64 if at.type == "int" else bool

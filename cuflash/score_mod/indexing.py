@@ -20,7 +20,7 @@ def of_slice(root: Node) -> Node:
     for at in in_order([root]):
         if at.op == "input" and at.payload in COUNTED:
             done[at] = _of_whole(at)
-        elif _is_of_pair(at):
+        elif is_difference(at):
             done[at] = _difference(at)
         else:
             done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.location)
@@ -32,7 +32,7 @@ def _of_whole(at: Node) -> Node:
     return total if at.payload in ("i", "j") else node("min", (total, constant(LARGEST_SUM)))
 
 
-def _is_of_pair(at: Node) -> bool:
+def is_difference(at: Node) -> bool:
     """Whether the node subtracts or compares i and j. Kernels know that it depends on their difference alone."""
     inputs = [arg.payload for arg in at.args if arg.op == "input"]
     return at.op in ("sub", *COMPARISONS) and sorted(map(str, inputs)) == ["i", "j"]

@@ -14,8 +14,8 @@ from cuflash.score_mod.codegen import ELEMENTS, Writer, body, divisors_of_head, 
 from cuflash.score_mod.derivatives import ONE, derivatives, loads_of
 from cuflash.score_mod.evaluation import as_score_args, evaluate
 from cuflash.score_mod.factors import factored
-from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_slice
-from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
+from cuflash.score_mod.indexing import COUNTED, ORIGIN, is_difference, of_slice
+from cuflash.score_mod.nodes import Node, in_order, node, shown
 from cuflash.score_mod.tables import AXES, Loaded, Table, filling_source
 from cuflash.score_mod.tangents import TANGENT_OF_S, tangent_of_load, tangents
 from cuflash.score_mod.tile_bounds import bounds_source
@@ -44,8 +44,8 @@ SCORE_FUNCTION = (
 )
 # The number of a read, by the class of its index. ReadClass of kernels/common/score/score_args_gradients.cuh has the
 # same numbers. All other reads have the next number.
-KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
-PAIR_READ = len(KINDS_OF_READS)
+READ_CLASSES = {"head": 0, "j": 1, "i": 2, "i - j": 3}
+PAIR_READ = len(READ_CLASSES)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
 
@@ -120,7 +120,9 @@ class Traced:
         if self.function is None:
             return evaluate([self.typed(arrays)], inputs, arrays, dtype)[0]
         keywords = {name: as_score_args(arrays[name], dtype) for name in self.arrays}
-        asked = _asked(self.function)
+        import inspect
+
+        asked = tuple(inspect.signature(self.function).parameters)
         keywords |= {name: inputs[name] for name in NAMED_INPUTS if name in asked}
         with np.errstate(all="ignore"):
             return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
@@ -133,12 +135,6 @@ class Traced:
 
 def _by_name(arrays: tuple[tuple[str, int, str], ...]) -> tuple[tuple[str, tuple[int, str]], ...]:
     return tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
-
-
-def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
-    import inspect
-
-    return tuple(inspect.signature(function).parameters)
 
 
 def _typed(traced: Traced, types: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
@@ -270,7 +266,7 @@ class Program:
         """The struct of the numbers that all pairs of a head share, and the function that reads them."""
         own = [(table, arrays[table.name][0]) for table in self.tables]
         fields = [f"  {table.field(array)};\n" for table, array in own]
-        rows = [table.row_of_head(array) for table, array in own]
+        rows = [f"row_of_table<{ELEMENTS[table.dtype]}>(arrays[{array}], batch, head)" for table, array in own]
 
         def made(writer: Writer) -> list[str]:
             fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
@@ -381,7 +377,7 @@ class Program:
         return [
             (
                 arrays[name][0],
-                KINDS_OF_READS.get(index_class(load.at), PAIR_READ),
+                READ_CLASSES.get(index_class(load.at), PAIR_READ),
                 factored(load.derivative).rest is ONE,
             )
             for name in summed
@@ -484,7 +480,7 @@ def tangents_of(
 
 def index_class(load: Node) -> str:
     """How an array is read: "head" (or batch, or a constant), "i", "j", "i - j", "i, j" or "gather"."""
-    by_difference = {at for at in in_order(load.args) if _is_difference(at)}
+    by_difference = {at for at in in_order(load.args) if is_difference(at)}
     used = _inputs_outside(load.args, by_difference)
     if "s" in used:
         return "gather"
@@ -496,11 +492,6 @@ def index_class(load: Node) -> str:
         of_others = {at.payload for at in in_order(others) if at.op == "input"}
         return "i, j" if len(direct) == 2 and not of_others & {"i", "j"} else "gather"
     return "i" if "i" in used else "j"
-
-
-def _is_difference(at: Node) -> bool:
-    names = [arg.payload for arg in at.args if arg.op == "input"]
-    return at.op in ("sub", *COMPARISONS) and sorted(map(str, names)) == ["i", "j"]
 
 
 def _inputs_outside(roots: Sequence[Node], excluded: set[Node]) -> set[str]:

@@ -19,7 +19,7 @@ By = Literal["i", "j", "i - j"]
 MARGIN = 256
 LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
 AXES = 3  # batch entries, heads and positions
-_PLACE = "const ScoreArg* arrays, int batch, int head, int place"  # in CUDA source
+_POSITION = "const ScoreArg* arrays, int batch, int head, int position"  # in CUDA source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,6 @@ class Table:
         """CUDA source: the member of OfHead that points to position 0 of the table's row for a head."""
         return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
 
-    def row_of_head(self, array: int) -> str:
-        """CUDA source: the value of that member, where the table has this number among the arrays."""
-        return f"row_of_table<{ELEMENTS[self.dtype]}>(arrays[{array}], batch, head)"
-
     @property
     def spelled(self) -> str:
         """Its name and its indices."""
@@ -99,14 +95,14 @@ def filling_source(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]
 
 def _filling(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]) -> str:
     of = table.of
-    head = f"CUFLASH_DEVICE void fill_table(Integer<{number}>, void* data, i64 at, {_PLACE}) {{\n{_pair(table)}"
+    head = f"CUFLASH_DEVICE void fill_table(Integer<{number}>, void* data, i64 at, {_POSITION}) {{\n{_pair(table)}"
     stored = f"((StoredAs<{ELEMENTS[table.dtype]}>::Type*)data)[at]"
     return head + body([of], arrays, lambda writer: [f"{stored} = {writer.source(of)};"], exact=True) + "}\n"
 
 
 def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
     reads = [(name, load) for name, loads in table.loads.items() if name in wanted for load in loads]
-    head = f"template <class Visit>\nCUFLASH_DEVICE void lead_on(Integer<{number}>, {_PLACE}, Visit visit) {{\n"
+    head = f"template <class Visit>\nCUFLASH_DEVICE void lead_on(Integer<{number}>, {_POSITION}, Visit visit) {{\n"
     roots = [*(index for _, load in reads for index in load.at.args), *(load.derivative for _, load in reads)]
 
     def visits(writer: Writer) -> list[str]:
@@ -121,5 +117,9 @@ def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, st
 
 def _pair(table: Table) -> str:
     """CUDA source: i and j of a pair that the position of an entry belongs to."""
-    pairs = {"i": "i = place, j = 0", "j": "i = 0, j = place", "i - j": "i = place > 0 ? place : 0, j = i - place"}
+    pairs = {
+        "i": "i = position, j = 0",
+        "j": "i = 0, j = position",
+        "i - j": "i = position > 0 ? position : 0, j = i - position",
+    }
     return f"  const int {pairs[table.by]};\n  (void)i, (void)j;\n"

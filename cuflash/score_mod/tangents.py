@@ -54,18 +54,18 @@ def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node], score: Node | No
             if own is ZERO:
                 continue
             if at in guarded:  # 0 wherever a factor is, however infinite the other one
-                part = zero_where(factor, made("product", own, factor))
+                term = zero_where(factor, made("product", own, factor))
             elif at.op == "product":  # 0 wherever its first factor is 0, or has no value because of a choice
-                part = made("product", own, factor) if arg is at.args[0] else made("product", factor, own)
+                term = made("product", own, factor) if arg is at.args[0] else made("product", factor, own)
             elif arg in steep or is_at_limit(at, arg, known[arg]):
-                part = made("product", factor, own)
+                term = made("product", factor, own)
             else:
-                part = multiply(factor, own)
+                term = multiply(factor, own)
             if is_steep:
-                part = zero_where(own, part)
+                term = zero_where(own, term)
             if is_steep or arg in steep:
                 steep.add(at)
-            total = add(total, part)
+            total = add(total, term)
         if total is not ZERO:
             found[at] = total
     return [found.get(root, ZERO) for root in roots]

@@ -13,11 +13,6 @@ OF_INPUTS: Mapping[str, NodeType] = {"s": "float", "i": "int", "j": "int", "head
 _RANK = {"bool": 0, "int": 1, "float": 2}
 
 
-def type_of_dtype(dtype: str) -> NodeType:
-    """The type of the elements of an array."""
-    return "bool" if dtype == "bool" else "int" if dtype.startswith("int") else "float"
-
-
 def typed(root: Node, arrays: Mapping[str, tuple[int, str]]) -> Node:
     """The typed expression, where `arrays` has the number of axes and the dtype of each array.
 
@@ -116,7 +111,8 @@ class _Typed:
                 self.refuse(
                     f"got a real number as an index of {name}, expected an integer, such as cuflash.floor gives"
                 )
-        return self.made(type_of_dtype(dtype), *(cast(index, "int") for index in self.args))
+        type_: NodeType = "bool" if dtype == "bool" else "int" if dtype.startswith("int") else "float"
+        return self.made(type_, *(cast(index, "int") for index in self.args))
 
     def logical(self) -> Node:
         if any(x.type == "float" for x in self.args):

@@ -19,7 +19,7 @@ from cuflash.spec.scalars import array_of, is_scalar
 _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and arrays that have those's shapes
 
 
-def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
+def are_cupy(arrays: Mapping[str, Any], required: Iterable[str]) -> bool:
     """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `import_arguments`
     would take as they are.
 
@@ -29,13 +29,15 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     if cupy is None:
         return False
     array = cupy.ndarray
-    for x in arrays.values():
+    for name, x in arrays.items():  # any() of a generator doubles the time, and this runs before every launch
         if x is not None and type(x) is not array and type(x) is not Float8Array:
             return False
-    for name in required:  # any() of a generator doubles the time, and this runs before every launch
+        if name in NARROWED and x is not None and x.dtype == np.int64:
+            return False
+    for name in required:  # noqa: SIM110 (as above)
         if arrays[name] is None:
             return False
-    return not _has_wide_integers(arrays)
+    return True
 
 
 def numpy_arrays(
@@ -49,7 +51,7 @@ def numpy_arrays(
     given: dict[str, Any] = {}
     for name, x in arrays.items():
         if x is not None:
-            if type(x) is not array:
+            if type(x) is not array or (name in NARROWED and x.dtype == np.int64):
                 return None
             given[name] = x
     for name in required:
@@ -58,14 +60,7 @@ def numpy_arrays(
     for name in written:
         if name in given and not given[name].flags.writeable:
             return None
-    return None if _has_wide_integers(given) else given
-
-
-def _has_wide_integers(arrays: Mapping[str, Any]) -> bool:
-    for name in NARROWED:  # noqa: SIM110 (as above)
-        if (x := arrays.get(name)) is not None and x.dtype == np.int64:
-            return True
-    return False
+    return given
 
 
 def import_arguments(arrays: Mapping[str, Any], *, required: Iterable[str], written: Iterable[str] = ()) -> Imported:

@@ -95,7 +95,8 @@ def prepare(
         imported, given = import_with_streamed(arrays, required, written)
     else:
         imported = import_arguments(arrays, required=required, written=written)
-        backend, given = imported.backend, imported.of_backend
+        backend = imported.backend
+        given = {name: x for name, x in imported.arrays.items() if x is not None or backend != "numpy"}
     rewrite = equivalent(options, given) if rewrites else None
     call = Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)
     return call if rewrite is None else call.rewritten(rewrite)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 
 from cuflash.arrays.array_info import Operand, softmax_dtype_of
-from cuflash.spec.type_variables import ArrayT, KeyT, ValueT
+from cuflash.spec.type_variables import ArrayT, KeyT, NamedResults, ValueT
 
 INPUTS = ("q", "k", "v")
 _OR_INT64 = " or int64"
@@ -304,15 +304,10 @@ class InputGradientTangents(TypedDict, total=False):
     tdsinks: Any
 
 
-class NamedGradients(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):
+class NamedGradients(NamedResults, Generic[ArrayT, KeyT, ValueT]):
     """A named tuple of the gradients that were asked for; the others are no attributes of it."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        _fields: ClassVar[tuple[str, ...]]
-
-        def _asdict(self) -> dict[str, Any]: ...
 
     dq: ArrayT
     dk: KeyT
@@ -324,15 +319,10 @@ class NamedGradients(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):
     dsinks: Any
 
 
-class NamedGradientTangents(tuple[Any, ...], Generic[ArrayT, KeyT, ValueT]):
+class NamedGradientTangents(NamedResults, Generic[ArrayT, KeyT, ValueT]):
     """A named tuple of the tangents of gradients that were asked for; the others are no attributes of it."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        _fields: ClassVar[tuple[str, ...]]
-
-        def _asdict(self) -> dict[str, Any]: ...
 
     tdq: ArrayT
     tdk: KeyT

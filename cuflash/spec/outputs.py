@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict
+from typing import Any, Generic, Literal, TypedDict
 
 from cuflash.spec.inputs import (
     CAPS,
@@ -21,7 +21,7 @@ from cuflash.spec.inputs import (
     OptionalInput,
     WithTangents,
 )
-from cuflash.spec.type_variables import ArrayT, LseT
+from cuflash.spec.type_variables import ArrayT, LseT, NamedResults
 
 _QUERIES = ("batch", "num_heads", "seqlen_q")
 _KEYS = ("batch", "num_heads_kv", "seqlen_k")
@@ -302,15 +302,10 @@ class PreparedArrays(WithTangents, OfWeightReductions, total=False):
     """The arrays of `FlashAttention.compile` and `tune` besides q, k and v, as keyword arguments."""
 
 
-class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
+class NamedForwardResult(NamedResults, Generic[ArrayT, LseT]):
     """A named tuple of out, lse and the row reductions that were wanted; the others are no attributes of it."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        _fields: ClassVar[tuple[str, ...]]
-
-        def _asdict(self) -> dict[str, Any]: ...
 
     out: ArrayT
     lse: LseT
@@ -318,15 +313,10 @@ class NamedForwardResult(tuple[Any, ...], Generic[ArrayT, LseT]):
     entropy: LseT
 
 
-class NamedMergeGradients(tuple[Any, ...], Generic[ArrayT, LseT]):
+class NamedMergeGradients(NamedResults, Generic[ArrayT, LseT]):
     """A named tuple of douts, dlses and the gradients of those row reductions that have some, tuples of arrays."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        _fields: ClassVar[tuple[str, ...]]
-
-        def _asdict(self) -> dict[str, Any]: ...
 
     douts: tuple[ArrayT, ...]
     dlses: tuple[LseT, ...]

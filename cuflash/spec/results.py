@@ -246,11 +246,11 @@ _NAMED = {
 
 
 @functools.cache
-def named_tuple(kind: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of results of these names: `kind`, or one like it with other fields."""
-    if names == kind._fields:
-        return kind  # type: ignore[no-any-return]
-    return type(kind.__name__, (namedtuple(kind.__name__, names), _NAMED[kind]), {"__slots__": ()})
+def named_tuple(type_: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The named tuple of results of these names: `type_`, or one like it with other fields."""
+    if names == type_._fields:
+        return type_  # type: ignore[no-any-return]
+    return type(type_.__name__, (namedtuple(type_.__name__, names), _NAMED[type_]), {"__slots__": ()})
 
 
 def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:

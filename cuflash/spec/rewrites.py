@@ -161,7 +161,8 @@ def _equivalent(
     becomes: dict[str, tuple[str, Index]] = {}
     if options.score is not None and options.score.root is not None:
         as_options = _of_score(options.score.root, call, served)
-        if as_options is not None and not set(as_options[1]) & _read_otherwise(options):
+        read_by_mask = options.mask_function.arrays if options.mask_function is not None else ()
+        if as_options is not None and not set(as_options[1]) & set(read_by_mask):
             cap, becomes = as_options
             changed |= {"score": None, "softcap": cap}
             if "alibi_slopes" in {option for option, _ in becomes.values()} and call.window == (None, None):
@@ -173,11 +174,6 @@ def _equivalent(
     return Equivalent(
         options=remaining, becomes=becomes, unread=tuple(name for name in options.score_args if name not in kept)
     )
-
-
-def _read_otherwise(options: Options) -> set[str]:
-    """The arrays that the mask reads, which therefore cannot become options."""
-    return set() if options.mask_function is None else set(options.mask_function.arrays)
 
 
 def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -200,7 +196,7 @@ def _of_score(
     has_s = False
     for sign, summand in _summands(root):
         own_cap = _cap(summand, call)
-        if sign > 0 and not has_s and (_is_input(summand, "s") or own_cap is not None):
+        if sign > 0 and not has_s and (_is_product(summand) or own_cap is not None):
             has_s, cap = True, own_cap
             continue
         option = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
@@ -233,8 +229,8 @@ def _factors(at: Node) -> tuple[int, list[Node]]:
     return 1, [at]
 
 
-def _is_input(at: Node, name: str) -> bool:
-    return at.op == "input" and at.payload == name
+def _is_product(at: Node) -> bool:
+    return at.op == "input" and at.payload == "s"
 
 
 def _number(at: Node) -> float | None:
@@ -250,7 +246,7 @@ def _cap(at: Node, call: _Call) -> float | None:
     if sign < 0 or len(of_tanh) != 1 or len(numbers) != 1 or numbers[0] is None:
         return None
     cap, inner = numbers[0], of_tanh[0].args[0]
-    if inner.op != "div" or not _is_input(inner.args[0], "s") or _number(inner.args[1]) != cap:
+    if inner.op != "div" or not _is_product(inner.args[0]) or _number(inner.args[1]) != cap:
         return None
     (row,) = (row for row in NUMBER_ROWS if row.name == "softcap")
     low, high, _ = row.range_of(call.dtypes["q"])

@@ -8,7 +8,7 @@ overload of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 # Python has defaults of type variables since 3.13. With them a class is annotated without its parameters.
 if TYPE_CHECKING:
@@ -32,3 +32,14 @@ else:
 # What FunctionT is with a score or a mask function, which reads arrays of any names; without one it is None, and then
 # type checkers know all keywords of a call.
 WithFunction = Callable[..., Any]
+
+
+class NamedResults(tuple[Any, ...]):
+    """A named tuple of the results that a call was asked for; the others are no attributes of it."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...

@@ -42,14 +42,10 @@ class Lane:
         """The view of a chunk on the device, as (batch, heads, rows, dim)."""
         return self._lying(self.buffers[number % 2], span).transpose(*np.argsort(self.order).tolist())
 
-    def load(self, device: Cuda, number: int, span: Span, stream: Any) -> None:
-        """Copy a chunk to the device, from the staging buffer if there is one."""
-        for target, source in self._blocks(number, span):
-            device.copy(target, source, stream)
-
-    def unload(self, device: Cuda, number: int, span: Span, stream: Any) -> None:
-        """Copy a chunk from the device, to the staging buffer if there is one."""
-        for source, target in self._blocks(number, span):
+    def copy(self, device: Cuda, number: int, span: Span, stream: Any, *, to_device: bool) -> None:
+        """Copy a chunk between the device and host memory, or the staging buffer if there is one."""
+        for pair in self._blocks(number, span):
+            target, source = pair if to_device else pair[::-1]
             device.copy(target, source, stream)
 
     def staged(self, number: int, span: Span) -> tuple[Host, Host]:
@@ -145,7 +141,7 @@ class Feed(Transfer):
         self.filled: list[list[Any]] = [[], []]  # for each staging buffer, the copies to it that are under way
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self.workers.close()
@@ -176,7 +172,7 @@ class Feed(Transfer):
         for done in self.filled[number % 2]:
             done.result()
         for lane in self.lanes.values():
-            lane.load(self.device, number, self.spans[number], self.stream)
+            lane.copy(self.device, number, self.spans[number], self.stream, to_device=True)
         self.arrived[number % 2] = self.device.mark(self.stream)
         self._fill(number + 2, self.arrived[number % 2])
 
@@ -190,7 +186,7 @@ class Drain(Transfer):
         self.emptied: list[list[Any]] = [[], []]  # for each staging buffer, the copies out of it that are under way
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, type_: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error is None:
@@ -216,7 +212,7 @@ class Drain(Transfer):
         for done in self.emptied[number % 2]:
             done.result()
         for lane in self.lanes.values():
-            lane.unload(self.device, number, span, self.stream)
+            lane.copy(self.device, number, span, self.stream, to_device=False)
         self.left[number % 2] = self.device.mark(self.stream)
         if self.staged:
             pairs = [(lane, *lane.staged(number, span)[::-1]) for lane in self.staged]

@@ -182,7 +182,7 @@ class StreamedPass:
             if chunks is not None:
                 is_own = chunks[:, :, slice(*step.chunk.queries)] == step.number
                 arrays["dmax"] = self.slices.xp.where(is_own, arrays["dmax"], 0)
-            call = functools.partial(self._call_backward, step.chunk, wanted)
+            call = functools.partial(self.slices.backward, *step.chunk, wanted, pass_=self.pass_)
             sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
 
@@ -226,9 +226,6 @@ class StreamedPass:
             found[:, :, rows] = xp.where(own > largest[:, :, rows], step.number, found[:, :, rows])
             largest[:, :, rows] = xp.maximum(largest[:, :, rows], own)
         return found
-
-    def _call_backward(self, chunk: Chunk, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        return self.slices.backward(*chunk, need, arrays, self.pass_)
 
     def _scores_of_heads(self) -> list[tuple[Array, Array | None]]:
         """The optional inputs that add to the row sum, once for all chunks, and their tangents."""

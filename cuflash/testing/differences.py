@@ -132,12 +132,12 @@ def check_gradients(
         return found
 
     out, lse = forward(inputs)
-    sees_keys = lse > -math.inf
+    attends = lse > -math.inf
     point = inputs | {"dout": normal(out), "dlse": normal(lse)}
 
     def of_results(moved: dict[str, Any]) -> list[Any]:
         out, lse = forward(moved)
-        return [*([] if out is None else [moved["dout"] * out]), (moved["dlse"] * lse)[sees_keys]]
+        return [*([] if out is None else [moved["dout"] * out]), (moved["dlse"] * lse)[attends]]
 
     def of_gradients(moved: dict[str, Any]) -> list[Any]:
         return [weights[name] * x for name, x in backward(moved).items() if x is not None]

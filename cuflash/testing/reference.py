@@ -257,17 +257,17 @@ class BroadcastSum:
         self.view = self.value[missing] if missing else self.value
         self.shape, self.xp = shape, xp
 
-    def add(self, index: tuple[int, ...], part: Array, first_row: int) -> None:
-        """Add a part that has `index` on the first axes, and on the others the rows from `first_row` on."""
+    def add(self, index: tuple[int, ...], addend: Array, first_row: int) -> None:
+        """Add an array that has `index` on the first axes, and on the others the rows from `first_row` on."""
         own = (slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
-        place = (*own, ...)
-        here = self.view[place]
+        index_here = (*own, ...)
+        here = self.view[index_here]
         if len(self.shape) == len(index):
-            here += part.sum()
+            here += addend.sum()
             return
-        # Keys past kv_lengths have no part; they come last.
-        whole = self.xp.zeros(self.shape[len(index) :], part.dtype)
-        whole[first_row : first_row + part.shape[0], : part.shape[1]] = part
+        # Keys past kv_lengths add nothing; they come last.
+        whole = self.xp.zeros(self.shape[len(index) :], addend.dtype)
+        whole[first_row : first_row + addend.shape[0], : addend.shape[1]] = addend
         summed = tuple(axis for axis, n in enumerate(here.shape[len(index) :]) if n == 1)
         here += whole.sum(axis=summed, keepdims=True) if summed else whole
 
@@ -411,9 +411,9 @@ def each_head(
                     reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
             operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "QK": QK, "cap_slope": cap_slope}
             operands["S"] = S
-            places = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
+            indices = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
             Z = _kept(problem, seed, offset, b, h, first_row, P)
-            yield Head(derivatives=derivatives, reads=reads, Z=Z, **places, **operands)  # type: ignore[arg-type]
+            yield Head(derivatives=derivatives, reads=reads, Z=Z, **indices, **operands)  # type: ignore[arg-type]
 
 
 def _kept(
@@ -462,11 +462,6 @@ def _gather(pool: Array, table: Array, length: int) -> Array:
     page_size, dim = pool.shape[1:]
     num_pages = -(-length // page_size)
     return pool[table[:num_pages]].reshape(num_pages * page_size, dim)[:length]
-
-
-def unit_of_scores(problem: Problem) -> float:
-    """The unit of terms of scores when their rounding is judged: a softcap below 1, or 1."""
-    return min(1.0, problem.softcap or 1.0)
 
 
 def scores(
@@ -603,8 +598,8 @@ def product(A: Array, B: Array) -> Array:
     if A.size * B.shape[1] < LONG_PRODUCT:
         return A @ columns
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda rows: np.ascontiguousarray(rows) @ columns, np.array_split(A, min(len(A), 64)))
-        return np.concatenate(list(parts))
+        products = pool.map(lambda rows: np.ascontiguousarray(rows) @ columns, np.array_split(A, min(len(A), 64)))
+        return np.concatenate(list(products))
 
 
 def cast(x: Array, dtype: DTypeLike) -> Array:

@@ -456,10 +456,6 @@ def yardsticks_of(case: Case) -> dict[str, Yardstick]:
     return _yardsticks(case.problem, arrays, case.random, spread)
 
 
-def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if INPUT_OF_GRADIENT[name] in arrays))
-
-
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:
     judges = yardsticks_of(case)
     report = Report(measure(name, x, judges[name]) for name, x in results.items())
@@ -600,7 +596,8 @@ def check(
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if gradients is not None and "dout" in arrays:
         keywords |= optional_backward(arrays)
-        results |= zip(_always_given(arrays), gradients(arrays["dout"], *inputs, **keywords), strict=True)
+        need = (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if INPUT_OF_GRADIENT[name] in arrays))
+        results |= zip(need, gradients(arrays["dout"], *inputs, **keywords), strict=True)
     for name, x in results.items():
         dtype = case.problem.softmax_dtype if name in ("lse", "dsinks") else case.dtype
         if to_numpy(x).dtype != numpy_dtype(dtype):

@@ -113,7 +113,7 @@ class Collector:
         self.row_reductions = tuple(name for name in ROW_REDUCTIONS if name in expected)
         for name in ("lse", *self.row_reductions):  # long doubles, in which squares of all lse fit
             self.squares[name] = Squares(np.zeros((*of_rows, 1)), np.zeros((*of_rows, 1), np.longdouble))
-        self.sees_something, self.is_seen = np.zeros(of_rows, bool), np.zeros(of_keys, bool)
+        self.attends, self.is_attended_to = np.zeros(of_rows, bool), np.zeros(of_keys, bool)
         self.has_gradients = "dout" in arrays
         if self.has_gradients:
             self.squares["dq"] = Squares.zeros(*of_rows, problem.head_dim)
@@ -142,7 +142,7 @@ class Collector:
                 squares[name] = Squares(squares[name].terms, np.maximum(squares[name].noise, of_order))
                 if name == "dv":
                     self.dv_sums.noise += of_order.sum(axis=2, keepdims=True)
-        with_columns = {"out": self.sees_something, "dq": self.sees_something, "dk": self.is_seen, "dv": self.is_seen}
+        with_columns = {"out": self.attends, "dq": self.attends, "dk": self.is_attended_to, "dv": self.is_attended_to}
         zeros = {name: np.zeros(x.shape, bool) for name, x in self.expected.items()}
         for name in with_columns.keys() & zeros.keys():
             own = squares[name]
@@ -174,8 +174,8 @@ class Collector:
     def add(self, head: reference.Head) -> None:
         """Add what one head contributes."""
         visible = head.P != 0
-        self.sees_something[head.index] = visible.any(axis=1)
-        self.is_seen[head.index_kv] |= visible.any(axis=0)
+        self.attends[head.index] = visible.any(axis=1)
+        self.is_attended_to[head.index_kv] |= visible.any(axis=0)
         Q, K, V = map(finite, (head.Q, head.K, head.V))  # hidden keys add nothing
         QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
         noise = self.noise_of(head, visible, self.sizes_of(Q, K), QK)
@@ -191,7 +191,7 @@ class Collector:
         problem, unit, P, P_sink = self.problem, self.unit, head.P, head.P_sink
         slope = np.maximum(1, np.abs(head.cap_slope)) if problem.score is not None else 1.0
         sizes = np.where(visible, abs(problem.scale) * slope * sizes, 0)
-        products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
+        products = sizes.max(axis=1, keepdims=True, initial=0) / min(1.0, problem.softcap or 1.0)
         distances = np.where(visible, self._distances(head), 0)  # times slopes
         lse, of_keys = finite(head.L)[:, None], P.sum(axis=1, keepdims=True)
 

@@ -12,7 +12,7 @@ by the plain formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -94,16 +94,11 @@ def tangents_by(
     case: Case,
     moved: Moved,
     *,
-    need: Collection[str] | None = None,
     convert: Callable[[Array], Any] = np.asarray,
 ) -> dict[str, Any]:
-    """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges.
-
-    Without `need`, the tangents of all gradients that the case has.
-    """
+    """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges."""
     arrays, tangents = case.arrays(convert), moved.arrays(case, convert)
-    if need is None:
-        need = tuple(f"td{name}" for name in movable(case))
+    need = tuple(f"td{name}" for name in movable(case))
     given = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
     of_forward = attn.jvp(**given, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
     given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
@@ -225,7 +220,7 @@ class _TangentCollector(Collector):
             t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
             self.add_tangents(head, t)
         found, zeros = {}, {}
-        is_zero = {"out": ~self.sees_something, "dq": ~self.sees_something, "dk": ~self.is_seen, "dv": ~self.is_seen}
+        is_zero = {"out": ~self.attends, "dq": ~self.attends, "dk": ~self.is_attended_to, "dv": ~self.is_attended_to}
         for name, of_rows in is_zero.items():
             own = self.squares[name]
             found[f"t{name}"] = Squares(
@@ -244,8 +239,8 @@ class _TangentCollector(Collector):
     def add_tangents(self, head: Head, t: HeadTangents) -> None:
         """Add what one head contributes."""
         visible = head.P != 0
-        self.sees_something[head.index] = visible.any(axis=1)
-        self.is_seen[head.index_kv] |= visible.any(axis=0)
+        self.attends[head.index] = visible.any(axis=1)
+        self.is_attended_to[head.index_kv] |= visible.any(axis=0)
         own = _HeadSquares(self, head, t)
         self.squares["out"].add(head.index, own.tO2, own.tO_moved)
         self.squares["lse"].add(head.index, (own.P2 * own.tS2).sum(axis=1, keepdims=True), own.tL_moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def _is_recorded(tensors: Tensors) -> bool:
     return False
 
 
-def _compute(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+def _compute(which: str, call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
         return run(which, call, seed, offset, tensors)
     with torch._C._AutoDispatchBelowAutograd():
@@ -194,10 +195,7 @@ def _in_order(ctx: Any, by_name: Mapping[str, Any]) -> tuple[Any, ...]:
 
 class Forward(_Pass):
     which = "forward"
-
-    @staticmethod
-    def forward(call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> Any:
-        return _compute("forward", call, seed, offset, tensors)
+    forward = staticmethod(functools.partial(_compute, which))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -205,7 +203,7 @@ class Forward(_Pass):
         given = dict(zip(ctx.call.names, inputs, strict=True))
         given |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
         given |= {} if dlse is None else {"dlse": dlse}
-        found = _backward(ctx.call.attn, _wanted(ctx), ctx.random, given)
+        found = _by_input(_Backward, ctx.call.attn, _wanted(ctx), ctx.random, given)
         return _in_order(ctx, found)
 
     @staticmethod
@@ -215,30 +213,18 @@ class Forward(_Pass):
         return tout, tlse
 
 
-def _backward(attn: FlashAttention, wanted: Sequence[str], random: Any, given: Mapping[str, Tensor]) -> dict[str, Any]:
-    """By the name of each wanted input, its gradient."""
-    if not wanted:
-        return {}
-    found = _Backward.of(attn, tuple(f"d{name}" for name in wanted), random, given)
-    return dict(zip(wanted, found, strict=True))
-
-
-def _hessian(
-    attn: FlashAttention, wanted: Sequence[str], random: Any, given: Mapping[str, Tensor]
+def _by_input(
+    pass_: type[_Pass], attn: FlashAttention, wanted: Sequence[str], random: Any, given: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """By the name of each wanted input, the tangent of its gradient."""
-    if not wanted:
-        return {}
-    found = _BackwardJvp.of(attn, tuple(f"td{name}" for name in wanted), random, given)
+    """By the name of each wanted input, its gradient, or the tangent of that by `_BackwardJvp`."""
+    prefix = "td" if pass_ is _BackwardJvp else "d"
+    found = pass_.of(attn, tuple(f"{prefix}{name}" for name in wanted), random, given) if wanted else ()
     return dict(zip(wanted, found, strict=True))
 
 
 class _Backward(_Pass):
     which = "backward"
-
-    @staticmethod
-    def forward(call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> Any:
-        return _compute("backward", call, seed, offset, tensors)
+    forward = staticmethod(functools.partial(_compute, which))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -249,7 +235,7 @@ class _Backward(_Pass):
             return _in_order(ctx, {})
         _, _, tout, tlse = _Jvp.of(ctx.call.attn, (), ctx.random, inputs | moved)
         own = given | {"tout": tout, "tlse": tlse} | moved
-        found = _hessian(ctx.call.attn, _wanted(ctx), ctx.random, own)
+        found = _by_input(_BackwardJvp, ctx.call.attn, _wanted(ctx), ctx.random, own)
         return _in_order(ctx, found | {"dout": tout, "dlse": tlse})
 
     @staticmethod
@@ -269,10 +255,7 @@ class _Backward(_Pass):
 
 class _Jvp(_Pass):
     which = "jvp"
-
-    @staticmethod
-    def forward(call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> Any:
-        return _compute("jvp", call, seed, offset, tensors)
+    forward = staticmethod(functools.partial(_compute, which))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -288,9 +271,9 @@ class _Jvp(_Pass):
         results |= {} if dtlse is None else {"dlse": dtlse}
         moved = {name: x for name, x in _named(ctx).items() if name not in inputs}
         own = inputs | moved | results | {"tout": tout, "tlse": tlse}
-        found = _hessian(attn, _wanted(ctx), random, own)
+        found = _by_input(_BackwardJvp, attn, _wanted(ctx), random, own)
         needs = dict(zip(ctx.call.names, ctx.needs_input_grad[3:], strict=True))
-        of_tangents = _backward(attn, [name[1:] for name in moved if needs[name]], random, inputs | results)
+        of_tangents = _by_input(_Backward, attn, [name[1:] for name in moved if needs[name]], random, inputs | results)
         return _in_order(ctx, found | {f"t{name}": x for name, x in of_tangents.items()})
 
     @staticmethod
@@ -305,10 +288,7 @@ class _Jvp(_Pass):
 
 class _BackwardJvp(_Pass):
     which = "backward_jvp"
-
-    @staticmethod
-    def forward(call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> Any:
-        return _compute("backward_jvp", call, seed, offset, tensors)
+    forward = staticmethod(functools.partial(_compute, which))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -324,7 +304,9 @@ class _BackwardJvp(_Pass):
             return _in_order(ctx, {})
         _, _, tout, tlse = _Jvp.of(attn, (), random, inputs | own)
         fixed = {name: x for name, x in given.items() if name not in linear}
-        found = _hessian(attn, [name[1:] for name in moved], random, fixed | own | {"tout": tout, "tlse": tlse})
+        found = _by_input(
+            _BackwardJvp, attn, [name[1:] for name in moved], random, fixed | own | {"tout": tout, "tlse": tlse}
+        )
         return _in_order(ctx, {f"t{name}": x for name, x in found.items()} | {"tdout": tout, "tdlse": tlse})
 
     @staticmethod

@@ -21,8 +21,6 @@ CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
   asm("fma.rn.ftz.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
   return y;
 }
-// Thread. No instruction: what makes `value` comes before this and before what waits after it, not where it is used.
-CUFLASH_DEVICE void pin(float& value) { asm volatile("" : "+f"(value)); }
 // Thread. sqrt.approx.ftz (9.7.3.17): the square root to 1 ulp.
 CUFLASH_DEVICE float sqrt_approx(float x) {
   float y;

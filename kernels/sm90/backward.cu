@@ -62,8 +62,6 @@ struct Consumer {
   static constexpr int kGradientGroups = (makes_dv && kHasValues) + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
   // Keeping the lane in a register makes a step 3 to 5 % faster where one is to spare, and 1 to 2 % slower elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
-  // Whether lse is loaded before S' is there: 16 registers more, which terms of a per-pair bias need.
-  static constexpr bool kLoadsLseEarly = kKeepsLane && kKept == Kept::kNothing && !kAddsByTile;
 
   const BackwardParams& params;
   const Params& common;
@@ -89,6 +87,7 @@ struct Consumer {
   LaneSums lane_sums;
   ScoreArgLane score_args;
   bool scores_are_small = false;  // in this step: see Score::cap
+  bool may_be_large = false;      // whether some step has large rows
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
       : params(params_),
@@ -264,19 +263,19 @@ struct Consumer {
     return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
-  // Hides pairs of a tile that is `masked`, and makes scores of `large` rows relative to their maxima.
-  CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown, bool masked,
-                           bool large) const {
+  // Hides pairs of a tile that needs a mask.
+  CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown) const {
     const int first_row = m_tile.m_block * kBlockM;
-    if constexpr (!kMaskByBits) {
-      weights.hide(
-          p, masked, m_tile.evaluates_mask(),
-          [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; },
-          [&](int, int i) { return lane_key + i / 2 * 8; });
-    } else if (masked) {
+    if constexpr (kMaskByBits)
       hide_by_bits(p[0], shown);
-    }
-    if (!large) return;
+    else
+      weights.hide(
+          p, true, m_tile.evaluates_mask(), [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; },
+          [&](int, int i) { return lane_key + i / 2 * 8; });
+  }
+  // Makes scores relative to the row max in a tile with large rows.
+  CUFLASH_DEVICE void make_large_relative(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 s_stats) const {
+    if (!has_large_rows(s_stats)) return;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) make_relative(p[0][n], n, row_sums(), weights.exponent_scale);
   }
@@ -284,8 +283,7 @@ struct Consumer {
   // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight: with kEntropyInDp, its exponents.
   // `derivative` gets the derivatives of the scores in the scaled products.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown,
-                             bool large) {
+  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int head = m_tile.head, first_row = m_tile.m_block * kBlockM;
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
     const bool masked = m_tile.needs_mask(work.queries);
@@ -298,10 +296,6 @@ struct Consumer {
       const PerKeyValues numbers(common, weights.score, batch, head);
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
-    float exponent_scale = weights.exponent_scale;
-    LaneLse lse;
-    if constexpr (kKept == Kept::kNothing && !kNaturalRowMax) ptx::pin(exponent_scale);
-    if constexpr (kLoadsLseEarly) lse.load(s_stats);
     wait_for<pending>(p);
     if constexpr (kTurns == Turns::kUntilS) ping_pong.pass();
     // Where derivatives are kept, no registers are left for the coefficients of the shorter series of cap_near.
@@ -320,9 +314,9 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_bias(p[n][i], row_of(n, i), key_of(0, i));
     }
-    if (masked || large) hide(weights, products, shown, masked, large);  // one branch, which few tiles take
-    if constexpr (!kLoadsLseEarly) lse.load(s_stats);
-    to_p(p, derivative, lse, exponent_scale, masked || large);
+    if (masked) hide(weights, products, shown);
+    if (may_be_large) make_large_relative(weights, products, s_stats);
+    to_p(p, derivative, s_stats, weights.exponent_scale, masked || may_be_large);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
@@ -330,11 +324,12 @@ struct Consumer {
   // [3] The same, where a score_mod makes the scores.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
-                                         u32 (&derivative)[rows][2], u32 s_stats, u32 shown, bool large) {
+                                         u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int first_row = m_tile.m_block * kBlockM, lane_query = first_row + fragment_column();
     const Mask mask(common, batch, m_tile.head, work.key_stop, work.own_diagonal);
     OfKey of_keys[2];
     PerRowValues::load_keys(functions, s_row_values(), lane_key, of_keys);
+    const bool large = may_be_large && has_large_rows(s_stats);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
     const FunctionWeights by_function = {functions,  mask,     of_keys, common.scale, s_stats, s_row_values(),
@@ -500,7 +495,6 @@ struct Consumer {
 #endif
 
     wait_for_queries(s_q, s_do);
-    [[maybe_unused]] const bool large = makes_dv && has_large_rows(s_stats);  // early: products do not wait for it
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
     if constexpr (kIssuesDpFirst) issue_dp_early(ds, s_do);
@@ -509,9 +503,9 @@ struct Consumer {
     constexpr int kPending = kIssuesDpNext ? 0 : kGradientGroups + (kIssuesDpFirst && kHasValues);
 #if CUFLASH_HAS_SCORE_FUNCTION
     if constexpr (makes_dv || kSumsScoreArgs) row_values.store();
-    if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
+    if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown);
 #else
-    if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown, large);
+    if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown);
 #endif
     if constexpr (kIssuesDpNext) start_dp(p, ds, s_stats), issue_dp_early(ds, s_do), issue_step_before(number);
     if constexpr (!makes_dk) {
@@ -581,6 +575,7 @@ struct Consumer {
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockIndex)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {
+      if constexpr (makes_dv && !kKeepsWeightsOfCap) may_be_large = work.has_large_rows(common);
       wait_for_keys();
       set_to_zero(p_operand);
       set_to_zero(ds_operand);

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from cuflash.emulator import Schedule, guarded
-from cuflash.emulator.passes import Allocate, backward, forward, plan_for, run
+from cuflash.emulator.passes import Allocate, backward, forward, jvp, plan_for, run
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.tiles import Tile
 from cuflash.spec.batch_axes import Calls, axes_of, is_plain
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
 from cuflash.spec.passes import BACKWARD
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
@@ -164,15 +164,24 @@ def assert_tf32_split(problem: Problem, arrays: Mapping[str, Any], results: Mapp
         assert not measurement.failure, str(measurement)
 
 
-def on_kernels(arch: str, kernels: Path | None = None) -> Backend:
+def on_kernels(arch: str | DeviceSpec, kernels: Path | None = None) -> Backend:
     """Both passes by the kernels for a device, or by those of a folder."""
 
-    def backend(options: Options, arrays: dict[str, Any], need: tuple[str, ...]) -> tuple[Any, Any, Mapping[str, Any]]:
-        inputs = {name: x for name, x in arrays.items() if name != "dout"}
-        others = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
+    def backend(
+        options: Options, arrays: dict[str, Any], need: tuple[str, ...], **how: Any
+    ) -> tuple[Any, Any, Mapping[str, Any]]:
+        others = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", *TAKEN_BY_BACKWARD)}
         problem = make_problem(options, arrays["q"], arrays["k"], arrays["v"], **others)
-        out, lse = forward(problem, inputs, arch=arch, kernels=kernels)
-        gradients = backward(problem, arrays, out, lse, arch=arch, need=need, kernels=kernels) if need else ()
+        how |= {"arch": arch, "kernels": kernels}
+        out, lse = forward(problem, arrays, **how)
+        gradients = backward(problem, arrays, out, lse, need=need, **how) if need else ()
         return out, lse, dict(zip(need, gradients, strict=True))
 
     return backend
+
+
+def jvp_on_kernels(arch: str | DeviceSpec, options: Options, arrays: dict[str, Any]) -> dict[str, Any]:
+    """out, lse and their tangents by the kernels for a device, of arrays and tangents by name."""
+    optional = {name: x for name, x in arrays.items() if name in NAMES}
+    problem = make_problem(options, arrays["q"], arrays["k"], arrays["v"], **optional)
+    return dict(zip(("out", "lse", "tout", "tlse"), jvp(problem, arrays, arch=arch), strict=True))

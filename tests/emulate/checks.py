@@ -15,6 +15,7 @@ from cuflash.plan.tiles import round_up
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.specialisations import poison
+from tests.judging import assert_within
 
 either_kernel = pytest.mark.parametrize("arch", ["8.0", "9.0"])  # of the forward pass, where arrays are aligned
 schedules = st.sampled_from(SCHEDULES)
@@ -47,16 +48,6 @@ def all_results(case, *, deterministic=False, precision="highest", forward_tiles
     return dict(zip(names, (out, lse, *gradients), strict=True))
 
 
-def assert_results(case, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
-
-
-def bits(results):
-    values = results.values() if isinstance(results, dict) else results
-    return [np.ascontiguousarray(x).tobytes() for x in values]
-
-
 EDGES: dict[str, dict[str, Any]] = {
     "one pair": {"seqlen_q": 1, "seqlen_k": 1},
     "one query": {"seqlen_q": 1, "seqlen_k": 201},
@@ -86,8 +77,7 @@ EDGES: dict[str, dict[str, Any]] = {
 def judge(problem, arrays, results):
     """Hold results by name against the oracle, for arrays that no `Case` makes."""
     yardsticks = ct.yardsticks(problem, arrays)
-    measurements = [ct.measure(name, x, yardsticks[name]) for name, x in results.items()]
-    assert not [str(measurement) for measurement in measurements if measurement.failure]
+    assert_within(results, yardsticks)
 
 
 def judge_functions(case, arch="8.0", *, score_args=True, **options):
@@ -104,8 +94,7 @@ def judge_functions(case, arch="8.0", *, score_args=True, **options):
     gradients = attention.backward(case.problem, arrays, out, lse, need=need, **every)
     judges = ct.yardsticks(case.problem, arrays, **case.random)
     results = {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
-    measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert_within(results, judges)
 
 
 def run_both(problem, arrays, **options):

@@ -383,10 +383,7 @@ CUFLASH_DEFINE_KERNEL(limit_magnitude, Params, kBlock, 1, map_limit_magnitude)
 CUFLASH_DEVICE void map_fma_saturated(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params) + 3 * i;
-  if (i >= params.count) return;
-  float factor = source[0];
-  ptx::pin(factor);
-  destination_of<float>(params)[i] = ptx::fma_saturated(factor, source[1], source[2]);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::fma_saturated(source[0], source[1], source[2]);
 }
 CUFLASH_DEFINE_KERNEL(fma_saturated, Params, kBlock, 1, map_fma_saturated)
 

@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import EDGES, FEW
 from tests.emulate.specialisations import Specialisation
+from tests.judging import bits
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(20),
-]
+pytestmark = pytest.mark.one_in(20)
 
 NARROW, WIDE = BACKWARD_FLOAT32_SM90_TILES
 # What no row of the table may use: other numbers of stages and buffers, dq at other times.
@@ -103,8 +101,8 @@ def test_the_schedule_changes_no_bit_of_dk_and_dv(tile):
     for schedule in SCHEDULES:
         results = backward(problem, arrays, *forward, tile, schedule=schedule)
         ct.assert_backward(CASE, *results)
-        first = first or checks.bits(results[1:])
-        assert checks.bits(results[1:]) == first
+        first = first or bits(results[1:])
+        assert bits(results[1:]) == first
 
 
 @pytest.mark.parametrize("num_sms", [1, 132])
@@ -114,7 +112,7 @@ def test_what_lies_in_memory_changes_no_bit(tile, num_sms):
     problem = problem_of(CASE, arrays)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
     run = functools.partial(backward, problem, arrays, *forward_by_oracle(problem, arrays), tile, arch=device)
-    assert checks.bits(run(fill=0xFF)) == checks.bits(run(fill=0x3F))
+    assert bits(run(fill=0xFF)) == bits(run(fill=0x3F))
 
 
 @pytest.mark.parametrize("tile", BACKWARD_FLOAT32_SM90_TILES, ids=["narrow", "wide"])

@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 
 from cuflash import emulator
-from cuflash.emulator import find_compiler
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.tiles import round_up
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 
 HERE = Path(__file__).resolve().parent
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 LINE = 128  # bytes that shared memory delivers at once
 

@@ -8,16 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cuflash.emulator import find_compiler
 from cuflash.emulator.passes import backward_jvp, jvp
 from cuflash.plan import DeviceSpec
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
-from tests.invariance import PLACES, Sequences, assert_invariant, sequences
+from tests.invariance import BATCHINGS, Sequences, assert_invariant, sequences
 from tests.sampling import examples
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 # What kernels are compiled for; the rest is drawn. Decode of packed sequences has other kernels.
 MANY: dict[str, Any] = {"queries": (65, 70, 97), "keys": (40, 80, 129), "most_pairs": 2**15}
@@ -79,14 +76,14 @@ def drawn_for(name: str) -> Any:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_sequence_has_the_same_bits_among_others(name):
     arch, sizes = KERNELS[name][0], KERNELS[name][-1]
-    places = PLACES if sizes is MANY else tuple(x for x in PLACES if x != "packed")
+    batchings = BATCHINGS if sizes is MANY else tuple(x for x in BATCHINGS if x != "packed")
     passes = st.sampled_from([("backward",), ("want",), ("tangents",)] if sizes is MANY else [()])
 
     @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(drawn_for(name), passes, st.sampled_from([1, 3, 132]))
     def holds(drawn, passes, num_sms):
         device = replace(DeviceSpec.for_arch(arch), num_sms=num_sms)
-        assert_invariant(drawn, passes, on_kernels(device), places)
+        assert_invariant(drawn, passes, on_kernels(device), batchings)
 
     holds()
 
@@ -112,8 +109,8 @@ DIFFERENT: dict[str, tuple[str, Sequences, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_without_the_option_bits_differ(name):
     """So the test above would notice a plan that ignores the option."""
-    arch, drawn, place, passes = DIFFERENT[name]
+    arch, drawn, batching, passes = DIFFERENT[name]
     plain = replace(drawn, options={"batch_invariant": False, "deterministic": True})
-    with pytest.raises(AssertionError, match=f"{place} and alone"):
+    with pytest.raises(AssertionError, match=f"{batching} and alone"):
         device = replace(DeviceSpec.for_arch(arch), num_sms=3 if passes else 132)
-        assert_invariant(plain, passes, on_kernels(device), (place,))
+        assert_invariant(plain, passes, on_kernels(device), (batching,))

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.arrays.array_info import layout_of, view_4d
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.gpu.params import POINTER_WORD, parameters
 from cuflash.plan.sm90.copies import COPIED, COPY_WARPS
 from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
-from tests.emulate.checks import FEW, bits
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+from tests.emulate.checks import FEW
+from tests.judging import bits
 
 SPLIT_ROWS = 64
 

@@ -12,19 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90.scored import ScoredTile, bias_by
 from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 from cuflash.plan.tiles import serves_dims
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.emulate import attention
-from tests.emulate.checks import bits
+from tests.judging import bits
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(16),
-]
+pytestmark = pytest.mark.one_in(16)
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 FLOAT32 = {"dtype": "float32", "bias_dtype": "softmax"}

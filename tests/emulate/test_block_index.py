@@ -3,23 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.spec.passes import FORWARD, PASSES_WITHOUT_TANGENTS
-from cuflash.testing.rule import yardsticks_of
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
-]
+pytestmark = pytest.mark.one_in(8)
 
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 schedules = st.sampled_from(SCHEDULES)
@@ -77,27 +72,6 @@ def test_oracle(kernel, schedule, shape, kept, seed):
     arch, changes, options = KERNELS[kernel]
     case = replace(CASE, **changes, block_mask=shape, blocks_kept=kept, seed=seed)
     check(case, kernel, arch, options, schedule)
-
-
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
-    """What lies in rows and keys that no block shows is NaN, and reaches nothing that a row attends to."""
-    arch, changes, options = KERNELS[kernel]
-    case = replace(CASE, **changes | {"kv_lengths": None, "seqlen_q": 300}, blocks_kept=1.0)
-    values = ct.Case._values
-
-    def without_the_second(self):
-        arrays = values(self)
-        arrays["block_mask"][1], arrays["block_mask"][:, 1] = False, False
-        return arrays
-
-    monkeypatch.setattr(ct.Case, "_values", without_the_second)
-    yardsticks_of.cache_clear()
-    arrays = case.arrays()
-    for name in ("q", "k", "v", "dout"):
-        arrays[name][:, :, 128:256] = np.nan
-    check(case, kernel, arch, options, SCHEDULES[0], arrays)
-    yardsticks_of.cache_clear()
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.02])

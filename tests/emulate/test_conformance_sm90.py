@@ -6,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, tensor_map
+from cuflash.emulator import SCHEDULES, EmulationError, build, tensor_map
 from tests.emulate.attention import guarded
 from tests.emulate.conformance_sm90 import CHECKS, PARAMS, Tensor
 
 HERE = Path(__file__).resolve().parent
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
 @pytest.fixture(params=SCHEDULES, ids=str)

@@ -11,21 +11,19 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import ITEMSIZE
-from cuflash.emulator import SCHEDULES, Statistics, find_compiler
+from cuflash.emulator import SCHEDULES, Statistics
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
 from cuflash.spec.passes import FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
-from tests.emulate.checks import bits, judge
+from tests.emulate.checks import judge
 from tests.emulate.decode_problem import CASE, combined
+from tests.judging import bits
 from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(32),
-]
+pytestmark = pytest.mark.one_in(32)
 
 # By blocks of one of them, how the 4 heads of CASE fall to blocks.
 DEVICES = {"shared": 16, "uneven": 7, "few": 3, "whole": 1}

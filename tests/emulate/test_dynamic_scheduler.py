@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import find_compiler, passes
+from cuflash.emulator import passes
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90 import scored
 from cuflash.spec.passes import FORWARD
 from tests.sampling import examples
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 DEVICE = replace(DeviceSpec.for_arch("9.0"), num_sms=2)
 OPTIONS = {

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
+from cuflash.emulator import SCHEDULES, EmulationError, build, guarded_array, tensor_map
 from cuflash.emulator.building import HERE as EMULATOR
 from cuflash.gpu.compiler import kernel_directory
 from tests.sampling import examples
 
 HERE = Path(__file__).resolve().parent
 KERNELS = kernel_directory()
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 SOURCE = HERE / "planted_bugs_sm90.cu"
 PARAMS = np.dtype(

@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.plan.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
 from cuflash.testing.float8 import ROUNDING_BY_LINE, assert_float8
 from tests.emulate import attention
 from tests.sampling import examples
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 CASE = ct.Case(
     seqlen_q=200,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import cuflash.testing as ct
-from cuflash.emulator import find_compiler, passes
+from cuflash.emulator import passes
 from cuflash.spec.outputs import TAKEN_BY_BACKWARD
 from cuflash.spec.passes import JVP
 from cuflash.testing.tangents import COTANGENTS
@@ -14,9 +14,6 @@ from tests.emulate import attention
 from tests.emulate.checks import judge_both_passes
 from tests.emulate.reduced import reduced
 from tests.pairs import Setting, judge, judge_weights, with_row_reductions
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
-
 
 SUBNORMAL = fuzz.Trial(
     name="subnormal weights of out",

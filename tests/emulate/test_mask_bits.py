@@ -11,16 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.scored import ScoredTile
 from cuflash.spec.passes import FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.emulate import attention
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
-]
+pytestmark = pytest.mark.one_in(8)
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Shapes of the mask by name of size, and what else the problem has.

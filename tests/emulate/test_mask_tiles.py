@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator import SCHEDULES
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import Scratch
 from cuflash.gpu.params import parameters
@@ -27,7 +27,6 @@ from tests.emulate import attention
 from tests.sampling import examples
 from tests.scored import MASKS, Scored, score_args_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 LISTS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")
 # An entry of a block-sparse index: IndexEntry of kernels/common/schedule/schedule.cuh.
@@ -188,19 +187,19 @@ def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
     assert_listed(*drawn, schedule=schedule)
 
 
-PLACE_OF_TILE = """
+INDEX_OF_TILE = """
 #include "helpers/mask_tiles.cu"
 
 struct PlaceParams {
   Params common;
   i64 index;
-  i32* place;
+  i32* found;
 };
 
 CUFLASH_DEVICE void find_place(const PlaceParams& params) {
   const ClassifiedTile tile(params.common, params.index);
   if (ptx::thread_index() == 0)
-    params.place[0] = tile.exists, params.place[1] = tile.m_block, params.place[2] = tile.n_block;
+    params.found[0] = tile.exists, params.found[1] = tile.m_block, params.found[2] = tile.n_block;
 }
 
 CUFLASH_DEFINE_KERNEL(place_of_tile, PlaceParams, 32, 1, find_place)
@@ -214,15 +213,15 @@ def test_a_head_may_have_more_tiles_than_31_bits_count(index, tmp_path):
     plan = attention.plan_for(problem, FORWARD, arrays, "8.0")
     kernel = next(kernel for kernel in plan.kernels if kernel.source == "helpers/mask_tiles.cu")
     source = tmp_path / "place_of_tile.cu"
-    source.write_text(PLACE_OF_TILE)
+    source.write_text(INDEX_OF_TILE)
     tile, n_blocks = plan.tiles[0], 2**18
     params = parameters(plan, bind(FORWARD, problem.options, arrays).operands)
     params["seqlen_q"], params["seqlen_k"] = 2**15 * tile.block_m, n_blocks * tile.block_n
-    place = np.zeros(3, np.int32)
-    own = np.array([index, place.ctypes.data], np.uint64)
+    found = np.zeros(3, np.int32)
+    own = np.array([index, found.ctypes.data], np.uint64)
     argument = np.frombuffer(params.tobytes() + own.tobytes(), np.uint8)
     build(source, dict(kernel.defines)).launch("place_of_tile", argument, grid=1, threads=32, shared_bytes=0)
-    assert place.tolist() == [1, *divmod(index, n_blocks)]
+    assert found.tolist() == [1, *divmod(index, n_blocks)]
 
 
 # Functions whose bounds need every operation that there is, besides those of problems.
@@ -233,7 +232,7 @@ BOUNDED: dict[str, Any] = MASKS | {
     "a curve": lambda i, j: cuflash.exp(-i / 50.0) * 80 + cuflash.sqrt(j + 1.0) > cuflash.log(j + 2) * cuflash.tanh(i),
     "floors": lambda i, j: cuflash.floor(i / 33.0 + 0.5) != cuflash.floor(cuflash.minimum(j, i + 0.5) / 33.0 + 0.5),
     "flags": lambda i, j, *, flag: ~flag[i] & (flag[j] | (i > 100)) ^ (j < 5),
-    "a hole": lambda i, j, *, place: (place[i] - place[j]) ** 2 > 0.3,
+    "a hole": lambda i, j, *, position: (position[i] - position[j]) ** 2 > 0.3,
     "waves": lambda i, j: cuflash.sin(i * 0.1) < cuflash.cos(j * 0.05),
     "a spot": lambda i, j, *, spot, length: spot[(7 * i + j) % length[0]],
 }  # fmt: skip
@@ -255,9 +254,9 @@ def functions(draw, name, arch):
     else:
         function, own = BOUNDED[name], score_args_of((BOUNDED[name],), (2, 2, size["q"], size["k"]), dtype, seed)
     longest = max(size["q"], size["k"])
-    places = np.sort(random.standard_normal(longest)).astype(np.float32)
-    places[: random.integers(0, 3)] = np.nan
-    more = {"flag": np.sort(random.random(longest) < 0.5), "place": places}
+    positions = np.sort(random.standard_normal(longest)).astype(np.float32)
+    positions[: random.integers(0, 3)] = np.nan
+    more = {"flag": np.sort(random.random(longest) < 0.5), "position": positions}
     # All entries are within the bounds of a tile, of which lanes look at several at once. One differs from the others.
     length = draw(st.sampled_from([1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 511, 512, 513]))
     others = draw(st.booleans())

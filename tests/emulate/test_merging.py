@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash.distributed import reduce
-from cuflash.emulator import find_compiler
 from cuflash.gpu import merging
 from cuflash.shards import merge as shards_merge
 from cuflash.shards import reductions
@@ -20,7 +19,6 @@ from tests.emulate.device import ElementwiseKernel, OnDevice
 from tests.emulate.launcher import DeviceArray, launcher
 from tests.sampling import examples
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.sampled_from([4, 8, 5, 64, 68, 72]))
 COUNTS = st.sampled_from([1, 2, 3, 16, 18])

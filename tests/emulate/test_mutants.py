@@ -2,7 +2,6 @@
 
 import pytest
 
-from cuflash.emulator import find_compiler
 from cuflash.gpu.compiler import kernel_directory
 from tests.each import each
 from tests.emulate import mutants
@@ -10,8 +9,6 @@ from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS
 from tests.sampling import sample
 
 KERNELS = kernel_directory()
-
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
 CHOSEN = sample(MUTANTS, 120)  # a compilation and more each

@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES, find_compiler, passes
+from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm80.tiles import FORWARD_TILES
 from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
@@ -18,10 +17,7 @@ from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 from tests.sampling import examples
 
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
-]
+pytestmark = pytest.mark.one_in(8)
 
 H200 = DeviceSpec.for_arch("9.0")
 DECODE = replace(DECODE_SM90_TILES[1], block_n=32, num_stages=2)
@@ -78,11 +74,6 @@ def run(case, tile, *, arrays=None, device=H200, **options):
     return attention.forward(problem, arrays, tiles=(tile,), arch=device, **options, **case.random)
 
 
-def assert_same_bits(results, others):
-    for one, other in zip(results, others, strict=True):
-        assert np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
-
-
 @every_case
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[-1]], ids=str)
 def test_cases(tile, case, schedule):
@@ -114,34 +105,6 @@ def test_any_case(tile, case, data):
     ct.assert_forward(drawn, *run(drawn, tile, schedule=schedule, device=replace(H200, num_sms=num_sms)))
 
 
-@pytest.mark.parametrize(("tile", "case"), [(DECODE, CASE), (SM90, LONG), (SM80, LONG)], ids=["decode", "sm90", "sm80"])
-def test_bits_are_those_of_keys_in_one_piece(tile, case):
-    """By the same kernel with the same tile. The first query of an entry attends to its last key, as without pages."""
-    case = replace(case, causal=False)
-    arrays = case.arrays()
-    assert_same_bits(run(case, tile, arrays=arrays), run(case, tile, arrays=ct.gather_pages(arrays)))
-
-
-@some_cases
-def test_the_table_behind_the_lengths_does_not_matter(tile, case):
-    arrays = case.arrays()
-    first = run(case, tile, arrays=arrays)
-    arrays["block_table"][arrays["block_table"] < 0] = 2**31 - 1
-    assert_same_bits(run(case, tile, arrays=arrays), first)
-
-
-@some_cases
-def test_entries_that_are_no_page_are_moved_to_one(tile, case):
-    case = replace(case, causal=True)
-    arrays = case.arrays()
-    num_pages, table = len(arrays["k"]), arrays["block_table"]
-    arrays["k"], arrays["v"] = (np.nan_to_num(arrays[name]) for name in "kv")
-    table[0, :3] = (-7, num_pages, 2**31 - 1)
-    wild = run(case, tile, arrays=arrays)
-    table[0, :3] = (0, num_pages - 1, num_pages - 1)
-    assert_same_bits(run(case, tile, arrays=arrays), wild)
-
-
 @some_cases
 def test_offsets_take_64_bits(tile, case):
     case = replace(case, head_dim=16, head_dim_v=16, seqlen_q=5, seqlen_k=64, batch=2, kv_lengths=(33, 64))
@@ -151,34 +114,3 @@ def test_offsets_take_64_bits(tile, case):
 def test_no_undefined_behaviour():
     for tile, case in SOME:
         ct.assert_forward(case, *run(case, tile, sanitizer="undefined"))
-
-
-TANGENTS = {
-    "float16": replace(CASE, softcap=3.0, sinks=True, seqlen_q=70),
-    "float64, 64": replace(CASE, dtype="float64", page_size=64, layout="bshd", causal=False, window=(60, 3)),
-}
-
-
-@pytest.mark.parametrize("name", TANGENTS)
-def test_tangents_of_pages_are_those_of_keys_in_one_piece(name):
-    """tk and tv are pools as k and v are; each entry by itself makes the same products in the same order."""
-    case = TANGENTS[name]
-    arrays, random = case.arrays(), np.random.default_rng(0)
-    tangents = {f"t{own}": random.standard_normal(arrays[own].shape).astype(arrays[own].dtype) for own in "qkv"}
-    given_arrays = {own: x for own, x in arrays.items() if own not in ("dout", "dlse")} | tangents
-    found = passes.jvp(attention.problem_of(case, arrays), given_arrays, arch="8.0")
-    whole = ct.gather_pages(arrays, case.layout)
-    moved = ct.gather_pages(arrays | {"k": tangents["tk"], "v": tangents["tv"]}, case.layout)
-    options = replace(case.options, causal=case.causal)
-    for b, length in enumerate(case.kv_lengths or ()):
-        first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
-        own = {"q": whole["q"][b : b + 1], "tq": tangents["tq"][b : b + 1]}
-        own |= {x: np.ascontiguousarray(whole[x][first]) for x in "kv"}
-        own |= {f"t{x}": np.ascontiguousarray(moved[x][first]) for x in "kv"}
-        sinks = {"sinks": arrays["sinks"]} if case.sinks else {}
-        problem = make_problem(options, own["q"], own["k"], own["v"], **sinks)
-        expected = passes.jvp(problem, own | sinks, arch="8.0")
-        limit = 1e-12 if case.dtype == "float64" else 2e-3
-        for got, x in zip(found, expected, strict=True):
-            np.testing.assert_allclose(got[b : b + 1].astype(float), x.astype(float), rtol=limit, atol=limit)
-            assert np.isfinite(got[b]).all()

@@ -32,7 +32,7 @@ every_backend = on_backends(BACKENDS)
 HEAD_DIMS = (64, 128, 256, 288)
 
 
-@on_backends(BACKENDS, device=1)
+@on_backends(BACKENDS, device=12)
 @pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize("of", ["queries", "keys"])
 def test_masked_rows(backend, dtype, masked, of):

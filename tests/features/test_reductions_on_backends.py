@@ -15,7 +15,7 @@ from tests.row_reductions import gap_is_clear
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 kernels = on_backends(
-    {"emulated 9.0": DTYPES, "emulated 8.0": DTYPES, "emulated 7.5": DTYPES[:3], DEVICE: DTYPES}, emulated=24, device=1
+    {"emulated 9.0": DTYPES, "emulated 8.0": DTYPES, "emulated 7.5": DTYPES[:3], DEVICE: DTYPES}, emulated=24, device=24
 )
 # Nearly every problem that is drawn compiles kernels of its own.
 every_backend = on_backends(

@@ -164,6 +164,36 @@ def _specialisations():
     yield Specialisation(dtype=half, head_dim=256, strides="flipped", kv_lengths="int64", **everything)
 
 
+@pytest.fixture(scope="session")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def capture(cupy):
+    """Captures what a function launches in a graph, once another one has compiled it; gives results and a replay."""
+    pools = []
+
+    def captured(work, compiled):
+        stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+        pools.append(pool)
+        cupy.cuda.Device().synchronize()
+        with cupy.cuda.using_allocator(pool.malloc), stream:
+            compiled()
+            stream.begin_capture()
+            results = work()
+            graph = stream.end_capture()
+
+        def replay():
+            cupy.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+
+        return results, replay
+
+    return captured
+
+
 SPECIALISED = ("specialisation", "deterministic_specialisation")  # the fixtures that tests take them from
 SPECIALISATIONS = tuple(_specialisations())
 DETERMINISTIC = tuple(

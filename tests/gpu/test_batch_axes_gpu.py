@@ -15,11 +15,6 @@ ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 4, 300, 300), "mask": (2,
 STRUCTURES = ct.Case(**ROWS, num_heads=4, seqlen_q=300, seqlen_k=300, head_dim=64, dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def test_plans_compile_and_tune(cupy):
     arrays = STRUCTURES.arrays(cupy.asarray)
     attn, optional = cuflash.FlashAttention(), ct.optional(arrays)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from tests.invariance import PLACES, assert_invariant, by_calls, sequences
+from tests.invariance import BATCHINGS, assert_invariant, by_calls, sequences
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], tuple[str, ..
 def test_a_sequence_has_the_same_bits_among_others(name):
     cupy = pytest.importorskip("cupy")
     dtype, dim, options, sizes, passes = KERNELS[name]
-    places = PLACES if sizes is MANY else tuple(x for x in PLACES if x != "packed")
+    batchings = BATCHINGS if sizes is MANY else tuple(x for x in BATCHINGS if x != "packed")
 
     def on_device(options, arrays, passes):
         found = by_calls(options, {name: cupy.asarray(x) for name, x in arrays.items()}, passes)
@@ -44,6 +44,6 @@ def test_a_sequence_has_the_same_bits_among_others(name):
     def holds(drawn):
         # Pages of one size, because each is a kernel of its own.
         fixed = {"sinks": False, "slopes": False, "page_size": 64, "head_dim": dim, "head_dim_v": dim}
-        assert_invariant(replace(drawn, options=options, **fixed), passes, on_device, places)
+        assert_invariant(replace(drawn, options=options, **fixed), passes, on_device, batchings)
 
     holds()

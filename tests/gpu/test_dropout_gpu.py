@@ -20,22 +20,12 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 either_kernel = pytest.mark.parametrize("strides", ["contiguous", "padded"])
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def both_passes(cupy, case, **options):
     arrays = case.arrays(cupy.asarray)
     qkv, optional = ct.qkv(arrays), ct.optional(arrays) | case.random
     attn = cuflash.FlashAttention(**case.keywords, **options)
     out, lse = attn.forward(*qkv, **optional)
     return out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **optional)
-
-
-def assert_oracle(case, out, lse, *gradients):
-    ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, *gradients)
 
 
 @either_kernel
@@ -65,51 +55,9 @@ def test_the_weights_that_are_dropped(cupy, dtype, head_dim, strides):
     np.testing.assert_array_equal(ct.to_numpy(gradients.dv) != 0, mask.swapaxes(2, 3))
 
 
-@pytest.mark.one_in(1)
-@either_kernel
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_oracle(cupy, dtype, head_dim, options, deterministic, strides):
-    if dtype == "float64" and head_dim > 128:
-        pytest.skip("the backward pass of float64 needs much shared memory there")
-    sizes = {**SIZES, "seqlen_q": 300, "seqlen_k": 421, "head_dim": head_dim, "strides": strides}
-    for rate in (0.1, 0.9):
-        case = ct.Case(**sizes, **options, dtype=dtype, dropout=rate, seed=head_dim)
-        assert_oracle(case, *both_passes(cupy, case, deterministic=deterministic))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (70, 9)},
-        {"softcap": 3.0, "alibi_slopes": (4,)},
-        {"bias": (300, 421), "mask": (4, 300, 421)},
-        {"kv_lengths": (7, 400), "layout": "bshd"},
-        {"head_dim_v": 40},
-    ],
-    ids=str,
-)
-def test_with_other_options(cupy, options, dtype):
-    case = ct.Case(**SIZES, seqlen_q=300, seqlen_k=421, head_dim=64, dtype=dtype, dropout=0.2, seed=1, **options)
-    assert_oracle(case, *both_passes(cupy, case))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_long_sequences(cupy, head_dim, dtype):
-    case = ct.Case(
-        seqlen_q=1500, seqlen_k=2049, num_heads=2, head_dim=head_dim, dtype=dtype, causal=True, dropout=0.1, seed=2
-    )
-    assert_oracle(case, *both_passes(cupy, case))
-
-
 def test_decode(cupy):
     """Where a kernel knows no dropout, another one runs, and the plan says so."""
     case = ct.Case(seqlen_q=3, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=128, dtype="bfloat16", dropout=0.1)
-    assert_oracle(case, *both_passes(cupy, case))
     if is_sm90():
         arrays = case.arrays(cupy.asarray)
         plan = plan_of(FORWARD, cuflash.FlashAttention(dropout=0.1), *ct.qkv(arrays))
@@ -140,25 +88,3 @@ def test_seeds_and_offsets_are_no_part_of_the_problem(cupy):
         assert (other.lse == first.lse).all()
     with pytest.raises(TypeError, match="seed: got None"):
         attn.forward(q, k, v)
-
-
-def test_arrays_that_are_copied_first(cupy):
-    case = ct.Case(**SIZES, seqlen_q=100, seqlen_k=90, head_dim=40, dtype="float16", dropout=0.4, strides="transposed")
-    assert_oracle(case, *both_passes(cupy, case))
-
-
-def test_a_captured_graph_keeps_its_numbers(cupy):
-    q, k, v = cupy.asarray(np.random.default_rng(0).standard_normal((3, 2, 200, 64)).astype(np.float16))
-    attn = cuflash.FlashAttention(dropout=0.5)
-    expected = attn.forward(q, k, v, seed=5, offset=6)
-    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:2], np.float32)
-    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        attn.compile(q, k, v)
-        stream.begin_capture()
-        attn.forward(q, k, v, seed=5, offset=6, out=out, lse=lse)
-        graph = stream.end_capture()
-        graph.launch()
-        stream.synchronize()
-    assert (out == expected.out).all()

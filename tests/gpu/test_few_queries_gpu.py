@@ -50,11 +50,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture
 def of_every_device(cupy, monkeypatch):
     """Plans are for compute capability 8.0, or that of the device if it is an earlier one."""

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.gpu
 DIM = 64
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def arrays_of(cupy, case):
     """q, k, v and the keyword arguments of a case."""
     arrays = case.arrays(cupy.asarray)
@@ -55,46 +50,6 @@ def same_bits(x, y):
     """Equal down to the sign of zero and the payload of NaN."""
     x, y = np.ascontiguousarray(ct.to_numpy(x)), np.ascontiguousarray(ct.to_numpy(y))
     return x.tobytes() == y.tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_long_sequences(cupy, head_dim, causal, dtype):
-    case = ct.Case(
-        seqlen_q=1500, seqlen_k=2049, num_heads=2, num_heads_kv=1, head_dim=head_dim, dtype=dtype, causal=causal
-    )
-    qkv, _ = arrays_of(cupy, case)
-    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 9.0}], ids=str)
-@pytest.mark.parametrize("head_dim", [96, 128, 256])
-def test_long_rows(cupy, head_dim, options):
-    """From 2048 keys on, some devices have tiles of their own."""
-    case = ct.Case(seqlen_q=333, seqlen_k=2111, num_heads=2, head_dim=head_dim, dtype="bfloat16", **options)
-    qkv, _ = arrays_of(cupy, case)
-    ct.assert_forward(case, *cuflash.FlashAttention(**case.keywords).forward(*qkv))
-
-
-@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 5, 8, 15, 16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_decode(cupy, head_dim, seqlen_q):
-    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 3, "num_heads": 6, "num_heads_kv": 2}
-    case = ct.Case(**sizes, head_dim=head_dim, dtype="float16", causal=True)
-    qkv, _ = arrays_of(cupy, case)
-    ct.assert_forward(case, *cuflash.FlashAttention(causal=True).forward(*qkv))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("causal", [False, "top_left"])
-@pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 500), (64, 700), (128, 500), (128, 700), (256, 300)])
-def test_more_tiles_than_multiprocessors(cupy, head_dim, seqlen_q, causal, dtype):
-    """Blocks that stay take several tiles of queries, in pairs under a causal mask: odd and even numbers of them."""
-    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 200, "batch": 7, "num_heads": 26, "num_heads_kv": 13}
-    case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
-    qkv, _ = arrays_of(cupy, case)
-    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 1000.0}], ids=str)
@@ -262,15 +217,6 @@ def test_every_call_reads_its_own_arrays(cupy):
         assert same_bits(alone.lse, whole.lse[n])
 
 
-@pytest.mark.parametrize("seqlen_k", [1, 2, 130])
-@pytest.mark.parametrize("seqlen_q", [1, 2, 130])
-@pytest.mark.parametrize("causal", [False, True, "top_left"])
-def test_short_sequences(cupy, seqlen_q, seqlen_k, causal):
-    case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=3, head_dim=DIM, dtype="float16", causal=causal)
-    qkv, _ = arrays_of(cupy, case)
-    ct.assert_forward(case, *cuflash.FlashAttention(causal=causal).forward(*qkv))
-
-
 def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
     """A head's bits depend neither on the run nor on the batch around it."""
     case = ct.Case(seqlen_q=300, seqlen_k=500, batch=4, num_heads=6, head_dim=DIM, dtype="bfloat16", causal=True)
@@ -285,96 +231,6 @@ def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
 
 
 # ---- decode ----------------------------------------------------------------------------------------------------------
-
-MANY_KEYS = 8192
-
-
-def assert_same_every_time(cupy, case):
-    """The case against the oracle, and the same bits once more, in arrays of the caller."""
-    qkv, optional = arrays_of(cupy, case)
-    attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*qkv, **optional)
-    ct.assert_forward(case, out, lse)
-    again = attn.forward(*qkv, **optional, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
-    assert same_bits(out, again.out)
-    assert same_bits(lse, again.lse)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("seqlen_q", [1, 3, 4, 8, 16])
-def test_decoding(cupy, seqlen_q, group, dtype):
-    case = ct.Case(
-        seqlen_q=seqlen_q,
-        seqlen_k=MANY_KEYS,
-        batch=2,
-        num_heads=2 * group,
-        num_heads_kv=2,
-        head_dim=128,
-        dtype=dtype,
-        causal=True,
-    )
-    assert_same_every_time(cupy, case)
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (96, 40), (192, 128), (256, 256)])
-def test_decoding_of_other_heads(cupy, head_dim, head_dim_v, layout):
-    case = ct.Case(
-        seqlen_q=4,
-        seqlen_k=3001,
-        batch=3,
-        num_heads=6,
-        num_heads_kv=2,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype="bfloat16",
-        layout=layout,
-    )
-    assert_same_every_time(cupy, case)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_lengths": (0, 1, 4095, MANY_KEYS)},
-        {"kv_lengths": (64, 65, 130, 8191), "causal": True},
-        {"causal": "top_left", "kv_lengths": (2, 3, 4, 5)},
-        {"causal": "lengths", "kv_lengths": (2, 65, 4095, MANY_KEYS), "window": (2000, None)},
-        {"window": (1000, None)},
-        {"window": (2000, 0), "kv_lengths": (MANY_KEYS, 100, 7000, 0)},
-        {"score_spread": 30.0},
-        {"scale": -0.2},
-        {"softcap": 3.0, "score_spread": 8.0},
-        {"alibi_slopes": (4, 8), "causal": True},
-        {"bias": (8, 4, MANY_KEYS), "bias_dtype": "input"},
-        {"bias": (4, 1, 1, MANY_KEYS), "softcap": 20.0, "sinks": True},
-    ],
-    ids=str,
-)
-def test_decoding_where_splits_see_few_keys(cupy, options):
-    """Splits of the keys of which some are empty, or end within a tile."""
-    case = ct.Case(
-        seqlen_q=4, seqlen_k=MANY_KEYS, batch=4, num_heads=8, num_heads_kv=2, head_dim=128, dtype="float16", **options
-    )
-    assert_same_every_time(cupy, case)
-
-
-@pytest.mark.parametrize("batch", [1, 8, 33, 50, 64, 99])
-@pytest.mark.parametrize("seqlen_q", [1, 7])
-def test_decoding_of_batches_that_fill_the_device(cupy, seqlen_q, batch):
-    """From many blocks that share the keys of a head to many heads of a block."""
-    case = ct.Case(
-        seqlen_q=seqlen_q,
-        seqlen_k=1500,
-        batch=batch,
-        num_heads=16,
-        num_heads_kv=4,
-        head_dim=128,
-        dtype="float16",
-        causal=True,
-    )
-    assert_same_every_time(cupy, case)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 16])
@@ -464,7 +320,7 @@ def test_decoding_in_captured_graphs(cupy, num_heads_kv):
 
 def test_decoding_takes_its_own_kernel(cupy):
     """Where there is one, and no other: elsewhere the tests above are about the kernel for all."""
-    case = ct.Case(seqlen_q=1, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
+    case = ct.Case(seqlen_q=1, seqlen_k=8192, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
     (q, k, v), _ = arrays_of(cupy, case)
     plan = plan_of(FORWARD, cuflash.FlashAttention(), q, k, v)
     takes_it = [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu"]
@@ -530,74 +386,12 @@ def assert_close(x, y, ulps=4):
     np.testing.assert_allclose(x, y, rtol=0, atol=ulps * 2**-10 * max(np.abs(y).max(), 1))
 
 
-def test_weights_sum_to_one(cupy, qkv):
-    q, k, v = qkv
-    assert_close(cuflash.attention(q, k, cupy.ones_like(v), causal=True), np.ones(q.shape), ulps=1)
-
-
-def test_linear_in_v(qkv):
-    q, k, v = qkv
-    twice, once = (ct.to_numpy(cuflash.attention(q, k, x)).astype(np.float32) for x in (2 * v, v))
-    np.testing.assert_allclose(twice, 2 * once, rtol=0, atol=2**-22)  # exact, but for the smallest float16
-
-
-def test_order_of_keys_does_not_matter(cupy, qkv):
-    q, k, v = qkv
-    order = cupy.asarray(np.random.default_rng(0).permutation(k.shape[2]))
-    assert_close(cuflash.attention(q, k[:, :, order], v[:, :, order]), cuflash.attention(q, k, v))
-
-
-def test_groups_are_repeated_heads(cupy, qkv):
-    q, k, v = qkv
-    repeated = cuflash.attention(q, cupy.repeat(k, 2, axis=1), cupy.repeat(v, 2, axis=1))
-    assert same_bits(cuflash.attention(q, k, v), repeated)
-
-
-def test_a_prefix_does_not_see_what_follows(qkv):
-    q, k, v = qkv
-    whole = cuflash.attention(q, k, v, causal="top_left")
-    assert_close(whole[:, :, :77], cuflash.attention(q[:, :, :77], k[:, :, :77], v[:, :, :77], causal=True))
-
-
-def test_a_padded_problem_is_the_short_one(cupy, qkv):
-    q, k, v = qkv
-    lengths = cupy.asarray([100, 31])
-    padded = cuflash.attention(q, k, v, kv_lengths=lengths)
-    for b, length in enumerate((100, 31)):
-        assert_close(padded[b], cuflash.attention(q[b], k[b, :, :length], v[b, :, :length]))
-
-
 def test_lengths_out_of_range_are_clamped(cupy, qkv):
     q, k, v = qkv
     wild = cuflash.attention(q, k, v, kv_lengths=cupy.asarray([-(2**40), 2**40]))
     tame = cuflash.attention(q, k, v, kv_lengths=cupy.asarray([0, k.shape[2]]))
     assert same_bits(wild, tame)
     assert not wild[0].any()
-
-
-def test_a_window_wide_enough_is_none(qkv):
-    q, k, v = qkv
-    assert same_bits(cuflash.attention(q, k, v, window=(1000, 1000)), cuflash.attention(q, k, v))
-    assert same_bits(cuflash.attention(q, k, v, window=(None, 0)), cuflash.attention(q, k, v, causal=True))
-
-
-def test_a_constant_added_to_the_bias_of_a_row_changes_nothing(cupy, qkv):
-    q, k, v = qkv
-    bias = np.random.default_rng(0).standard_normal((q.shape[2], k.shape[2])).astype(np.float32)
-    plain = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias))
-    shifted = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias + 3))
-    assert_close(shifted.out, plain.out)
-    np.testing.assert_allclose(ct.to_numpy(shifted.lse), ct.to_numpy(plain.lse) + 3, rtol=1e-5)
-
-
-def test_a_mask_is_a_bias_of_minus_infinity(cupy, qkv):
-    q, k, v = qkv
-    mask = np.random.default_rng(0).random((q.shape[2], k.shape[2])) < 0.5
-    bias = np.where(mask, 0, -np.inf).astype(np.float32)
-    masked = cuflash.FlashAttention().forward(q, k, v, mask=cupy.asarray(mask))
-    biased = cuflash.FlashAttention().forward(q, k, v, bias=cupy.asarray(bias))
-    assert_close(masked.out, biased.out)
-    np.testing.assert_allclose(ct.to_numpy(masked.lse), ct.to_numpy(biased.lse), rtol=1e-6)
 
 
 def test_results_stay_inside_their_array(cupy, qkv):

@@ -15,11 +15,6 @@ pytestmark = pytest.mark.gpu
 BATCH, HEADS, HEADS_KV, DIM, LONGEST = 2, 8, 2, 64, 1100
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture
 def plans(cupy, monkeypatch):
     """Plans that are made, and no launches of tests before."""

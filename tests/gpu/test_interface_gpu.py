@@ -18,11 +18,6 @@ pytestmark = pytest.mark.gpu
 DIM = 64
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture(params=["float16", "bfloat16"])
 def where(cupy, request):
     return peer_bugs.Where(request.param, cupy.asarray)

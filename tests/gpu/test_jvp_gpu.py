@@ -1,6 +1,7 @@
 """jvp and backward_jvp of CuPy arrays: by the oracle rule, on streams, in graphs, and on batch axes."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,26 +46,20 @@ OF_SM90 = [
 ]
 
 
-@pytest.mark.one_in(1)
-@pytest.mark.parametrize("common", [0.0, 10.0, 100.0])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("own", OF_SM90, ids=str)
-def test_half_precision_without_tdout(own, head_dim, common):
-    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
-    case = Case(**{**sizes, "head_dim": head_dim, **own})
-    names = tuple(movable(case)) if case.softcap is not None else ("q", "k", "v")
-    moved = Moved(names=names, cotangents=("tdlse",) if case.dlse else (), common=common)
-    assert_tangents(case, moved, computed(case, moved))
+SIZES: dict[str, Any] = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+DIMS = (40, 64, 96, 128, 192, 256)
+WITHOUT_TDOUT = [
+    *itertools.product(({},), DIMS, (0.0, 10.0, 100.0)),
+    # The kernels of bf16 terms: for enough scores that splitting pays.
+    *itertools.product(({"dtype": "float32"},), (20, 64, 96, 128), (0.0, 10.0)),
+]
 
 
 @pytest.mark.one_in(1)
-@pytest.mark.parametrize("common", [0.0, 10.0])
-@pytest.mark.parametrize("head_dim", [20, 64, 96, 128])
+@pytest.mark.parametrize(("dtype", "head_dim", "common"), WITHOUT_TDOUT)
 @pytest.mark.parametrize("own", OF_SM90, ids=str)
-def test_float32_without_tdout(own, head_dim, common):
-    """The kernels of bf16 terms: for enough scores that splitting pays."""
-    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
-    case = Case(**{**sizes, "head_dim": head_dim, **own, "dtype": "float32"})
+def test_without_tdout(own, dtype, head_dim, common):
+    case = Case(**{**SIZES, "dtype": "bfloat16", "head_dim": head_dim, **own, **dtype})
     names = tuple(movable(case)) if case.softcap is not None else ("q", "k", "v")
     moved = Moved(names=names, cotangents=("tdlse",) if case.dlse else (), common=common)
     assert_tangents(case, moved, computed(case, moved))
@@ -91,25 +86,13 @@ def test_float32_results_have_the_same_bits_whatever_is_needed(head_dim, causal)
 
 
 @pytest.mark.one_in(1)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(("tdout", "deterministic"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("own", OF_SM90, ids=str)
-def test_half_precision_with_tdout(own, head_dim, deterministic):
-    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
-    case = Case(**{**sizes, "head_dim": head_dim, **own})
-    moved = Moved(names=("q", "k", "v"), cotangents=("tdout", *["tdlse"] * case.dlse))
+def test_with_tdout_or_in_order(own, head_dim, tdout, deterministic):
+    case = Case(**{**SIZES, "dtype": "bfloat16", "head_dim": head_dim, **own})
+    moved = Moved(names=("q", "k", "v"), cotangents=(*["tdout"] * tdout, *["tdlse"] * case.dlse))
     attention = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    assert_tangents(case, moved, tangents_by(attention, case, moved, convert=cupy.asarray))
-
-
-@pytest.mark.one_in(1)
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("own", OF_SM90, ids=str)
-def test_blocks_add_to_tdq_in_order(own, head_dim):
-    sizes = {"seqlen_q": 333, "seqlen_k": 413, "num_heads": 4, "num_heads_kv": 2, "batch": 2, "dtype": "bfloat16"}
-    case = Case(**{**sizes, "head_dim": head_dim, **own})
-    moved = Moved(names=("q", "k", "v"), cotangents=("tdlse",) if case.dlse else ())
-    attention = cuflash.FlashAttention(**case.keywords, deterministic=True)
     assert_tangents(case, moved, tangents_by(attention, case, moved, convert=cupy.asarray))
 
 

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.gpu
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "pages", "packed", "dropout")
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def moved(cupy, array, steps):
     """A copy whose first element lies so many elements past an address of an allocation, with strides of its own."""
     storage = cupy.zeros(array.size * 2 + steps, array.dtype)

@@ -11,21 +11,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCORES = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
-# A bias of every axis, and of few of them; with what else acts on scores.
-OPTIONS = [
-    {"bias": (2, 4, 1, 1), "causal": True},
-    {"bias": (4, "m", "n"), "window": (40, 3), "alibi_slopes": (4,), "softcap": 5.0, "dlse": True},
-    {"bias": (2, 1, "m", "n"), "bias_holes": True, "mask": (2, 4, 1, "n"), "alibi_slopes": (2, 4), "strides": "padded"},
-    {"bias": ("n",), "kv_lengths": (0, 7), "layout": "bshd", "softcap": 50.0, "bias_dtype": "input"},
-    {"bias": ("m", 1), "dropout": 0.3, "causal": "top_left", "softcap": 0.5, "sinks": True},
-    {"bias": (1, 1), "scale": -0.25, "strides": "flipped", "alibi_slopes": (4,)},
-    {"bias": (4, "m", 1), "block_mask": (2, 4), "block_size": (48, 80), "alibi_slopes": (4,), "softcap": 5.0},
-]
-
-
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
 
 
 def case_of(seqlen_q, seqlen_k, **options):
@@ -43,28 +28,6 @@ def run(cupy, case, need, *, deterministic=False, **results):
     out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
     keywords = ct.optional_backward(arrays) | case.random | results
     return attn.backward(arrays["dout"], *inputs, out, lse, **keywords, need=need)
-
-
-@pytest.mark.one_in(1)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("sizes", [(5, 9), (113, 203), (300, 1000)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_oracle(cupy, dtype, sizes, options):
-    case = case_of(*sizes, dtype=dtype, **options)
-    need = ct.gradients_of(case.problem)
-    gradients = run(cupy, case, need)
-    assert gradients._fields == need
-    assert {type(x) for x in gradients} == {cupy.ndarray}
-    arrays = case.arrays()
-    assert (gradients.dbias.shape, gradients.dbias.dtype) == (arrays["bias"].shape, arrays["bias"].dtype)
-    ct.assert_backward(case, **gradients._asdict())
-
-
-@pytest.mark.parametrize("head_dim", [24, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_head_dims(cupy, dtype, head_dim):
-    case = case_of(200, 333, dtype=dtype, head_dim=head_dim, bias=(4, "m", "n"), softcap=5.0, alibi_slopes=(4,))
-    ct.assert_backward(case, **run(cupy, case, SCORES)._asdict())
 
 
 @pytest.mark.parametrize("bias", [(4, 700, 900), (2, 1, 1, 900), (1, 1, 1, 1)])
@@ -94,26 +57,7 @@ def test_only_what_is_needed(cupy, dtype, need, deterministic, head_dim):
     ct.assert_backward(case, **gradients._asdict())
 
 
-def test_many_heads_and_keys(cupy):
-    """Sums over more tiles than the device has blocks."""
-    case = case_of(1000, 3000, batch=3, dtype="bfloat16", bias=(1, 1, 1, "n"), alibi_slopes=(4,), window=(500, 0))
-    ct.assert_backward(case, **run(cupy, case, SCORES[:3])._asdict())
-
-
-def test_a_captured_graph(cupy):
-    case = case_of(113, 203, dtype="bfloat16", bias=("n",))
-    arrays = case.arrays(cupy.asarray)
-    inputs, bias, need = ct.qkv(arrays), arrays["bias"], ("dv", "dbias", "dscale")
-    attn = cuflash.FlashAttention()
-    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        attn.compile(*inputs, bias=bias, need=need)
-        assert "for dv, dbias, dscale" in attn.plan(*inputs, bias=bias, need=need).describe(verbose=True, width=0)
-        stream.begin_capture()
-        out, lse = attn.forward(*inputs, bias=bias)
-        gradients = attn.backward(arrays["dout"], *inputs, out, lse, bias=bias, need=need)
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        ct.assert_backward(case, **gradients._asdict())
+def test_plans_name_what_is_needed(cupy):
+    arrays = case_of(113, 203, dtype="bfloat16", bias=("n",)).arrays(cupy.asarray)
+    plans = cuflash.FlashAttention().plan(*ct.qkv(arrays), bias=arrays["bias"], need=("dv", "dbias", "dscale"))
+    assert "for dv, dbias, dscale" in plans.describe(verbose=True, width=0)

@@ -9,17 +9,13 @@ import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.cuda_scores import CUDA_SCORES, HEAD
+from tests.judging import assert_within
 from tests.sampling import examples
 from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
 
 pytestmark = pytest.mark.gpu
 # Separate tests, whose kernels are compiled at the same time.
 by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-
-
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
 
 
 @by_dtype
@@ -47,8 +43,7 @@ def judged(cupy, case):
     gradients = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
     judges = yardsticks(case.problem, case.arrays, **case.random)
     results = {"out": out, "lse": lse, **gradients._asdict()}
-    measured = [measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert_within(results, judges)
     again = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
     for name in case.problem.score_arg_gradients:  # in any order of additions
         np.testing.assert_array_equal(cupy.asnumpy(getattr(again, name)), cupy.asnumpy(getattr(gradients, name)))
@@ -107,8 +102,7 @@ def test_tables_are_filled_within_a_graph(cupy):
             graph.launch(stream)
             stream.synchronize()
             judges = yardsticks(case.problem, host)
-            measured = [measure(name, x, judges[name]) for name, x in results.items()]
-            assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+            assert_within(results, judges)
 
 
 def test_new_lengths_compile_nothing(cupy, monkeypatch):

@@ -12,11 +12,6 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 NEED = ("dq", "dk", "dv", "dsinks")
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def case_of(seqlen_q, seqlen_k, **options):
     sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
     return ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, sinks=True, **sizes | options)
@@ -31,24 +26,6 @@ def run(cupy, case, *, deterministic=False, **results):
     keywords = ct.optional_backward(arrays) | results
     gradients = attn.backward(arrays["dout"], *inputs, out, lse, **keywords, need=NEED)
     return out, lse, gradients
-
-
-@pytest.mark.parametrize("sinks", [None, (20.0, -300.0, -np.inf, 0.0)])
-@pytest.mark.parametrize("batch", [1, 200])
-@pytest.mark.parametrize("seqlen_q", [1, 3])
-def test_decode(cupy, seqlen_q, batch, sinks):
-    """Keys shared by blocks, whose results are combined, or left to one block."""
-    case = case_of(seqlen_q, 1500, batch=batch, dtype="bfloat16", causal=True)
-    arrays = case.arrays()
-    if sinks is not None:
-        arrays["sinks"][...] = sinks
-    on_device = {name: cupy.asarray(x) for name, x in arrays.items()}
-    inputs, sinks = ct.qkv(on_device), on_device["sinks"]
-    results = cuflash.FlashAttention(causal=True).forward(*inputs, sinks=sinks)
-    yardsticks = ct.yardsticks(case.problem, arrays)
-    for name, x in results._asdict().items():
-        measurement = ct.measure(name, x, yardsticks[name])
-        assert not measurement.failure, str(measurement)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,23 +49,3 @@ def test_a_sink_of_minus_infinity_is_none(cupy):
     with_sinks = attn.forward(*inputs, sinks=cupy.full_like(arrays["sinks"], -np.inf))
     for x, y in zip(with_sinks, attn.forward(*inputs), strict=True):
         np.testing.assert_array_equal(ct.to_numpy(x), ct.to_numpy(y))
-
-
-def test_a_captured_graph(cupy):
-    case = case_of(113, 203, dtype="bfloat16")
-    arrays = case.arrays(cupy.asarray)
-    inputs, sinks = ct.qkv(arrays), arrays["sinks"]
-    attn = cuflash.FlashAttention()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    pool = cupy.cuda.MemoryPool()
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        attn.compile(*inputs, sinks=sinks)
-        stream.begin_capture()
-        out, lse = attn.forward(*inputs, sinks=sinks)
-        gradients = attn.backward(arrays["dout"], *inputs, out, lse, sinks=sinks, need=NEED)
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        ct.assert_forward(case, out, lse)
-        ct.assert_backward(case, *gradients)

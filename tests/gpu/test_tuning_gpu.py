@@ -21,11 +21,6 @@ pytestmark = pytest.mark.gpu
 CASE = ct.Case(seqlen_q=300, seqlen_k=310, batch=2, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture(autouse=True)
 def store(monkeypatch, tmp_path):
     """A store of this test alone; and compiled kernels, which the next test compiles again."""

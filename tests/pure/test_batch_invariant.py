@@ -47,12 +47,12 @@ DIFFERENT = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_without_the_option_bits_differ(name):
     """So the test above would notice a path that ignores the option."""
-    drawn, place, passes = DIFFERENT[name]
-    assert_invariant(drawn, passes, places=(place,))
-    with pytest.raises(AssertionError, match=f"{place} and alone"):
+    drawn, batching, passes = DIFFERENT[name]
+    assert_invariant(drawn, passes, batchings=(batching,))
+    with pytest.raises(AssertionError, match=f"{batching} and alone"):
         for seed in range(8):
             plain = replace(drawn, seed=seed, options=drawn.options | {"batch_invariant": False})
-            assert_invariant(plain, passes, places=(place,))
+            assert_invariant(plain, passes, batchings=(batching,))
 
 
 @given(sequences(dtypes=("float32",), queries=(1, 20, 70), keys=(40, 300, 700)), st.booleans())

@@ -156,10 +156,10 @@ def test_contenders_of_an_instruction_set(monkeypatch):
 
     inputs = make_inputs(np, PLAIN)
     monkeypatch.setattr(core, "instruction_sets", lambda: {"AVX-512": 0, "AVX2": 3})
-    monkeypatch.setattr(core, "processor", lambda: f"{core.SKIPPED_KINDS} left out")
+    monkeypatch.setattr(core, "processor", lambda: f"{core.SKIPPED_INSTRUCTION_SETS} left out")
     monkeypatch.setattr(peers, "cuflash", lambda *_: Contender({"forward": record_processor}))
     peers.ADAPTERS["cuflash-avx2"](PLAIN, inputs).calls["forward"]()
-    assert used == ["3 left out"] and core.SKIPPED_KINDS == 0
+    assert used == ["3 left out"] and core.SKIPPED_INSTRUCTION_SETS == 0
     monkeypatch.setattr(core, "instruction_sets", lambda: {"NEON": 0})
     with pytest.raises(Absent, match=r"^needs the compiled core with AVX2$"):
         peers.ADAPTERS["cuflash-avx2"](PLAIN, inputs)

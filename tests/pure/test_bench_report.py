@@ -114,11 +114,11 @@ def test_the_generated_parts(tmp_path):
     for path in (page, readme):
         path.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\ntail\n")
     everything = tmp_path / "evidence.md"
-    everything.write_text("".join(f"{report.begin_of(part)}{report.END}" for part in evidence.PARTS))
+    everything.write_text("".join(f"{report.begin_of(name)}{report.END}" for name in evidence.PAGE_SECTIONS))
     arguments = ["report", "--results", str(results), "--page", str(page), "--readme", str(readme)]
     arguments += ["--evidence", str(everything)]
     assert main(arguments) == 0
-    assert everything.read_text().count("No results yet") == len(evidence.PARTS)
+    assert everything.read_text().count("No results yet") == len(evidence.PAGE_SECTIONS)
     text = page.read_text()
     assert text.startswith("# Title\n\n" + report.BEGIN) and text.endswith(report.END + "\n\ntail\n")
     assert "old" not in text and "### fa2" in text and "geometric mean" in text
@@ -195,11 +195,11 @@ def test_the_pages_have_the_committed_results():
         (page, ""): report.section(results, page),
         (page, "logsumexp"): evidence.sections("logsumexp", results, page),
         (learnt, ""): evidence.sections("training", results, learnt),
-        (readme, ""): report.readme_part(results),
-        **{(everything, name): text for name, text in evidence.parts(results, everything).items()},
+        (readme, ""): report.readme_section(results),
+        **{(everything, name): text for name, text in evidence.page_sections(results, everything).items()},
     }
-    for (path, part), expected in parts.items():
-        shown = path.read_text().split(report.begin_of(part))[1].split(report.END)[0].strip()
+    for (path, name), expected in parts.items():
+        shown = path.read_text().split(report.begin_of(name))[1].split(report.END)[0].strip()
         assert shown == expected, "python -m bench report writes it"
 
 

@@ -151,18 +151,6 @@ def run(case, **changes):
     return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **ct.optional_backward(arrays), need=need)
 
 
-@given(
-    ct.cases(
-        dtypes=["float32", "bfloat16", "float64"], features=(*ct.FEATURES, "block_mask"), min_seqlen=0, max_head_dim=32
-    )
-)
-def test_oracle(case):
-    case = replace(case, block_mask=case.block_mask or ())
-    out, lse, *gradients = run(case)
-    ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, **dict(zip(ct.gradients_of(case.problem), gradients, strict=True)))
-
-
 BLOCKS = ct.Case(
     seqlen_q=300,
     seqlen_k=410,
@@ -205,29 +193,6 @@ def test_the_oracle_looks_blocks_up():
     pairs = reference.pairs_of_blocks(case.problem, case.arrays()["block_mask"])
     np.testing.assert_array_equal(pairs, pairs_of(case))
     assert 0.2 < pairs.mean() < 0.8
-
-
-def test_all_blocks_are_all_pairs_and_no_block_is_none():
-    case = replace(BLOCKS, block_mask=())
-    blocks = case.arrays()["block_mask"]
-    plain = run(replace(case, block_mask=None))
-    for x, y in zip(run(case, block_mask=np.ones_like(blocks)), plain, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
-    out, lse, *gradients = run(case, block_mask=np.zeros_like(blocks))
-    assert not out.any() and np.isneginf(lse).all() and not any(x.any() for x in gradients)
-
-
-def test_hidden_blocks_take_no_part():
-    """Keys that no block shows may be anything: no product is made of them, whose terms would be NaN."""
-    case = replace(BLOCKS, block_mask=(), dtype="float32")
-    arrays = case.arrays()
-    blocks = arrays["block_mask"].copy()
-    blocks[:, 1:4] = False  # keys 80 to 319, which whole tiles of 64 keys are part of
-    expected = run(case, block_mask=blocks)
-    k, v = (arrays[name].copy() for name in "kv")
-    k[:, :, 128:256], v[:, :, 128:256] = np.nan, np.nan
-    for x, y in zip(run(case, block_mask=blocks, k=k, v=v), expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("way")

@@ -17,17 +17,8 @@ from cuflash import cpu
 from cuflash.cpu import core
 from cuflash.spec.problem import make_problem
 from cuflash.testing import measure, yardsticks
-from tests.compiled import (
-    INSTRUCTION_SETS,
-    assert_same_bits,
-    functions,
-    judge,
-    much_work,
-    run,
-    run_python,
-    take_way,
-    way_taken,
-)
+from tests.compiled import INSTRUCTION_SETS, functions, much_work, run, run_python, take_way, way_taken
+from tests.judging import assert_oracle, assert_same_bits
 from tests.sampling import examples
 
 if core.why_not() is not None:
@@ -64,7 +55,7 @@ def judge_by_every_instruction_set(case, **options):
     """The oracle takes longer than they do."""
     for _, way in INSTRUCTION_SETS:
         with way_taken(way):
-            judge(case, run(case, **options))
+            assert_oracle(case, run(case, **options))
 
 
 def judge_on_threads(case):
@@ -73,7 +64,7 @@ def judge_on_threads(case):
         much_work(patch)
         with cuflash.cpu_threads(3):
             results = run(case)
-        judge(case, results)
+        assert_oracle(case, results)
         with cuflash.cpu_threads(1):
             assert_same_bits(run(case), results)
 
@@ -84,7 +75,7 @@ def test_several_tiles_on_several_threads(case):
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
         with cuflash.cpu_threads(3):
-            judge(case, run(case))
+            assert_oracle(case, run(case))
 
 
 MANY_ROWS = st.tuples(st.sampled_from([(16, 16), (32, 4), (9, 1)]), st.integers(380, 600), st.integers(1, 200))
@@ -158,7 +149,7 @@ def test_any_head_dim(way, dtype, head_dim, head_dim_v, lengths, heads, strides,
         head_dim_v=head_dim_v, dtype=dtype, strides=strides, **{name: x for name, x in options.items() if name == more},
     )  # fmt: skip
     with way_taken(way):
-        judge(case, run(case))
+        assert_oracle(case, run(case))
 
 
 @pytest.mark.parametrize("num_heads", [1, 4, 7])
@@ -169,8 +160,10 @@ def test_decoding(num_heads, seqlen_q):
         seqlen_q=seqlen_q, seqlen_k=9001, head_dim=32, num_heads=num_heads, num_heads_kv=1, sinks=True, causal=True,
         seed=1,
     )  # fmt: skip
-    judge(case, run(case))
-    judge(case := dataclasses.replace(case, head_dim=33, bias=(num_heads, 1, 9001), strides="padded"), run(case))
+    assert_oracle(case, run(case))
+    assert_oracle(
+        case := dataclasses.replace(case, head_dim=33, bias=(num_heads, 1, 9001), strides="padded"), run(case)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -268,14 +261,14 @@ def test_small_heads(dtype):
 def test_small_heads_whose_values_cancel(instruction_set, seed):
     """What out has lost to cancellation, D has lost: so dk is off by more than its own size says."""
     case = ct.Case(seqlen_q=2, seqlen_k=128, head_dim=1, batch=2, dtype="float32", seed=seed)
-    judge(case, run(case))
+    assert_oracle(case, run(case))
 
 
 def test_small_heads_whose_last_keys_are_seen(instruction_set):
     """Keys are computed some at a time, from the first that is seen on: nothing is written after the last."""
     for seqlen_q, seqlen_k, dtype in itertools.product((1, 2, 4), range(11, 18), ("float32", "float64")):
         case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=1, dtype=dtype, window=(0, None))
-        judge(case, run(case))
+        assert_oracle(case, run(case))
 
 
 @settings(max_examples=examples(60))
@@ -290,7 +283,7 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
         dtype=dtype, causal=causal, dlse=True, sinks=True,
     )  # fmt: skip
     arrays, together = case.arrays(), run(case, without=NOT_OF_SMALL_HEADS)
-    judge(case, together)
+    assert_oracle(case, together)
     attn, names = cuflash.FlashAttention(causal=causal), ("dq", "dk", "dv")
     for b, h in ((0, 0), (2, 3)):
         heads = slice(h * group, (h + 1) * group)
@@ -344,7 +337,7 @@ def test_no_sequences():
         seqlen_q=0, seqlen_k=3, head_dim=2, num_heads=2, alibi_slopes=(2,), sinks=True, cu_seqlens_q=(0,),
         cu_seqlens_k=(0,),
     )  # fmt: skip
-    judge(case, run(case))
+    assert_oracle(case, run(case))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

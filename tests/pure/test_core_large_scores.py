@@ -13,7 +13,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core
-from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, take_way, way_taken
+from tests.compiled import INSTRUCTION_SETS, much_work, take_way, way_taken
+from tests.judging import assert_same_bits
 from tests.sampling import examples
 
 if core.why_not() is not None:

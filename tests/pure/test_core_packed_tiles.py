@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core
-from tests.compiled import INSTRUCTION_SETS, assert_same_bits, judge, much_work, run, way_taken
+from tests.compiled import INSTRUCTION_SETS, much_work, run, way_taken
+from tests.judging import assert_oracle, assert_same_bits
 from tests.sampling import examples
 
 if core.why_not() is not None:
@@ -48,7 +49,7 @@ def test_every_option(case, way):
         much_work(patch)
         with cuflash.cpu_threads(3):
             results = run(case)
-        judge(case, results)
+        assert_oracle(case, results)
         with cuflash.cpu_threads(1):
             assert_same_bits(run(case), results)
 

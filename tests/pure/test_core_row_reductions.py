@@ -12,7 +12,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core, fallback
 from cuflash.cpu.jobs import cpu_threads
-from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, way_taken
+from tests.compiled import INSTRUCTION_SETS, much_work, way_taken
+from tests.judging import assert_same_bits
 from tests.reductions import attention_of, inputs_of, judge, lse_of
 from tests.row_reductions import gap_is_clear, results_of
 from tests.sampling import examples
@@ -71,7 +72,7 @@ def test_other_results_and_any_number_of_threads_have_the_same_bits(way, case):
     """Row reductions change no bit of out and lse, and threads none of anything."""
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
-        patch.setattr(core, "SKIPPED_KINDS", way)
+        patch.setattr(core, "SKIPPED_INSTRUCTION_SETS", way)
         found = {}
         for threads in (1, 3):
             with cpu_threads(threads):
@@ -91,7 +92,7 @@ def test_reductions_of_weights_keep_the_oracle_rule(way, case, count):
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
-        patch.setattr(core, "SKIPPED_KINDS", way)
+        patch.setattr(core, "SKIPPED_INSTRUCTION_SETS", way)
         lse = lse_of(attn, arrays)
         weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
         inputs = (arrays["q"], arrays["k"], lse)

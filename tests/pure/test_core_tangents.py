@@ -16,7 +16,8 @@ import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback_tangents, score_mod_as_bias, score_tiles
 from cuflash.testing.tangents import Moved, everything
-from tests.compiled import INSTRUCTION_SETS, NUMPY, assert_same_bits, much_work, way_taken
+from tests.compiled import INSTRUCTION_SETS, NUMPY, much_work, way_taken
+from tests.judging import assert_same_bits
 from tests.pure.test_second_derivatives import compute, judge
 from tests.sampling import examples
 from tests.scored import SCORES, Scored, scored

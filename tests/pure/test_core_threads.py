@@ -25,7 +25,8 @@ from cuflash import cpu
 from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import core, jobs
 from tests import sampling
-from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
+from tests.compiled import functions, much_work, run, run_python
+from tests.judging import assert_oracle, assert_same_bits
 from tests.sampling import examples
 
 if core.why_not() is not None:
@@ -48,7 +49,7 @@ def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
     much_work(monkeypatch)
     with cuflash.cpu_threads(1):
         expected = run(case)
-    judge(case, expected)
+    assert_oracle(case, expected)
     for threads in (2, 3, 8, 33):
         with cuflash.cpu_threads(threads):
             assert_same_bits(run(case), expected)

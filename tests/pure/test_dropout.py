@@ -147,22 +147,6 @@ def test_without_dropout_the_numbers_do_not_matter():
 
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
-FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout")
-DROPPING = ct.cases(features=FEATURES, min_seqlen=0).filter(lambda case: case.dropout > 0)
-
-
-@given(DROPPING)
-def test_both_passes(case):
-    arrays = case.arrays()
-    qkv = ct.qkv(arrays)
-    attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*qkv, **ct.optional(arrays) | case.random)
-    ct.assert_forward(case, out, lse)
-    need = ct.gradients_of(case.problem)
-    optional = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], *qkv, out, lse, **optional, need=need)
-    ct.assert_backward(case, **gradients._asdict())
-
 
 @settings(max_examples=examples(20))
 @given(st.integers(0, 2**64 - 1), WORDS, st.sampled_from([0.1, 0.5, 0.9]))

@@ -234,7 +234,7 @@ def test_a_run_of_training_reaches_its_page(monkeypatch, tmp_path):
     results, learnt, everything = tmp_path / "results", pages["training"], pages["evidence"]
     assert main(["run", "--suite", "training", "--backend", "cpu", "--out", str(results), "--revision", "abc"]) == 0
     for name, path in pages.items():
-        markers = [begin_of(part) for part in evidence.PARTS] if name == "evidence" else [begin_of()]
+        markers = [begin_of(name) for name in evidence.PAGE_SECTIONS] if name == "evidence" else [begin_of()]
         path.write_text("".join(f"{marker}\n<!-- bench:end -->\n" for marker in markers))
     records = [json.loads(line) for line in (results / "training.jsonl").read_text().splitlines()]
     curves = {(r["attention"], r["seed"]): r["losses"] for r in records if r["record"] == "curve"}

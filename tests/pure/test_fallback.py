@@ -17,7 +17,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback, gemm, jobs
-from tests.pure.test_cpu import NAMES, assert_same_bits, cut_small, judge, run
+from tests.judging import assert_oracle, assert_same_bits
+from tests.pure.test_cpu import NAMES, cut_small, run
 from tests.sampling import examples
 from tests.ways import CORE, FALLBACK
 
@@ -37,7 +38,7 @@ SOME_FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
 def test_any_jobs_and_tiles_do(case, pairs, rows, keys):
     with pytest.MonkeyPatch.context() as patch:
         cut_small(patch, pairs, rows, keys)
-        judge(case, run(case, every=True))
+        assert_oracle(case, run(case, every=True))
 
 
 @settings(max_examples=examples(40))

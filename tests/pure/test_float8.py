@@ -22,28 +22,10 @@ from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from cuflash.spec.quantization import PER
 from cuflash.testing import Case, reference
+from tests.features.test_drawn_on_backends import DRAWN
 from tests.sampling import examples
-from tests.ways import every_way
 
-FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "float8")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT8)
-
-
-def float8_cases(**options):
-    drawn = ct.cases(features=FEATURES, max_head_dim=80, **options)
-    return (
-        st.tuples(drawn, st.booleans(), st.sampled_from((None, "tensor", "head", "block", "token")))
-        .map(lambda drawn: of_bytes(*drawn))
-        .filter(lambda case: not (case.page_size and case.block_mask is not None))
-    )
-
-
-def of_bytes(case, q_float8, q_scale):
-    """The case with fp8 k and v, and q too where out is of bfloat16."""
-    case = dataclasses.replace(case, kv_dtype=case.kv_dtype or "float8_e4m3fn", dlse=False)
-    if not q_float8 or case.dtype != "bfloat16":
-        return case
-    return dataclasses.replace(case, q_float8=True, q_scale=q_scale)
 
 
 def run(case, arrays=None):
@@ -55,19 +37,8 @@ def run(case, arrays=None):
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
-@every_way
-@pytest.mark.usefixtures("way")
-def test_attention_is_that_of_the_numbers_that_bytes_stand_for():
-    @settings(max_examples=examples(60))
-    @given(float8_cases(min_seqlen=0))
-    def every_case(case):
-        ct.assert_forward(case, *run(case))
-
-    every_case()
-
-
 @settings(max_examples=examples(30))
-@given(float8_cases())
+@given(DRAWN["float8"])
 def test_the_oracle_is_that_of_dequantised_numbers(case):
     """Pages are gathered first: the lengths move the diagonal of pages only, so causal cases are left out."""
     if case.page_size:

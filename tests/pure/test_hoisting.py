@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.arrays.units import in_bytes
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.score_mod import KINDS_OF_READS, Traced, hoisted_program_of, index_class, program_of
+from cuflash.score_mod import READ_CLASSES, Traced, hoisted_program_of, index_class, program_of
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.score_mod.nodes import Node, in_order, node
 from cuflash.score_mod.tables import MARGIN
@@ -145,7 +145,7 @@ def test_what_is_hoisted(score, expected):
     given = {name: x for name, x in expressions.arrays().items() if name in score.__code__.co_varnames}
     _, made = programs(score, given)
     assert [(t.by, t.of_head, t.of_batch, t.dtype) for t in made.tables] == expected
-    assert {index_class(table.load) for table in made.tables} <= KINDS_OF_READS.keys()
+    assert {index_class(table.load) for table in made.tables} <= READ_CLASSES.keys()
     _, kept = programs(score, given, of_batch=False)
     assert not any(table.of_batch for table in kept.tables)
 

@@ -1,20 +1,16 @@
 """Packed sequences of different lengths: each is what it would be alone, in the oracle and on the CPU."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import cpu
 from cuflash.cpu.packed import sequences
-from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
-from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "scale", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
 packed = ct.cases(features=FEATURES, ndims=(3,), max_scores=2**14, min_seqlen=0).filter(lambda c: c.cu_seqlens_q)
@@ -63,78 +59,6 @@ def test_the_oracle_is_that_of_each_sequence(case):
 
 def _without(arrays, *names):
     return {name: x for name, x in arrays.items() if name not in names}
-
-
-@given(packed)
-def test_the_cpu_path(case):
-    def attention(q, k, v, **keywords):
-        options, arrays = _split(keywords)
-        return cuflash.FlashAttention(**options).forward(q, k, v, **arrays)
-
-    def gradients(dout, q, k, v, dlse=None, **keywords):
-        options, arrays = _split(keywords)
-        attn = cuflash.FlashAttention(**options)
-        need = ("dq", "dk", "dv", "dsinks") if case.sinks else ("dq", "dk", "dv")
-        return attn.backward(dout, q, k, v, *attn.forward(q, k, v, **arrays), **arrays, dlse=dlse, need=need)
-
-    ct.check(attention, case, gradients=gradients)
-
-
-@given(packed)
-def test_every_gradient_on_the_cpu(case):
-    arrays, need = case.arrays(), ct.gradients_of(case.problem)
-    inputs, keywords = ct.qkv(arrays), ct.optional(arrays)
-    out, lse = cpu.forward(case.problem, *inputs, **keywords)
-    keywords = ct.optional_backward(arrays) | {"need": need}
-    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, out, lse, **keywords)
-    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
-
-
-def _split(keywords):
-    arrays = {name: x for name, x in keywords.items() if name in (*NAMES, "seed", "offset")}
-    return _without(keywords, *arrays), arrays
-
-
-@settings(max_examples=examples(20))
-@given(ct.cases(features=(*FEATURES, "dropout"), ndims=(3,), max_scores=2**12).filter(lambda c: c.cu_seqlens_q))
-def test_dropout_counts_sequences_as_batch_entries(case):
-    case = dataclasses.replace(case, dropout=0.5, num_heads_kv=case.num_heads)
-    arrays = case.arrays()
-    out, lse = cpu.forward(case.problem, *ct.qkv(arrays), **ct.optional(arrays) | case.random)
-    ct.assert_forward(case, out, lse)
-
-
-def test_neighbours_change_nothing():
-    arrays = SMALL.arrays()
-    attn = cuflash.FlashAttention(causal=True)
-    starts = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    qkv = ct.qkv(arrays)
-    out, lse = attn.forward(*qkv, **starts)
-    before = (out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **starts))
-    for name in ("q", "k", "v", "dout"):
-        own = slice(3, 8) if name in ("q", "dout") else slice(6, 10)
-        kept = arrays[name][:, own].copy()
-        arrays[name][...] = np.nan
-        arrays[name][:, own] = kept
-    out, lse = attn.forward(*qkv, **starts)
-    after = (out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **starts))
-    for x, y, own in zip(before, after, [slice(3, 8)] * 3 + [slice(6, 10)] * 2, strict=True):
-        np.testing.assert_array_equal(x[:, own], y[:, own])
-
-
-def test_long_and_short_sequences_at_once():
-    """Long ones are shared by all threads, short ones computed side by side."""
-    case = ct.Case(
-        seqlen_q=1300, seqlen_k=1300, head_dim=32, num_heads=2, sinks=True, dlse=True,
-        cu_seqlens_q=(0, 1000, *range(1010, 1300, 10), 1300), cu_seqlens_k=(0, 1000, *range(1010, 1300, 10), 1300),
-    )  # fmt: skip
-    arrays = case.arrays()
-    qkv, keywords = ct.qkv(arrays), ct.optional(arrays)
-    out, lse = cpu.forward(case.problem, *qkv, **keywords)
-    ct.assert_forward(case, out, lse)
-    ct.assert_backward(
-        case, *cpu.backward(case.problem, arrays["dout"], *qkv, out, lse, **ct.optional_backward(arrays))
-    )
 
 
 STARTS = np.array([0, 3, 8], np.int32)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
@@ -20,8 +19,8 @@ from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import PAGE_SIZES, make_problem
 from cuflash.testing import Case, reference
+from tests.features.test_pages_on_backends import entry_of
 from tests.sampling import examples
-from tests.ways import every_way
 
 FEATURES = ("causal", "window", "softcap", "bias", "mask", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dropout")
 
@@ -39,12 +38,6 @@ def inputs(case, arrays=None):
 def run(case, arrays=None):
     qkv, optional = inputs(case, arrays)
     return cuflash.FlashAttention(**case.keywords).forward(*qkv, **optional)
-
-
-def entry_of(array, b, batch, keys=None):
-    """What an array that broadcasts to (batch, ...) has for one entry, with so many keys."""
-    array = array[b : b + 1] if array.ndim == 4 and array.shape[0] == batch > 1 else array
-    return array[..., :keys] if keys is not None and array.shape[-1] > 1 else array
 
 
 # ---- Against attention over keys in one piece ------------------------------------------------------------------------
@@ -70,38 +63,6 @@ def test_the_oracle_is_that_of_each_entry_by_itself(case):
         expected = reference.forward(make_problem(options, q, k, v, **optional), q, k, v, **optional)
         np.testing.assert_array_equal(out[b : b + 1], expected[0])
         np.testing.assert_array_equal(lse[b : b + 1], expected[1])
-
-
-@every_way
-@pytest.mark.usefixtures("way")
-@given(paged_cases())
-def test_cpu(case):
-    ct.assert_forward(case, *run(case))
-
-
-@every_way
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.usefixtures("way")
-def test_bits_are_those_of_keys_in_one_piece(layout, page_size):
-    lengths = (1239, 1536, 7)  # a tile may start within a page
-    case = Case(batch=3, num_heads=4, num_heads_kv=2, seqlen_q=70, seqlen_k=1536, head_dim=24, kv_lengths=lengths)
-    case = dataclasses.replace(case, page_size=page_size, layout=layout)
-    whole = ct.gather_pages(case.arrays(), layout)
-    for paged, contiguous in zip(run(case), run(case, whole), strict=True):
-        np.testing.assert_array_equal(paged, contiguous)
-
-
-@every_way
-@pytest.mark.usefixtures("way")
-def test_entries_behind_the_lengths_are_never_looked_up():
-    case = Case(batch=2, seqlen_q=3, seqlen_k=64, head_dim=4, kv_lengths=(16, 17), page_size=16)
-    arrays = case.arrays()
-    first = run(case, arrays)
-    assert np.count_nonzero(arrays["block_table"] < 0) == 3 + 2
-    arrays["block_table"][arrays["block_table"] < 0] = 2**31 - 1
-    for before, after in zip(first, run(case, arrays), strict=True):
-        np.testing.assert_array_equal(before, after)
 
 
 def test_pages_may_be_shared():
@@ -140,20 +101,6 @@ def test_no_pages_at_all():
     table, lengths = np.zeros((2, 0), np.int32), np.zeros(2, np.int32)
     out, lse = cuflash.FlashAttention().forward(q, pool, pool, block_table=table, kv_lengths=lengths)
     assert not out.any() and np.all(lse == -np.inf)
-
-
-@settings(max_examples=examples(30))
-@given(paged_cases(["causal", "window"]), st.randoms(use_true_random=False))
-def test_where_pages_lie_does_not_matter(case, random):
-    arrays = case.arrays()
-    first = run(case, arrays)
-    num_pages = len(arrays["k"])
-    order = np.array(random.sample(range(num_pages), num_pages))
-    arrays["k"], arrays["v"] = arrays["k"][order], arrays["v"][order]
-    table = arrays["block_table"]
-    arrays["block_table"] = np.where(table < 0, table, np.argsort(order).astype(np.int32)[table])
-    for before, after in zip(first, run(case, arrays), strict=True):
-        np.testing.assert_array_equal(before, after)
 
 
 # ---- Plans -----------------------------------------------------------------------------------------------------------
@@ -336,46 +283,11 @@ def test_every_method_takes_a_block_table():
             method(*ct.qkv(arrays), block_table=arrays["block_table"])
 
 
-# ---- Tangents --------------------------------------------------------------------------------------------------------
-
-
-def tangents_of(case, seed=0):
-    """Tangents of all that moves: tk and tv are pools, as k and v are."""
-    random = np.random.default_rng(seed)
-    arrays = case.arrays()
-    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
-    return {f"t{name}": random.standard_normal(arrays[name].shape).astype(arrays[name].dtype) for name in names}
-
-
-@settings(max_examples=examples(40))
-@given(paged_cases([f for f in FEATURES if f != "dropout"], dtypes=["float64"], strides=["contiguous"]))
-def test_tangents_are_those_of_each_entry_by_itself(case):
-    arrays, tangents = case.arrays(), tangents_of(case)
-    qkv, optional = inputs(case)
-    attn: Any = cuflash.FlashAttention(**case.keywords)
-    found = attn.jvp(*qkv, **optional, **tangents)
-    pools = {"k": tangents["tk"], "v": tangents["tv"]}
-    whole, moved = (ct.gather_pages(arrays | own, case.layout) for own in ({}, pools))
-    for b, length in enumerate(case.kv_lengths):
-        first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
-        own: dict[str, Any] = {"q": whole["q"][b : b + 1], "tq": tangents["tq"][b : b + 1]}
-        own |= {name: whole[name][first] for name in "kv"} | {f"t{name}": moved[name][first] for name in "kv"}
-        for name in ("bias", "mask", "tbias"):
-            x = (arrays | tangents).get(name)
-            own |= {} if x is None else {name: entry_of(x, b, case.batch, length)}
-        for name in ("sinks", "tsinks", "alibi_slopes", "talibi_slopes"):
-            x = (arrays | tangents).get(name)
-            own |= {} if x is None else {name: x[b] if x.ndim == 2 else x}
-        expected = attn.jvp(**own)
-        for name, x in expected._asdict().items():
-            got = getattr(found, name)[b : b + 1]
-            np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-10 * case.score_spread, err_msg=name)
-
-
 def test_gradients_of_pages_have_no_tangents():
     case = Case(seqlen_q=2, seqlen_k=32, batch=1, num_heads=1, head_dim=8, page_size=16, kv_lengths=(20,))
     qkv, optional = inputs(case)
     attn: Any = cuflash.FlashAttention()
-    out, lse, tout, tlse = attn.jvp(*qkv, **optional, **tangents_of(case))
+    tangents = {f"t{name}": x for name, x in zip("qkv", qkv, strict=True)}
+    out, lse, tout, tlse = attn.jvp(*qkv, **optional, **tangents)
     with pytest.raises(NotImplementedError, match=r"^block_table: got one for the backward pass.*gather"):
         attn.backward_jvp(out, *qkv, out, lse, tout, tlse, **optional)

@@ -57,7 +57,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "dout",
         "out",
         "lse",
-        "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
+        "q_scale",  # of fp8 q, whose dtype is no other: tests/features/test_drawn_on_backends.py
         "batch_invariant",  # with which results are those of other calls: tests/invariance.py
         "want",  # row reductions, which every setting is computed with
         "max",

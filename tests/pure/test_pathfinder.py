@@ -138,7 +138,7 @@ def test_tokens_see_the_cells_around_them(side):
 @pytest.mark.parametrize(("side", "head_dim"), [(16, 16), (32, 64), (256, 64)])
 def test_the_numbers_of_places_are_exact_in_bfloat16(side, head_dim):
     """And their products are those of the Gaussian, up to a number for each query."""
-    q, k = pathfinder.Near.places(side, head_dim)
+    q, k = pathfinder.Near.positions(side, head_dim)
     for x in (q, k):
         np.testing.assert_array_equal(x.astype(ml_dtypes.bfloat16).astype(float), x)
     cells = pathfinder.order(side)

@@ -193,8 +193,8 @@ def test_sums_of_some_keys_take_the_lse_of_all():
     attn = cuflash.FlashAttention()
     q, k = RNG.standard_normal((2, 4, 60, 8), np.float32)
     lse = attn.forward(q, k, None).lse
-    parts = [attn.column_sums(q, x, lse) for x in np.split(k, 2, axis=1)]
-    np.testing.assert_allclose(np.concatenate(parts, axis=-1), attn.column_sums(q, k, lse), rtol=1e-6)
+    partials = [attn.column_sums(q, x, lse) for x in np.split(k, 2, axis=1)]
+    np.testing.assert_allclose(np.concatenate(partials, axis=-1), attn.column_sums(q, k, lse), rtol=1e-6)
 
 
 def test_dropout_does_not_change_weights():

@@ -77,9 +77,9 @@ def test_tangents_of_arrays_of_cupy_are_those_of_numpy(case, data, is_plain):
 def test_tangents_of_heads_and_rows_in_chunks_add_up_to_the_whole(case, data, rows):
     moved = data.draw(moved_by(case))
     heads = list(np.ndindex(case.problem.batch, case.problem.num_heads))
-    parts = [results_with_tangents(case, moved, heads=[head], rows_at_once=rows) for head in heads]
+    partials = [results_with_tangents(case, moved, heads=[head], rows_at_once=rows) for head in heads]
     for name, x in results_with_tangents(case, moved).items():
-        found = np.sum([part[name] for part in parts], axis=0) if parts else np.zeros_like(x)
+        found = np.sum([partial[name] for partial in partials], axis=0) if partials else np.zeros_like(x)
         size = np.abs(x[np.isfinite(x)]).max(initial=1)
         np.testing.assert_allclose(found, x, rtol=1e-9, atol=1e-9 * size, err_msg=name)
 
@@ -121,16 +121,16 @@ def test_functions_on_arrays_of_cupy(case):
     assert_same_on_device(case.problem, case.arrays, case.optional, case.random, "float64")
 
 
-def assert_parts_add_up(problem, arrays, optional, random, rows):
-    """Rows in chunks, and heads one by one: results of heads and rows are parts of the whole, sums add up to it."""
+def assert_partials_add_up(problem, arrays, optional, random, rows):
+    """Rows in chunks, and heads one by one: results of heads and rows are partials of the whole, sums add up to it."""
     whole = results(problem, arrays, optional, random)
     heads = list(np.ndindex(problem.batch, problem.num_heads))
-    parts = [results(problem, arrays, optional, random, heads=[head], rows_at_once=rows) for head in heads]
+    partials = [results(problem, arrays, optional, random, heads=[head], rows_at_once=rows) for head in heads]
     for name, x in whole.items():
         if name == "lse":
-            found = np.maximum.reduce([part[name] for part in parts], initial=-np.inf)
+            found = np.maximum.reduce([partial[name] for partial in partials], initial=-np.inf)
         else:
-            found = np.sum([part[name] for part in parts], axis=0) if parts else np.zeros_like(x)
+            found = np.sum([partial[name] for partial in partials], axis=0) if partials else np.zeros_like(x)
         size = np.abs(x[np.isfinite(x)]).max(initial=1)
         np.testing.assert_allclose(found, x, rtol=1e-9, atol=1e-9 * size, err_msg=name)
 
@@ -138,13 +138,13 @@ def assert_parts_add_up(problem, arrays, optional, random, rows):
 @given(ct.cases(**SMALL, score_spreads=(1.0,)), st.integers(1, 20))
 def test_heads_and_rows_in_chunks_add_up_to_the_whole(case, rows):
     arrays = case.arrays()
-    assert_parts_add_up(case.problem, arrays, ct.optional(arrays), case.random, rows)
+    assert_partials_add_up(case.problem, arrays, ct.optional(arrays), case.random, rows)
 
 
 @settings(max_examples=examples(25))
 @given(scored(follows_lengths=True), st.integers(1, 20))
 def test_functions_of_heads_and_rows_in_chunks(case, rows):
-    assert_parts_add_up(case.problem, case.arrays, case.optional, case.random, rows)
+    assert_partials_add_up(case.problem, case.arrays, case.optional, case.random, rows)
 
 
 def test_heads_that_are_not_computed():

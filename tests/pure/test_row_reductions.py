@@ -157,15 +157,15 @@ def test_what_is_wrong_is_named():
 @settings(max_examples=examples(20))
 @given(cut=st.integers(0, 70), scale=st.sampled_from((0.1, 1.0, 4.0)))
 def test_reductions_of_merged_parts(cut, scale):
-    """As docs/semantics.md says: of keys in two parts, one of which may be empty."""
+    """As docs/semantics.md says: of keys in two partials, one of which may be empty."""
     attn: Any = cuflash.FlashAttention(scale=scale)
     whole = attn.forward(Q, K, V, want=("max", "entropy"))
-    parts = [
+    partials = [
         attn.forward(Q, K[:, :, own], V[:, :, own], want=("max", "entropy")) for own in (slice(cut), slice(cut, 70))
     ]
-    _, lse = cuflash.merge([x.out for x in parts], [x.lse for x in parts])
+    _, lse = cuflash.merge([x.out for x in partials], [x.lse for x in partials])
     with np.errstate(invalid="ignore"):
-        terms = [np.exp(x.lse - lse) * (x.entropy + lse - x.lse) for x in parts]
-    entropy = sum(np.where(np.isneginf(x.lse), 0, term) for x, term in zip(parts, terms, strict=True))
+        terms = [np.exp(x.lse - lse) * (x.entropy + lse - x.lse) for x in partials]
+    entropy = sum(np.where(np.isneginf(x.lse), 0, term) for x, term in zip(partials, terms, strict=True))
     np.testing.assert_allclose(entropy, whole.entropy, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(np.maximum(parts[0].max, parts[1].max), whole.max, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(np.maximum(partials[0].max, partials[1].max), whole.max, rtol=0, atol=2e-5)

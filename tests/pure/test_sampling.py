@@ -40,6 +40,14 @@ def test_of_functions_that_compile_one_in_five_of_each_file_runs(kept, count):
     assert kept(items, exhaustive=True) == items
 
 
+def test_of_functions_with_emulated_kernels_these_cases_of_one_in_five_run(kept):
+    backends = ("core", "emulated 9.0", "device")
+    items = [item("features/test_x", f"test_{n}", name) for n in range(10) for name in backends]
+    numbers = [x.nodeid.partition("[")[2] for x in kept(items)]
+    assert [numbers.count(f"{name}]") for name in backends] == [10, 2, 10]
+    assert kept(items, exhaustive=True) == items
+
+
 def test_of_cases_of_which_one_in_so_many_runs_there_is_one(kept):
     items = [item("pure/test_x", name, n, ("one_in", 4)) for name in ("test_a", "test_b") for n in range(40)]
     names = {sampling.function_of(x).rpartition("::")[2] for x in kept(items)}

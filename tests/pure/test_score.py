@@ -14,14 +14,14 @@ from cuflash.cpu import core, fallback
 from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.judging import assert_within
 from tests.sampling import examples
 from tests.scored import Scored, scored, steep
 
 
 def judged(case: Scored, results):
     judges = yardsticks(case.problem, case.arrays, **case.random)
-    measured = [measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert_within(results, judges)
 
 
 @settings(max_examples=examples(25))

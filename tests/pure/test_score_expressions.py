@@ -16,7 +16,7 @@ from cuflash.emulator import find_compiler
 from cuflash.gpu.compiler import kernel_directory
 from cuflash.score_mod import Traced, hoisted_program_of, index_class, program_of
 from cuflash.score_mod.derivatives import loads_of
-from cuflash.score_mod.evaluation import clamped, evaluate
+from cuflash.score_mod.evaluation import clamped, evaluate, fold
 from cuflash.score_mod.factors import factored
 from cuflash.score_mod.intervals import Tables, bounds_of
 from tests import expressions
@@ -51,6 +51,23 @@ def called(function, given, s=None, dtype=np.float64, **others):
     at = inputs(**({} if s is None else {"s": s}), **others)
     traced = Traced.of(function, "mask" if s is None else "score")
     return np.broadcast_to(traced(at, given, dtype), S.shape)
+
+
+@settings(max_examples=examples(60))
+@given(scores(), st.sets(st.sampled_from(["s", "i", "j", "head", "batch"])))
+def test_folded_expressions_have_the_same_values(score, known):
+    """Bit by bit, whatever inputs are known before."""
+    given = expressions.arrays()
+    own, at = program(score).on_numpy(), inputs()
+    roots = [own.score, own.by_s, *(load.derivative for loads in own.loads.values() for load in loads)]
+    before = {name: x for name, x in at.items() if name in known}
+    folded = fold(roots, before, {name: x.shape for name, x in given.items()}, S.dtype)
+    assert not any(step.op == "input" and step.payload in known for step in folded.steps)
+    others = {name: x for name, x in at.items() if name not in known}
+    found = evaluate(roots, others, given, S.dtype, folded)
+    for x, expected in zip(found, evaluate(roots, at, given, S.dtype), strict=True):
+        np.testing.assert_array_equal(x, expected)
+        assert x.dtype == expected.dtype
 
 
 @settings(max_examples=examples(60))

@@ -11,7 +11,8 @@ import cuflash
 from cuflash.cpu import backend, core, gemm, score_mod_as_bias, score_tiles
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.testing.rule import measure, yardsticks
+from cuflash.testing.rule import yardsticks
+from tests.judging import assert_within
 from tests.sampling import examples
 from tests.scored import DRAWN, MASKS, SCORES, Scored, score_args_of, scored
 
@@ -47,8 +48,7 @@ def forget():
 
 def judge(case, results):
     judges = yardsticks(case.problem, case.arrays, **case.random)
-    measured = [measure(name, x, judges[name]) for name, x in results.items()]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert_within(results, judges)
 
 
 @needs_core

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.score_mod import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, program_of
+from cuflash.score_mod import COUNTED, ORIGIN, READ_CLASSES, Traced, hoisted_program_of, index_class, program_of
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.indexing import LARGEST_ORIGIN
 from tests import expressions
@@ -55,7 +55,7 @@ def test_kernels_know_the_same_of_a_slice(function):
         arrays = {name: x for name, x in arrays.items() if name in own.arrays}
         program, hoisted = (make(own, None, types_of(arrays), *more) for make, more in PROGRAMS)
         classes = {
-            name: [KINDS_OF_READS.get(index_class(load.at)) for load in loads] for name, loads in program.loads.items()
+            name: [READ_CLASSES.get(index_class(load.at)) for load in loads] for name, loads in program.loads.items()
         }
         body = re.split(r"\bscore_function\b", hoisted.header())[1].split("\n}\n")[0]
         found.append((classes, [table.by for table in hoisted.tables], body.count("const i64 ")))

@@ -212,8 +212,8 @@ def test_the_precision_of_products_stays(pass_):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)
         type_ = ForwardFloat32Sm90Tile if pass_ is FORWARD else BackwardFloat32Sm90Tile
-        parts = [tile.bf16_terms for plan in plans for tile in plan.tiles if isinstance(tile, type_)]
-        assert parts == [3 if precision == "highest" else 2] * len(plans)
+        terms = [tile.bf16_terms for plan in plans for tile in plan.tiles if isinstance(tile, type_)]
+        assert terms == [3 if precision == "highest" else 2] * len(plans)
 
 
 def test_tiles_are_those_of_the_tangents_that_there_are(store):

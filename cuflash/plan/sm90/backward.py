@@ -22,7 +22,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardSm90Tile,
 )
 from cuflash.plan.tiles import Row, Tile, choose_row, why_too_large
-from cuflash.score_mod import KINDS_OF_READS
+from cuflash.score_mod import READ_CLASSES
 from cuflash.spec.inputs import CAPS
 from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
@@ -190,7 +190,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
         program, summed = draft.program, draft.summed_score_args
         for name in summed:
             for found in program.classes((name,)):
-                if found not in KINDS_OF_READS:
+                if found not in READ_CLASSES:
                     return f"an entry of {name} belongs to a pair [{found}], each of which adds to memory"
         if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
@@ -223,7 +223,7 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
     kernel = "sm90/backward_fp32"
     rows = BACKWARD_FLOAT32_SM90_TILES
     tf32_rows = BACKWARD_TF32_SM90_TILES
-    serves_dq_alone = makes_both = splits_tail = True
+    makes_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 

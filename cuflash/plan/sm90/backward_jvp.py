@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, TypeVar
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BackwardJvpFamily
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups
-from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, exceeds, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
 from cuflash.plan.sm90.tiles import (
@@ -25,7 +25,6 @@ from cuflash.plan.sm90.tiles import (
 from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
-from cuflash.spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm9
     rows = BACKWARD_JVP_SM90_TILES
     model = "keys"
     outputs = tuple(row.name for row in BACKWARD_JVP.rows)
-    serves_tdq_alone = True
+    makes_dq_alone = True
     has_functions = True
     unknown = ("pages",)
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
@@ -174,10 +173,13 @@ class _OfTerms(OfWarpgroups[_Row], BackwardJvpFamily[_Row]):
     """float32, of operands as bf16 terms."""
 
     outputs = BackwardJvp.outputs
-    serves_tdq_alone = True
+    makes_dq_alone = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1, "CUFLASH_PLAIN_FRAGMENTS": 1}
+    is_wide: ClassVar[bool] = False  # whether its head dimensions are above those of `BackwardJvpFloat32`
 
     def why_not(self, draft: Draft) -> str | None:
+        if self.is_wide != exceeds(draft.problem, BACKWARD_JVP_FLOAT32_SM90_TILES):
+            return ""
         why_not = why_not_split(draft, self.table(draft.problem))
         if why_not is None and "tdout" in draft.arrays:
             return "no stage of tdout fits into shared memory"
@@ -203,9 +205,6 @@ class BackwardJvpFloat32(_OfTerms[BackwardJvpFloat32Sm90Tile]):
     rows = BACKWARD_JVP_FLOAT32_SM90_TILES
     tf32_rows = BACKWARD_JVP_TF32_SM90_TILES
 
-    def why_not(self, draft: Draft) -> str | None:
-        return "" if _is_wide(draft.problem) else super().why_not(draft)
-
 
 class BackwardJvpFloat32Wide(_OfTerms[BackwardJvpFloat32WideSm90Tile]):
     """Larger ones."""
@@ -213,14 +212,7 @@ class BackwardJvpFloat32Wide(_OfTerms[BackwardJvpFloat32WideSm90Tile]):
     kernel = "sm90/backward_jvp_fp32_wide"
     rows = BACKWARD_JVP_FLOAT32_WIDE_SM90_TILES
     tf32_rows = BACKWARD_JVP_TF32_WIDE_SM90_TILES
-
-    def why_not(self, draft: Draft) -> str | None:
-        return super().why_not(draft) if _is_wide(draft.problem) else ""
-
-
-def _is_wide(problem: Problem) -> bool:
-    """Whether head dimensions are above those of `BackwardJvpFloat32`."""
-    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in BACKWARD_JVP_FLOAT32_SM90_TILES)
+    is_wide = True
 
 
 def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:

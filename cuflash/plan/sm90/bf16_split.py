@@ -17,6 +17,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
+from cuflash.spec.problem import Problem
 
 SplitTile = (
     ForwardFloat32Sm90Tile
@@ -44,9 +45,8 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return "it would split all pages of the pool, whoever they belong to"
     if problem.counts_as_packed:
         return f"it knows no packed sequences{'' if problem.is_packed else ANY_CALL}"
-    largest = max(row.max_dim for row in table)
-    if max(problem.head_dim, problem.head_dim_v) > largest:
-        return f"it serves head dimensions up to {largest}"
+    if exceeds(problem, table):
+        return f"it serves head dimensions up to {max(row.max_dim for row in table)}"
     rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
     keys = problem.seqlen_k
     if problem.window_left is not None and problem.window_right is not None:
@@ -55,6 +55,11 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
     if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
         return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
     return "there is nothing to compute" if problem.batch == 0 else None
+
+
+def exceeds(problem: Problem, table: tuple[Tile, ...]) -> bool:
+    """Whether a head dimension is above those of a table."""
+    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in table)
 
 
 def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:

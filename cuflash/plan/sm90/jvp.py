@@ -7,7 +7,7 @@ from typing import ClassVar, TypeVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, exceeds, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
 from cuflash.plan.sm90.tiles import (
@@ -187,8 +187,11 @@ class _OfTerms(ForwardFamily[_Row]):
     """float32, of operands as bf16 terms."""
 
     outputs = JVP.default
+    is_wide: ClassVar[bool] = False  # whether its head dimensions are above those of `JvpFloat32`
 
     def why_not(self, draft: Draft) -> str | None:
+        if self.is_wide != exceeds(draft.problem, JVP_FLOAT32_SM90_TILES):
+            return ""
         return why_not_split(draft, self.table(draft.problem))
 
     def draft(self, draft: Draft, tile: _Row) -> None:
@@ -207,9 +210,6 @@ class JvpFloat32(_OfTerms[JvpFloat32Sm90Tile]):
     rows = JVP_FLOAT32_SM90_TILES
     tf32_rows = JVP_TF32_SM90_TILES
 
-    def why_not(self, draft: Draft) -> str | None:
-        return "" if _is_wide(draft.problem) else super().why_not(draft)
-
 
 class JvpFloat32Wide(_OfTerms[JvpFloat32WideSm90Tile]):
     """Larger ones."""
@@ -217,14 +217,7 @@ class JvpFloat32Wide(_OfTerms[JvpFloat32WideSm90Tile]):
     kernel = "sm90/jvp_fp32_wide"
     rows = JVP_FLOAT32_WIDE_SM90_TILES
     tf32_rows = JVP_TF32_WIDE_SM90_TILES
-
-    def why_not(self, draft: Draft) -> str | None:
-        return super().why_not(draft) if _is_wide(draft.problem) else ""
-
-
-def _is_wide(problem: Problem) -> bool:
-    """Whether head dimensions are above those of `JvpFloat32`."""
-    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in JVP_FLOAT32_SM90_TILES)
+    is_wide = True
 
 
 def _heads_together(problem: Problem, least_keys: int) -> int:

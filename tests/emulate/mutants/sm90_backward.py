@@ -228,6 +228,12 @@ MUTANTS = (
     mutant("dV of two roles is not scaled", BACKWARD, "dv, kept_scale, kept_scale);", "dv, 1.0f, 1.0f);",
            "dropout backward sm90 roles"),
     # ---- sm90/backward_work.cuh
+    mutant("large rows of the first head alone", BACKWARD_WORK, "head < stop_head; ++head",
+           "head == first_head; ++head", "large row"),
+    mutant("large rows of the first group alone", BACKWARD_WORK, "stats[group * kGroupRows * 2]", "stats[0]",
+           "large row"),
+    mutant("each lane by the groups that it has seen", BACKWARD_WORK, "return ptx::any_lane(large);", "return large;",
+           "large rows"),
     mutant("the turn of the one before", BACKWARD_WORK, "work.block - keys.start;", "work.block - keys.start - 1;",
            "backward sm90 in order back"),
     mutant("turns from the last tile of all", BACKWARD_WORK, "keys.stop - 1 - work.block",

@@ -65,8 +65,8 @@ class Trial:
     def _run(self, kernels: Path | None) -> None:
         case, arrays = self.case, self.case.arrays()
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
-        two_parts = getattr(self.tiles[0], "bf16_terms", 3) == 2
-        precision = "tf32" if two_parts else "highest"
+        two_terms = getattr(self.tiles[0], "bf16_terms", 3) == 2
+        precision = "tf32" if two_terms else "highest"
         options: dict[str, Any] = {"deterministic": deterministic, "precision": precision, "wide": self.wide}
         if self.hides:
             _make_holes(arrays["bias"])
@@ -104,7 +104,7 @@ class Trial:
         if self.cu_seqlens:
             return
         found = dict(zip(names, results, strict=True))
-        if two_parts:
+        if two_terms:
             attention.assert_tf32_split(problem, arrays, found)
         elif isinstance(self.tiles[0], ForwardFloat8Sm90Tile):
             assert_float8(case, *results)

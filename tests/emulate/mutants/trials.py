@@ -192,7 +192,7 @@ _KEY_SUMS = replace(
 _FAR = replace(_TERMS, seqlen_q=33, seqlen_k=18, batch=2, num_heads_kv=2, bias=(2, 2, 33, 18), mask=(2, 2, 33, 18))
 _FLOAT32 = replace(_TERMS, dtype="float32", softcap=20.0)
 _SINKS = replace(_LENGTHS, kv_lengths=(2, 0, 77), sinks=True, dlse=True, score_spread=4.0)
-_PARTS = replace(_GROUPED, dtype="float32", seqlen_k=300)
+_THREE_TERMS = replace(_GROUPED, dtype="float32", seqlen_k=300)
 _DROPOUT = replace(_GROUPED, dropout=0.3, seed=1)
 _PAGES = replace(_SMALL, seqlen_k=128, batch=2, num_heads_kv=2, causal=True, kv_lengths=(101, 40), page_size=16)
 _DROPOUT_FLOAT32 = replace(_DROPOUT, dtype="float32")
@@ -301,9 +301,9 @@ TRIALS: dict[str, AnyTrial] = {
         num_sms=3,
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
-    "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
-    "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_terms=2),), num_sms=1),
-    "float32 sm90 spread": Trial(case=replace(_PARTS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90": Trial(case=_THREE_TERMS, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 two parts": Trial(case=_THREE_TERMS, tiles=(replace(_float32_sm90()[0], bf16_terms=2),), num_sms=1),
+    "float32 sm90 spread": Trial(case=replace(_THREE_TERMS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 window without values": Trial(
         case=replace(_WINDOW, dtype="float32", has_values=False), tiles=_float32_sm90(), num_sms=1
     ),
@@ -464,7 +464,7 @@ TRIALS: dict[str, AnyTrial] = {
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90,), num_sms=1, need=("dv",)),
-    "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_SPLIT, need=("dk",)),
+    "parts only dk": Trial(case=replace(_THREE_TERMS, seqlen_k=70), tiles=_BACKWARD_SPLIT, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward sums of keys": Trial(case=_GROUPED, tiles=_backward(), wide=("dk",)),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
@@ -569,16 +569,16 @@ TRIALS: dict[str, AnyTrial] = {
         dq_in_order=True,
         cu_seqlens=(0, 300, 0, 10, 2**30),
     ),
-    "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_SPLIT, num_sms=1),
+    "backward parts": Trial(case=replace(_THREE_TERMS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_SPLIT, num_sms=1),
     "backward two parts": Trial(
-        case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
+        case=replace(_THREE_TERMS, seqlen_q=200, seqlen_k=100),
         tiles=(replace(_BACKWARD_SPLIT[0], bf16_terms=2),),
         num_sms=1,
     ),
     "backward parts ring": Trial(
-        case=replace(_PARTS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_SPLIT_RING, num_sms=1
+        case=replace(_THREE_TERMS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_SPLIT_RING, num_sms=1
     ),
-    "backward parts split": Trial(case=replace(_PARTS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_SPLIT),
+    "backward parts split": Trial(case=replace(_THREE_TERMS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_SPLIT),
     "backward parts narrow": Trial(
         case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_SPLIT_RING
     ),

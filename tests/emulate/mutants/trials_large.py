@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class LargeTrial:
     """A check of large scores, on a device."""
 
     check: Callable[[Backend], None]
-    arch: str = "9.0"
+    arch: str | DeviceSpec = "9.0"
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -66,10 +66,12 @@ class PairTrial:
         assert np.abs(found - np.log(keys)).max() < 1e-3, found
 
 
+_ONE_SM = replace(DeviceSpec.for_arch("9.0"), num_sms=1)  # a block has all heads of its keys
 _ROWS, _WIDE_ROWS = Large(dtype="bfloat16", bias=-1e9), Large(dtype="float32", spread=1e5)
 
 TRIALS: dict[str, LargeTrial | PairTrial] = {
     "large rows": LargeTrial(check=partial(check_sums_of_weights, _ROWS)),
+    "large row": LargeTrial(check=partial(check_sums_of_weights, replace(_ROWS, of="last query")), arch=_ONE_SM),
     "large rows float32": LargeTrial(check=partial(check_sums_of_weights, _WIDE_ROWS)),
     "large rows sm80": LargeTrial(check=partial(check_sums_of_weights, _ROWS), arch="8.0"),
     "large rows sinks": LargeTrial(check=partial(check_sinks, "bfloat16", -1e9)),
