@@ -99,7 +99,7 @@ MUTANTS = (
            "kClearsAhead)", "backward sm90 clears shared"),
     mutant("no wait for K and V", BACKWARD, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
            "backward sm90"),
-    mutant("weights without their lse", WEIGHTS, "* exponent_scale - lse.of[n][i % 2]", "* exponent_scale",
+    mutant("weights without their lse", WEIGHTS, "* exponent_scale - lse[i % 2]", "* exponent_scale",
            "backward sm90"),
     mutant("bias of the first keys of the tile for all", BACKWARD, "const int key = first + warp_key;",
            "const int key = warp_key;", "backward sm90 bias", "backward sm90 wide bias"),
