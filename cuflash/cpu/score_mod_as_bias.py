@@ -50,7 +50,7 @@ FEW_PAIRS = 2**13
 SLICE_BYTES = 2**23  # of the bias of a slice
 LINE = 2**16  # diagonals at a time
 MOST_SLICES = 16  # of a call, of which what is prepared is kept
-MOST_FOLDED = 2**14  # pairs of a call, or diagonals, for which values of functions that no array changes are kept
+MOST_FOLDED = 2**14  # pairs of a call for which values that no array changes are kept; their diagonals fit into LINE
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")

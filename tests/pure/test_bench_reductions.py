@@ -46,7 +46,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
     right = reductions.expected
 
     def other(case, xp):
-        return right(case, xp) | {"max": right(case, xp)["max"] + 1}
+        return right(case, xp) | {"max": right(case, xp)["max"] * 1.001}
 
     monkeypatch.setattr(reductions, "expected", other)
     wrong = [r for r in records_of() if r["status"] == "wrong"]
