@@ -60,6 +60,8 @@ constexpr bool kDropsLate = kDimV > 192;
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 // Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no row max.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
+// Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. O takes them otherwise.
+constexpr bool kHoldsQ = !kHasValues && kDim <= 64;
 // The largest natural row max that is multiplied by log2(e) once for all exponents of its row, in one instruction with
 // the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
 constexpr float kFoldsRowMax = 1024.0f;
@@ -194,7 +196,7 @@ struct Consumer {
   OnlineSoftmax<1, kNaturalRowMax, true> softmax;
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kHasValues ? kDimV / 8 : 1][4];
-  Fragment p[kBlockN / 16];
+  Fragment p[kBlockN / 16], q_operand[kHoldsQ ? kDim / 16 : 1];
   bool all_started = false;  // rows of the warp have row maxima that exponents may fold
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
@@ -225,7 +227,11 @@ struct Consumer {
   // [GEMM 1] S = Q K^T.
   CUFLASH_DEVICE void issue_s() {
     shared.k_ring.full(key).wait(key.parity);
-    issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
+    const u32 rows_k = shared.k + key.stage * kBytesK;
+    if constexpr (kHoldsQ)
+      issue_rows<kDim, kBlockN>(s[0], q_operand, rows_k);
+    else
+      issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, rows_k);
   }
 
   // Computes S once more, for this warp alone.
@@ -468,6 +474,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     shared.q_ring.full(query).wait(query.parity);
     const int row_stop = seqlen_q_of(common, batch) - tile.first_row - index * 64;  // of these 64 queries
     consumer.clear_queries(row_stop);
+    if constexpr (kHoldsQ) load_fragments_chunked<kBlockM>(consumer.s_q, consumer.warp_row, consumer.q_operand);
     consumer.clear_values();
     const TileRange keys = tile.keys_of(common, index);
 #pragma unroll 4
