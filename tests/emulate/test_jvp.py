@@ -20,9 +20,8 @@ from cuflash.testing import Case, cases
 from cuflash.testing.tangents import Moved, everything
 from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
-from tests.emulate.test_scored import STEEP
 from tests.sampling import examples, sample
-from tests.scored import CONDITIONED, SCORES, Scored, few_tiles, scored, steep
+from tests.scored import CONDITIONED, SCORES, STEEP, Scored, few_tiles, scored, steep
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
 LARGEST = {"bfloat16": 512, "float32": 256, "float64": 192}  # head dimensions of backward_jvp
