@@ -5,6 +5,7 @@ The mistakes of other libraries in `tests/pure/test_peer_bugs.py` are tested her
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_a_thread_without_a_context(cupy, binds):
     """Its results have memory of CuPy's pool, which asks CUDA for none; tensor maps of new addresses are made in it."""
     first, second = ([normal(cupy, 2, 4, 129, DIM, seed=10 * m + n) for n in range(3)] for m in range(2))
     attn = cuflash.FlashAttention()
-    call = attn.bind(*first) if binds else attn.forward
+    call: Any = attn.bind(*first) if binds else attn.forward
     expected = [host(x) for x in attn.forward(*second)[:2]]
     for warm in (call, attn.forward):
         warm(*first)
