@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
-from cuflash.cpu.jobs import count_cores
+from cuflash.cpu.jobs import count_cores, count_cores_lately
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
     OVER_HEAD_DIM,
@@ -37,9 +37,11 @@ Array = NDArray[Any]
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 LIBRARY = Path(__file__).parent / "core" / f"libcuflash{_SUFFIX}"
 NOTE = "build.txt"  # next to it, where something was not built
-# In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
-# that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
-SERIAL_NS = 60_000
+# In nanoseconds of one core: the most work that is not worth a second thread, even if it is awake; the most that is not
+# worth waking threads; and the least work for each thread of longer calls. Calls that take longer than PATIENCE_NS look
+# for Ctrl-C, every SLICE_MS milliseconds.
+SERIAL_NS = 15_000
+SHORT_NS = 60_000
 THREAD_NS = 14_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
@@ -67,7 +69,7 @@ AXES = {
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
-_CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
+_CHANGING = struct.Struct("@5q2QP")  # `struct Changing` of `core/core.cpp`
 
 
 class _Call(ctypes.Structure):
@@ -280,16 +282,20 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
         raise RuntimeError(f"there is no compiled core: {library}")
     functions, head_bytes = library
     fixed, nanoseconds = prepared
-    status, threads, is_long = _NO_THREAD, 1, False
+    status, threads, is_short, is_long = _NO_THREAD, 1, False, False
     if nanoseconds > SERIAL_NS:
-        threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
-        is_long = nanoseconds > PATIENCE_NS * threads
+        is_short = nanoseconds <= SHORT_NS
+        if is_short:
+            threads = min(2, count_cores_lately())
+        else:
+            threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
+            is_long = nanoseconds > PATIENCE_NS * threads
     if head_bytes >= 0:
         pointers = id(arrays) + _TUPLE_HEAD
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         pointers = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, SKIPPED_INSTRUCTION_SETS, threads, are_disjoint, *random, pointers)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_INSTRUCTION_SETS, threads, is_short, are_disjoint, *random, pointers)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:

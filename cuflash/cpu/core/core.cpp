@@ -84,6 +84,7 @@ struct Changing {
     int64_t head_bytes;    // of an array object; if it is negative, addresses of data are given
     int64_t limit;         // how many of the best targets are left out
     int64_t num_threads;   // that the call may be computed on
+    int64_t is_short;      // so that waking a thread takes as long as it would take off
     int64_t are_disjoint;  // results are known to share no memory with each other or with operands
     uint64_t seed, offset;
     char *const *arrays;  // as many as are given
@@ -175,6 +176,7 @@ void destroy(Running *running) {
 // Ends a call, done or not.
 int end(Running *running) {
     finish(*running);
+    pool.call_ended_at.store(nanoseconds_now(), std::memory_order_relaxed);
     const int status = running->out_of_memory ? OUT_OF_MEMORY : DONE;
     destroy(running);
     return status;
@@ -273,7 +275,7 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     if (!running) return status;
     const CallerScratch scratch(running->work.scratch_bytes);
     if (scratch.memory) {
-        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
+        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1, changing->is_short);
         compute(*running, (char *)scratch.memory);
         if (num_others) wait_until(*running, [&] { return is_done(*running); });
     } else {
@@ -287,7 +289,7 @@ EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCal
     call->running = prepare_call(fixed, changing, changing->num_threads, &call->status);
     if (!call->running) return;
     Running &running = *call->running;
-    give(running, most_threads(running, changing->num_threads));
+    give(running, most_threads(running, changing->num_threads), false);
     for (int64_t i = 0; i < running.num_workers; ++i)
         if (running.workers[i]->is_started) return;
     end(call->running);
