@@ -28,14 +28,18 @@ static_assert(kNumWarps == 4 * kConsumers + 4 && (kConsumers == 2 || kConsumers 
 
 constexpr u32 kBytesLeft = chunked_bytes(kRows, kChunk), kBytesRight = chunked_bytes(kBlockN, kChunk);
 constexpr u32 kBytesStage = kBytesLeft + kBytesRight;
-static_assert(kNumStages * kBytesStage + Ring<kNumStages>::kBytes == CUFLASH_SHARED_BYTES,
+// Boxes of 64 x 64 rounded results of each consumer, from which TMA stores them.
+constexpr int kResultBoxes = CUFLASH_RESULT_BOXES;
+constexpr u32 kBytesBox = 64 * kLineBytes, kBytesResults = kConsumers * kResultBoxes * kBytesBox;
+static_assert(kNumStages * kBytesStage + kBytesResults + Ring<kNumStages>::kBytes == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct Shared {
-  u32 stages;
+  u32 stages, results;
   Ring<kNumStages> ring;
 
-  CUFLASH_DEVICE Shared() : stages(ptx::dynamic_shared()), ring{stages + kNumStages * kBytesStage} {}
+  CUFLASH_DEVICE Shared()
+      : stages(ptx::dynamic_shared()), results(stages + kNumStages * kBytesStage), ring{results + kBytesResults} {}
 
   // Called by all threads of the cluster.
   CUFLASH_DEVICE void make_barriers() const {
@@ -68,25 +72,34 @@ CUFLASH_DEVICE void load_rows(const Shared& shared, Position<kNumStages>& at, co
   }
 }
 
-// A consumer warpgroup, number `index`: sums = left right', over all chunks.
-CUFLASH_DEVICE void multiply_rows(const Shared& shared, Position<kNumStages>& at, u32 index, float (&sum)[kNTiles][4]) {
+// A consumer warpgroup, number `index`: sums = left right', over `num_chunks` chunks, one at least. The k of a transposed
+// operand runs down the 64 rows of a chunk, whose 64 columns are some of the rows, or columns, of the sums.
+template <bool left_transposed, bool right_transposed>
+CUFLASH_DEVICE void multiply_chunks(const Shared& shared, Position<kNumStages>& at, u32 index, float (&sum)[kNTiles][4],
+                                    int num_chunks) {
   const auto release = [&](const Position<kNumStages>& done) {
     if (lane_index() == 0) ptx::barrier_arrive_in_cluster<kRowBlocks>(shared.ring.empty(done).address);
   };
   Position<kNumStages> before;
   ptx::fence_operand(sum);
 #pragma unroll 1
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const u64 left = descriptor_of(shared.left(at) + index * 64 * kLineBytes), right = descriptor_of(shared.right(at));
+  for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    const u32 s_left = shared.left(at) + index * kBytesBox, s_right = shared.right(at);
+    const u64 left = left_transposed ? descriptor_of_transposed<64>(s_left) : descriptor_of(s_left);
+    const u64 right = right_transposed ? descriptor_of_transposed<64>(s_right) : descriptor_of(s_right);
     shared.ring.full(at).wait(at.parity);
     ptx::wgmma_fence();
     repeat<ceil_div(kNTiles, kTilesAtOnce)>([&](auto slice) {
       constexpr int kFirst = decltype(slice)::value * kTilesAtOnce, kCount = min_of(kTilesAtOnce, kNTiles - kFirst);
+      static_assert(!right_transposed || kFirst % 8 == 0, "boxes of 64 columns");
+      constexpr int kOffset = right_transposed ? kFirst / 8 * kBytesBox : kFirst * 8 * kLineBytes;
       auto& columns = (float (&)[kCount][4])sum[kFirst];
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k)
-        ptx::wgmma<false, false>(Element{}, columns, along_k<kRows>(left, k),
-                                 along_k<kBlockN>(right, k) + kFirst * 8 * kLineBytes / 16, chunk > 0 || k > 0);
+        ptx::wgmma<left_transposed, right_transposed>(
+            Element{}, columns, left_transposed ? along_k_transposed(left, k) : along_k<kRows>(left, k),
+            (right_transposed ? along_k_transposed(right, k) : along_k<kBlockN>(right, k)) + kOffset / 16,
+            chunk > 0 || k > 0);
     });
     ptx::wgmma_commit();
     if (chunk > 0) {
@@ -98,4 +111,7 @@ CUFLASH_DEVICE void multiply_rows(const Shared& shared, Position<kNumStages>& at
   }
   wait_for<0>(sum);
   release(before);
+}
+CUFLASH_DEVICE void multiply_rows(const Shared& shared, Position<kNumStages>& at, u32 index, float (&sum)[kNTiles][4]) {
+  multiply_chunks<false, false>(shared, at, index, sum, kChunks);
 }
