@@ -86,7 +86,11 @@ class ForwardChunkedSm90Tile(ChunkedSm90Tile):
     defined: ClassVar[tuple[str, ...]] = ("row_blocks", "bias_of_keys", "result_boxes")
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
-        fewest = MIN_TILES * self.block_m if self.block_m > 128 else 0
+        if self.rows == 128:
+            return None
+        if set(problem.acting) - {"sinks"}:
+            return "for scores that no option changes or hides: three consumers have few registers"
+        fewest = MIN_TILES * self.block_m
         return f"for {fewest} queries and more" if problem.seqlen_q < fewest else None
 
 
