@@ -112,7 +112,8 @@ def _compiler() -> list[str]:
 def _said_by_compiler(option: str) -> str:
     """What the compiler prints for an option; an empty text if it cannot be run."""
     try:
-        process = subprocess.run([*_compiler(), option], capture_output=True, text=True, errors="replace", check=False)
+        command = [*_compiler(), option, "-o", os.devnull]  # else zig leaves an empty a.o
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except (OSError, NotBuiltError):
         return ""
     return process.stdout

@@ -89,8 +89,8 @@ class Backend(NamedTuple):
         return {"out": out, "lse": lse, **gradients}
 
     def draw(self, count: int, check: Callable[..., None], /, **strategies: st.SearchStrategy[Any]) -> None:
-        """Check so many examples, of emulated kernels, most of which are compiled for one of them, three."""
-        own = 3 if self.name.startswith(EMULATED) else examples(count)
+        """Check so many examples, of emulated kernels, most of which are compiled for one of them, at most three."""
+        own = min(3 if self.device else count, examples(count))
         settings(max_examples=own, suppress_health_check=[HealthCheck.too_slow])(given(**strategies)(check))()
 
 

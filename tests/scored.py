@@ -17,7 +17,7 @@ from cuflash.score_mod.tracing import score_arg_names
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import Problem, make_problem
 from tests import expressions
-from tests.cuda_scores import CUDA_SCORES
+from tests.cuda_scores import CUDA_SCORES, HEAD
 
 Array = np.ndarray[Any, Any]
 
@@ -104,6 +104,18 @@ def steep(s, i, j, *, head, pos, power, gamma):  # type: ignore[no-untyped-def]
     """Distances of 0, whose roots and powers have infinite slopes or logarithms; it is drawn nowhere."""
     r2 = (pos[i, 0] - pos[j, 0]) ** 2 + (pos[i, 1] - pos[j, 1]) ** 2
     return s - gamma[head] * cuflash.sqrt(r2) - 0.1 * cuflash.abs(i - j) ** power[head]
+
+
+STEEP = cuflash.Score(
+    cuda=f"""
+    {HEAD} {{
+      const T x = given.pos(i, 0) - given.pos(j, 0), y = given.pos(i, 1) - given.pos(j, 1);
+      return s - given.gamma(head) * sqrt(x * x + y * y) - T(0.1) * pow(T(i < j ? j - i : i - j), given.power(head));
+    }}
+    """,
+    arrays=["pos", "power", "gamma"],
+    python=steep,
+)
 
 
 SCORES: dict[str, Callable[..., Any] | None] = {

@@ -403,6 +403,9 @@ def _start(
     sums: PartialRowSums | None = None,
 ) -> tuple[Any, ...]:
     """Launch on the current device. `pointers` are those of the given arrays."""
+    if not of_thread.has_context:  # memory of CuPy's pool is given to a thread without one, too
+        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+        of_thread.has_context = True
     results: list[Any] = [None] * len(launch.results)
     for name, index, result in launch.given:
         _check_overlap(index, launch, pointers, arrays)

@@ -29,6 +29,7 @@ Act = Callable[[Any], object]  # a piece of work, which takes the call that it i
 class _OfThread(threading.local):
     recording: Recording | None = None  # the one that this thread is making
     launches: list[Any] | None = None  # where a caller of this thread wants to know what a call launches
+    has_context = False  # whether a context of CUDA is known to be current
 
 
 of_thread = _OfThread()

@@ -77,7 +77,8 @@ class Yardstick:
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
         moves them alike, so that lse counts as at most ``LARGE_LSE``. Row reductions have a unit of themselves
-        and what `cuflash.testing.scales.Noise` says.
+        and what `cuflash.testing.scales.Noise` says. The gradient of a maximum has no weight as a factor: its products
+        with keys and queries of float32 have the ``LOST_IN_PRODUCTS`` units that tensor cores lose.
         A largest error is random, and this keeps the rule from being so. It is next to nothing for ordinary rows of
         half precision, whose softmax runs in float32.
 

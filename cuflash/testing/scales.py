@@ -39,6 +39,9 @@ OFFSET_LAG = {"float16": 14 * math.log(2), "bfloat16": 32 * math.log(2), "float3
 # Tensor cores cut off sums of products of 16-bit numbers every so many columns. Where head dimensions are larger than
 # the limit, that is more than a unit in the last place of the sum of sizes.
 COLUMNS_OF_PRODUCT, CUT_OFF_DIM = 16, 256
+# Units in the last place that tensor cores lose in a product of two factors of float32: each factor is two TF32 terms,
+# which hold 23 of its 24 bits, and the sum of their products is cut off. Where rounding moves weights, it moves more.
+LOST_IN_PRODUCTS = 3
 ROUNDINGS = 4  # of two scores that are equal but for the order in which the oracle adds up their products
 
 
@@ -330,6 +333,8 @@ class Collector:
         # The logarithm of a weight moves by as much as the weight does, relative to it.
         dS_bias, dS_bias_noise = rounded(P2 * each + of_max), moved2 * (each + D_moved2 + dH2) + P2 * D_moved2
         dS, dS_noise = rounded((P2 * each + of_max) * slope2), dS_bias_noise * slope2
+        if problem.dtype == "float32":
+            dS_noise = dS_noise + (LOST_IN_PRODUCTS * self.unit) ** 2 * of_max * slope2
         of_D = D2 * ((P * head.cap_slope) @ K) ** 2
         self.squares["dq"].add(
             head.index, scale2 * (dS @ K**2 + of_D), scale2 * (dS_noise @ K**2 + noise.rows**2 * of_D)

@@ -152,16 +152,10 @@ struct Consumer {
 
   // [GEMM 1] S' = K Q'.
   CUFLASH_DEVICE void issue_s(float (&p)[kQueryTiles][4], u32 s_q) {
-    if constexpr (kHoldsK) {
-      const u64 q_rows = descriptor_of(s_q);
-      issue(p, [&]() __attribute__((always_inline)) {
-#pragma unroll
-        for (int k = 0; k < kDim / 16; ++k)
-          ptx::wgmma<false>(Element{}, p, k_operand[k].word, along_k<kBlockM>(q_rows, k), k > 0);
-      });
-    } else {
+    if constexpr (kHoldsK)
+      issue_rows<kDim, kBlockM>(p, k_operand, s_q);
+    else
       issue_rows<kDim, kBlockN, kBlockM>(p, rows_k, s_q);
-    }
   }
 
   // [GEMM 2] dP' = V dO', or dP' += V dO' where it begins with what follows from exponents.

@@ -44,6 +44,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/store_out.cuh"
+#include "sm90/tile_scores.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/tile_scheduler.cuh"
 
@@ -59,7 +60,8 @@ constexpr bool kDropsLate = kDimV > 192;
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 // Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no row max.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
-constexpr int kNTiles = kBlockN / 8;
+// Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. O takes them otherwise.
+constexpr bool kHoldsQ = !kHasValues && kDim <= 64;
 // The largest natural row max that is multiplied by log2(e) once for all exponents of its row, in one instruction with
 // the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
 constexpr float kFoldsRowMax = 1024.0f;
@@ -186,20 +188,16 @@ struct Consumer {
   Position<kNumStages>& key;
   const QueryTile& tile;
   const u32 s_q;
-  const int warp_row, lane_row;
-  const int own_diagonal;  // of the batch entry
-  const Score score;
-  const RowsOfLane rows{score, lane_row};
+  const int warp_row;
+  TileScores scores;
   const Dropout dropout;
   const float scale_log2;
 
   OnlineSoftmax<1, kNaturalRowMax, true> softmax;
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kHasValues ? kDimV / 8 : 1][4];
-  Fragment p[kBlockN / 16];
-  bool all_started = false;                           // rows of the warp have row maxima that exponents may fold
-  const u32* mask_words = nullptr;                    // of this lane, for the first tile of keys
-  u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the mask bits of this step's tile
+  Fragment p[kBlockN / 16], q_operand[kHoldsQ ? kDim / 16 : 1];
+  bool all_started = false;  // rows of the warp have row maxima that exponents may fold
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ConsumerPingPong& ping_pong_,
                           const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
@@ -213,20 +211,11 @@ struct Consumer {
         tile(tile_),
         s_q(shared.q + query.stage * kBytesQ + index * 64 * kLineBytes),
         warp_row(thread / 32 * 16),
-        lane_row(tile.first_row + index * 64 + warp_row + fragment_row()),
-        own_diagonal(own_diagonal_of(common, tile.work.batch)),
-        score(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal),
+        scores(common, tile, key, shared.bias, shared.numbers, index * 64 + warp_row),
         dropout(common, tile.work.batch, tile.work.head),
-        scale_log2(score.exponent_scale()) {
+        scale_log2(scores.score.exponent_scale()) {
     set_zero(o);
-    if constexpr (kMaskByBits) {
-      const int m_block = tile.work.block * (kBlockM / kBitsBlock) + index;
-      mask_words = mask_words_of(common, MaskBits(common), tile.work.batch, tile.work.head, m_block, 0);
-    }
   }
-
-  // The key of this lane's first column in a tile of keys.
-  CUFLASH_DEVICE int lane_key(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
 
   CUFLASH_DEVICE void release(const Barrier& empty) const {
     if (elected) empty.arrive();
@@ -235,22 +224,14 @@ struct Consumer {
     if (lane_index() == 0) empty.arrive();
   }
 
-  // Loads the mask bits of a tile of keys. The load is issued before the product whose pairs the bits hide.
-  template <class Masked>
-  CUFLASH_DEVICE void load_mask(int n_block, Masked masked) {
-    if constexpr (kMaskByBits) {
-      if (masked) {
-        const i64 first_block = tile.keys.at(n_block) * (kBlockN / kBitsBlock);
-#pragma unroll
-        for (int i = 0; i < kBlockN / kBitsBlock; ++i) shown[i] = mask_words[(first_block + i) * kBitsWords];
-      }
-    }
-  }
-
   // [GEMM 1] S = Q K^T.
   CUFLASH_DEVICE void issue_s() {
     shared.k_ring.full(key).wait(key.parity);
-    issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
+    const u32 rows_k = shared.k + key.stage * kBytesK;
+    if constexpr (kHoldsQ)
+      issue_rows<kDim, kBlockN>(s[0], q_operand, rows_k);
+    else
+      issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, rows_k);
   }
 
   // Computes S once more, for this warp alone.
@@ -274,104 +255,14 @@ struct Consumer {
     }
   }
 
-  // The bias terms of the scores of the tile of keys in stage `key`.
-  CUFLASH_DEVICE BiasTerms<false> bias_terms(int n_block) const {
-    const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
-    return {score, lane_row, lane_key(n_block), pairs, numbers()};
-  }
-  // The address of the per-key values in stage `key`, from this lane's first key on.
-  CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesPerKeyValues + fragment_column() * 4; }
-  // The mask is made anew for every tile. If it were kept, it would take registers, and spill with a block mask.
-  template <class AnyMask = Mask, class Masked>
-  CUFLASH_DEVICE auto mask(Masked) const {
-    if constexpr (IsLeftEdge<Masked>::value)
-      return LeftBound{common.left_offset + own_diagonal};
-    else
-      return AnyMask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
-  }
-  // A function that says whether a mask hides an element of a tile of keys.
-  template <class AnyMask>
-  CUFLASH_DEVICE auto hidden_in(int n_block, const AnyMask& mask) const {
-    if constexpr (kMaskByBits)
-      return [this](int n, int i) { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); };
-    else
-      return [mask, row = lane_row, key = lane_key(n_block)](int n, int i) {
-        return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
-      };
-  }
-  // Hides the pairs that the caller's mask function hides. Where the block-sparse index says that it hides none, it is
-  // not evaluated.
-  CUFLASH_DEVICE void hide_by_function(int n_block) {
-#if CUFLASH_HAS_MASK_FUNCTION
-    if (!tile.keys.evaluates_mask_at(n_block)) return;
-    const Functions functions(common, tile.work.batch, tile.work.head);
-    const int first_key = lane_key(n_block);
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (!functions.shows(lane_row + i / 2 * 8, first_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
-#endif
-  }
-  // Applies the caller's score function to the products of an n-tile. `first_key` is this lane's first key in it.
-  CUFLASH_DEVICE void apply_function(int n, int first_key) {
-#if CUFLASH_HAS_SCORE_FUNCTION
-    const Functions& functions = score.functions;
-    OfKey of_key[2];
-    if constexpr (kNumPerKey == 0) of_key[0] = functions.of_key(first_key), of_key[1] = functions.of_key(first_key + 1);
-#pragma unroll
-    for (int k = 0; k < kNumPerKey; ++k) {
-      float two[2];
-      ptx::load_shared_x2(numbers() + k * kBlockN * 4 + n * 32, two);
-      of_key[0].x[k] = two[0], of_key[1].x[k] = two[1];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Unused derivative;
-      s[0][n][i] = functions.score(s[0][n][i] * score.scale, lane_row + i / 2 * 8, first_key + i % 2,
-                                   rows.at(score, lane_row, i / 2), of_key[i % 2], derivative);
-    }
-#endif
-  }
-  // Turns the results of Score::cap into scores.
-  template <class Masked>
-  CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
-    const auto without_function = mask<MaskWithoutFunction>(masked);
-    const auto is_hidden = hidden_in(n_block, without_function);
-    const auto hide = [&](int n, int i) {
-      if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
-    };
-    if constexpr (kAddsByTile) {
-      bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
-        s[0][n][i] = score_of(s[0][n][i]);
-        hide(n, i);
-      });
-    } else if constexpr (kHasScoreFunction) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        apply_function(n, lane_key(n_block) + 8 * n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) hide(n, i);
-      }
-    } else if constexpr (kMaskByBits) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) hide(n, i);
-    } else {
-      const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
-      to_scores<true>(score, without_function, s, row_of, lane_key(n_block), masked);
-    }
-    if constexpr (Masked::value) hide_by_function(n_block);
-  }
   // Computes exponentials relative to the row maxima that rows already have, and adds them to `sum`.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], TileReductions<1>& reductions, Masked masked) {
     constexpr bool kMayBeHidden = Masked::value || !kFactorInExponent || kHasMask;
     if constexpr (kAddsByTile) {
-      const auto is_hidden = hidden_in(n_block, mask(masked));
+      const auto is_hidden = scores.hidden_in(n_block, scores.mask(masked));
       const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
-      bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
+      scores.bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
         const float exponent = ptx::fused(score_of(s[0][n][i]), scale_log2, -row_max[i / 2]);
         s[0][n][i] = exponential(exponent);
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
@@ -380,7 +271,7 @@ struct Consumer {
         if (i % 2 == 1) reductions.add_largest(0, i / 2, s[0][n][i - 1], s[0][n][i]);
       });
     } else {
-      complete_scores(n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
+      scores.complete(s, n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
       const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -410,7 +301,7 @@ struct Consumer {
   template <int terms>
   CUFLASH_DEVICE bool exponentiate_by(int n_block, float (&sum)[1][2], float largest) {
     if constexpr (kAddsByTile) {
-      const NearTanh<terms> near(score.cap_factor);
+      const NearTanh<terms> near(scores.score.cap_factor);
       if (ptx::any_lane(!near.serves(largest))) return false;
 #pragma unroll
       for (auto& four : s[0])
@@ -419,7 +310,7 @@ struct Consumer {
       TileReductions<1> none;
       exponentiate(n_block, sum, none, Constant<false>{});
     } else {
-      const NearTanh<terms> near(score.cap_factor, scale_log2);
+      const NearTanh<terms> near(scores.score.cap_factor, scale_log2);
       if (ptx::any_lane(!near.serves(largest))) return false;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
@@ -432,7 +323,7 @@ struct Consumer {
     return true;
   }
   CUFLASH_DEVICE void drop(int n_block) {
-    if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
+    if constexpr (kHasDropout) dropout.drop(s[0], scores.lane_row, scores.lane_key(n_block));
   }
 
   // [2] Turns the products in `s` into exponentials, and adds these to the sums of rows. Returns whether O must be
@@ -444,7 +335,7 @@ struct Consumer {
     bool grows = false, maximum_first = (masked && !kLazyWhereMasked) || !kLazyMaximum || !all_started;
     if (!maximum_first) {
       if (!exponentiate_near(n_block, sum, masked)) {
-        score.cap(s);
+        scores.score.cap(s);
         exponentiate(n_block, sum, reductions, masked);
       }
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
@@ -456,8 +347,8 @@ struct Consumer {
       }
     }
     if (maximum_first) {
-      score.cap(s);
-      complete_scores(n_block, masked);
+      scores.score.cap(s);
+      scores.complete(s, n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
       all_started = !ptx::any_lane(
@@ -490,7 +381,7 @@ struct Consumer {
 
   // The first tile of keys has no product O before it.
   CUFLASH_DEVICE void first_step(int n_block, const TileRange& keys) {
-    load_mask(n_block, Constant<true>{});
+    scores.load_mask(n_block, Constant<true>{});
     ping_pong.wait();
     issue_s();
     ping_pong.pass();
@@ -506,7 +397,7 @@ struct Consumer {
   CUFLASH_DEVICE void step(int n_block, Masked masked) {
     const Position<kNumStages> before = key;
     key.advance();
-    load_mask(n_block, masked);
+    scores.load_mask(n_block, masked);
     ping_pong.wait();
     issue_s();
     issue_o(before);
@@ -583,6 +474,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     shared.q_ring.full(query).wait(query.parity);
     const int row_stop = seqlen_q_of(common, batch) - tile.first_row - index * 64;  // of these 64 queries
     consumer.clear_queries(row_stop);
+    if constexpr (kHoldsQ) load_fragments_chunked<kBlockM>(consumer.s_q, consumer.warp_row, consumer.q_operand);
     consumer.clear_values();
     const TileRange keys = tile.keys_of(common, index);
 #pragma unroll 4
@@ -599,12 +491,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     if (kHasSinks && !is_left_over(common, batch))
       softmax.add_sinks(consumer.o, [&](int, int) { return to_row_max(sink_of(common, tile.work.head)); });
     if constexpr (CUFLASH_OUT_WIDE && kHasValues)
-      store_wide(common.out, tile.work, consumer.lane_row, seqlen_q_of(common, batch), softmax, kept_scale_of(common),
-                 consumer.o[0]);
+      store_wide(common.out, tile.work, consumer.scores.lane_row, seqlen_q_of(common, batch), softmax,
+                 kept_scale_of(common), consumer.o[0]);
     else if constexpr (kHasValues)
       store_rounded<kOutColumns>(common.out, params.maps[kMapOut], tile, index, row_stop, shared.out, softmax,
                                  kept_scale_of(common), consumer.o[0]);
-    store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
+    store_lse(common, batch, tile.work.head, consumer.scores.lane_row, softmax);
   }
   ping_pong.finish();
   if (ptx::thread_index() % 128 == 0) ptx::bulk_wait<0>();

@@ -47,6 +47,16 @@ CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], u32 a, u32 b, bool adds =
   });
 }
 
+// Issues d = a b' over `columns` columns; a is in registers, b a tile of `rows` rows.
+template <int columns, int rows, int n_tiles, int count>
+CUFLASH_DEVICE void issue_rows(float (&d)[n_tiles][4], const Fragment (&a)[count], u32 b) {
+  const u64 b_rows = descriptor_of(b);
+  issue(d, [&]() __attribute__((always_inline)) {
+#pragma unroll
+    for (int k = 0; k < columns / 16; ++k) ptx::wgmma<false>(Element{}, d, a[k].word, along_k<rows>(b_rows, k), k > 0);
+  });
+}
+
 // Issues d += a b; a is in registers, b a tile of `rows` rows.
 template <int rows, int n_tiles, class E>
 CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const FragmentOf<E> (&a)[rows / 16], u32 b) {

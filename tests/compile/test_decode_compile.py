@@ -123,7 +123,7 @@ def test_row(target):
         assert resources.stack_bytes <= resources.spill_stores_bytes + 28, kernel.name
 
 
-@pytest.mark.one_of("dtype")
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(("score", "mask"), [("distance", None), ("alibi", "documents"), (None, "near")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_functions(score, mask, dtype):

@@ -171,7 +171,8 @@ def on_kernels(arch: str | DeviceSpec, kernels: Path | None = None) -> Backend:
         options: Options, arrays: dict[str, Any], need: tuple[str, ...], **how: Any
     ) -> tuple[Any, Any, Mapping[str, Any]]:
         others = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", *TAKEN_BY_BACKWARD)}
-        problem = make_problem(options, arrays["q"], arrays["k"], arrays["v"], **others)
+        score_args = {name: others.pop(name) for name in others.keys() - {*NAMES}}
+        problem = make_problem(options, *qkv(arrays), score_args=score_args, **others)
         how |= {"arch": arch, "kernels": kernels}
         out, lse = forward(problem, arrays, **how)
         gradients = backward(problem, arrays, out, lse, need=need, **how) if need else ()

@@ -145,7 +145,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
     cupy.where, cupy.asarray = np.where, np.asarray
     cupy.cuda = SimpleNamespace(
         Device=lambda device_id: nullcontext(),
-        runtime=SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
+        runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device_id: None, driverGetVersion=lambda: 0),
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )

@@ -45,6 +45,7 @@ ROWS = {*FORWARD_TILES, *DECODE_TILES, *FORWARD_SM90_TILES, *BACKWARD_TILES, *DQ
 ROWS |= {*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES}
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(("case", "pass_", "arch", "count"), TRIED.values(), ids=TRIED)
 def test_candidates_are_right(case, pass_, arch, count):
     arrays = case.arrays()

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.arrays.array_info import DTYPES
 from cuflash.emulator import passes
 from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import NAMES
@@ -20,30 +19,11 @@ from cuflash.testing import Case, cases
 from cuflash.testing.tangents import Moved, everything
 from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
-from tests.emulate.test_scored import STEEP
 from tests.sampling import examples, sample
-from tests.scored import CONDITIONED, SCORES, Scored, few_tiles, scored, steep
+from tests.scored import CONDITIONED, SCORES, STEEP, Scored, few_tiles, scored, steep
 from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
 LARGEST = {"bfloat16": 512, "float32": 256, "float64": 192}  # head dimensions of backward_jvp
-
-
-@pytest.mark.parametrize(
-    ("case", "arch", "deterministic"),
-    sample(
-        [
-            (case, arch, deterministic)
-            for case in CASES
-            for arch in ("8.0", "7.5", "9.0")
-            for deterministic in (False, True)
-            if case.dtype != "float64" or arch != "7.5"
-        ],
-        18,
-    ),
-    ids=str,
-)
-def test_every_option(case, arch, deterministic):
-    check(case, everything(case), arch, deterministic)
 
 
 @settings(max_examples=examples(12))
@@ -116,26 +96,6 @@ def test_head_dimensions(dtype, head_dim, arch):
 @pytest.mark.parametrize("case", sample([case for case in CASES if case.dtype in ("bfloat16", "float16")], 2), ids=str)
 def test_partial_results_are_not_rounded(case):
     check_partials(case, everything(case), "8.0")
-
-
-@pytest.mark.parametrize(
-    ("score", "mask", "dtype", "moved"),
-    sample(
-        [
-            (score, mask, dtype, moved)
-            for score in ("distance", "capped", "gated", "with_pairs", "gathered", "fade", "of_rows", *CUDA_SCORES)
-            for mask in (None, "documents")
-            for dtype in DTYPES
-            for moved in ("all", "arrays", "q")
-        ],
-        64,
-    ),
-)
-def test_functions(score, mask, dtype, moved):
-    """Also where arrays that the score reads, or q alone, have tangents."""
-    case = few_tiles((score, mask), dtype)
-    names = movable_of(case)
-    check_functions(case, {"all": names, "arrays": names[4:], "q": names[:1]}[moved])
 
 
 @settings(max_examples=examples(5))

@@ -205,6 +205,7 @@ def test_float32_tangents_that_are_not_given(case, moved):
     check(case, moved)
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("tile", (*FLOAT32_TILES, *TF32_TILES), ids=str)
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_float32_rows_of_the_table(tile, spread):

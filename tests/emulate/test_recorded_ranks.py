@@ -34,7 +34,7 @@ from tests.ranks_with_tangents import judge as judge_tangents
 from tests.sampling import examples
 
 pytestmark = pytest.mark.one_in(8)
-SIZES: dict[str, Any] = {"seqlen_q": 128, "seqlen_k": 128, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+SIZES: dict[str, Any] = {"seqlen_q": 128, "seqlen_k": 128, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
 ODD: dict[str, Any] = {**SIZES, "seqlen_q": 101, "seqlen_k": 101}
 CASES = {
     "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16"),

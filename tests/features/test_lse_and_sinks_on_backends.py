@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 import cuflash
@@ -18,6 +19,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Long enough for the kernel that splits float32, and with rows that attend to no key.
 SIZES: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
 CASE = ct.Case(**SIZES, causal=True, dlse=True)
+LENGTHS = ((5, 9), (113, 203), (300, 1000), (3, 2000))  # on a device; the longer ones take kernels that split float32
 
 
 class Row(NamedTuple):
@@ -97,20 +99,33 @@ def test_lse_alone(backend, row):
     assert not results["dv"].any() and results["dq"].any()
 
 
-@on_backends({"emulated 8.0": ("float32",), "emulated 9.0": ("bfloat16", "float64")}, emulated=16)
-def test_splits_merged_are_the_whole(backend, dtype):
+MERGED: dict[str, tuple[str, ...]] = dict.fromkeys((CORE, FALLBACK, DEVICE), DTYPES)
+MERGED |= {"emulated 8.0": ("float32",), "emulated 9.0": ("bfloat16", "float64")}
+
+
+@on_backends(MERGED, emulated=16)
+@pytest.mark.parametrize("causal", [False, True])
+def test_splits_merged_are_the_whole(backend, dtype, causal):
     """Forward, and gradients by the weights of the splits."""
-    case = replace(CASE, dtype=dtype, score_spread=4.0)
-    arrays, options = case.arrays(), replace(case.options, causal=False)
-    inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))
-    outs, lses, _ = zip(*(backend.run(options, x, ()) for x in inputs), strict=True)
-    out, lse = cuflash.merge(outs, lses)
-    ct.assert_forward(case, out, lse)
-    douts, dlses = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
-    own = [x | {"dout": dout, "dlse": dlse} for x, dout, dlse in zip(inputs, douts, dlses, strict=True)]
-    dq = np.sum([backend.run(options, x, ("dq",))[2]["dq"] for x in own], axis=0, dtype=lse.dtype)
-    yardstick = ct.yardsticks(case.problem, arrays)["dq"]
-    assert_within({"dq": dq}, {"dq": yardstick.looser(3)})  # the splits are rounded too
+    spread = 1.0 if backend.name == DEVICE else 4.0
+    for m, n in LENGTHS if backend.name == DEVICE else ((150, 140),):
+        case = replace(CASE, seqlen_q=m, seqlen_k=n, dtype=dtype, causal=causal, score_spread=spread)
+        arrays, options = case.arrays(backend.convert), replace(case.options, causal=False)
+        keys = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
+        inputs = ct.split_keys(case, keys)
+        outs, lses = zip(*(map(backend.convert, backend.run(options, x, ())[:2]) for x in inputs), strict=True)
+        out, lse = cuflash.merge(outs, lses)
+        assert (type(out), out.dtype, lse.dtype) == (type(outs[0]), arrays["q"].dtype, arrays["dlse"].dtype)
+        ct.assert_forward(case, out, lse)
+        given = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
+        found = {name: np.zeros(arrays[name[1:]].shape) for name in ("dq", "dk", "dv")}
+        for some, x, dout, dlse in zip(keys, inputs, *given, strict=True):
+            own = {"dout": ct.to_numpy(dout), "dlse": ct.to_numpy(dlse)}
+            gradients = backend.run(options, x | own, ("dq", "dk", "dv"))[2]
+            found["dq"] += gradients["dq"]
+            found["dk"][:, :, some], found["dv"][:, :, some] = gradients["dk"], gradients["dv"]
+        expected = ct.yardsticks(case.problem, case.arrays())
+        assert_within(found, {name: expected[name].looser(3) for name in found})  # the splits are rounded too
 
 
 # ---- sinks -----------------------------------------------------------------------------------------------------------

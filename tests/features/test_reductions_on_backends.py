@@ -111,6 +111,14 @@ def test_one_key(backend):
 
 
 @every_backend
+def test_the_gradient_of_a_maximum_alone(backend):
+    """Sinks have all of the weight, so that a row of dq is one product, which tensor cores make of terms."""
+    case = ct.Case(seqlen_q=3, seqlen_k=3, head_dim=128, num_heads=4, dtype="float32", sinks=True, score_spread=30.0)
+    for seed in (8, 22, 23, 44, 50):
+        backend.judge(replace(case, row_reductions=("max",), seed=seed))
+
+
+@every_backend
 def test_entropy_of_maxima_that_rise(backend):
     """Exponents relative to a row max far below the maximum would cancel."""
     case = ct.Case(seqlen_q=130, seqlen_k=300, head_dim=64, dtype="bfloat16", score_spread=6.0, seed=3)

@@ -4,6 +4,8 @@ The mistakes of other libraries in `tests/pure/test_peer_bugs.py` are tested her
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -241,6 +243,24 @@ def test_runs_on_the_device_of_the_arrays(cupy):
     right, right_lse = formula(*map(host, (q, k, v)))
     assert_close(out, right)
     assert_close(lse, right_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_a_thread_without_a_context(cupy, binds):
+    """Its results have memory of CuPy's pool, which asks CUDA for none; tensor maps of new addresses are made in it."""
+    first, second = ([normal(cupy, 2, 4, 129, DIM, seed=10 * m + n) for n in range(3)] for m in range(2))
+    attn = cuflash.FlashAttention()
+    call: Any = attn.bind(*first) if binds else attn.forward
+    expected = [host(x) for x in attn.forward(*second)[:2]]
+    for warm in (call, attn.forward):
+        warm(*first)
+    copies = [x.copy() for x in second]
+    cupy.cuda.get_current_stream().synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(call, *copies).result()
+    cupy.cuda.get_current_stream().synchronize()
+    for x, own in zip(found[:2], expected, strict=True):
+        np.testing.assert_array_equal(host(x), own)
 
 
 def test_arrays_on_two_devices_are_refused(cupy):

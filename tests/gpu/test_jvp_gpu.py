@@ -9,10 +9,7 @@ import pytest
 import cuflash
 from cuflash.testing import Case, check_gradients
 from cuflash.testing.tangents import Moved, assert_tangents, movable, tangents_by
-from tests.cuda_scores import CUDA_SCORES
 from tests.gpu.planned import is_sm90
-from tests.scored import few_tiles
-from tests.second_derivatives import CASES, NAMES, judge_functions, moves_of
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -21,19 +18,6 @@ pytestmark = pytest.mark.gpu
 def computed(case, moved):
     """The results of both passes by name."""
     return tangents_by(cuflash.FlashAttention(**case.keywords), case, moved, convert=cupy.asarray)
-
-
-@pytest.mark.one_in(1)
-@pytest.mark.parametrize(
-    ("case", "moved"),
-    [
-        pytest.param(case, moved, id=f"{name}-{', '.join(moved.names)}")
-        for name, case in zip(NAMES, CASES, strict=True)
-        for moved in moves_of(case)
-    ],
-)
-def test_every_option_by_the_oracle_rule(case, moved):
-    assert_tangents(case, moved, computed(case, moved))
 
 
 # sm90/backward_jvp.cu: each consumer has keys of its own, or both share them, or stages hold half a tile of queries.
@@ -131,12 +115,6 @@ def test_what_blocks_add_to_memory_differs_in_the_last_digits_alone():
         assert float(abs(x - y).max()) <= 4e-3 * float(abs(y).max())
 
 
-def test_what_keys_have_in_common_is_taken_out():
-    case = CASES[0]
-    moved = Moved(names=tuple(movable(case)), common=10.0)
-    assert_tangents(case, moved, computed(case, moved))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("bias", [(3, 2, 1, 17, 19), (2, 2, 17, 19), (2, 1, 1, 19)])
 def test_batch_axes_that_broadcast(dtype, bias):
@@ -192,22 +170,3 @@ def test_the_double_backward_pass_is_that_of_differences(options):
         cuflash.FlashAttention(**options, deterministic=True), q, k, v, order=2, sinks=random.standard_normal(4)
     )
     assert set(found) == {"tout", "tlse", "tdq", "tdk", "tdv", "tdsinks"}
-
-
-@pytest.mark.one_in(1)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("score", ["distance", "capped", "gated", "with_pairs", "gathered", "of_rows", *CUDA_SCORES])
-def test_functions(score, dtype):
-    case = few_tiles((score, "documents"), dtype)
-    random = np.random.default_rng(3)
-    names = [name[1:] for name in case.problem.gradients if name[1:] in case.arrays]
-    tangents = {
-        f"t{name}": np.asarray(random.standard_normal(case.arrays[name].shape), case.arrays[name].dtype)
-        for name in names
-    }
-    given, moved = ({name: cupy.asarray(x) for name, x in own.items()} for own in (case.arrays, tangents))
-    dout = given.pop("dout")
-    results = case.attention.jvp(**given, **moved)
-    need = ("tdscale", *(f"td{name}" for name in names))
-    gradients = case.attention.backward_jvp(dout, **given, **results._asdict(), **moved, need=need)
-    judge_functions(case, tangents, results._asdict() | gradients._asdict())

@@ -1,77 +1,16 @@
-"""Scores and masks of a caller on the device, against the oracle."""
+"""Scores and masks of a caller on the device: in graphs, of other lengths, and in CUDA alone."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cuflash
 from cuflash.testing import check_gradients
-from cuflash.testing.rule import gradients_of, measure, yardsticks
+from cuflash.testing.rule import yardsticks
 from tests.cuda_scores import CUDA_SCORES, HEAD
 from tests.judging import assert_within
-from tests.sampling import examples
-from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
+from tests.scored import SCORES, Scored, few_tiles, score_args_of
 
 pytestmark = pytest.mark.gpu
-# Separate tests, whose kernels are compiled at the same time.
-by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-
-
-@by_dtype
-@settings(max_examples=examples(100))
-@given(data=st.data())
-def test_results_are_those_of_the_formula(cupy, dtype, data):
-    judged(cupy, data.draw(scored((dtype,), max_seqlen=600)))
-
-
-@by_dtype
-@settings(max_examples=examples(100))
-@given(data=st.data())
-def test_results_of_texts_are_those_of_the_formula(cupy, dtype, data):
-    judged(cupy, data.draw(scored((dtype,), max_seqlen=600, scores=(*CUDA_SCORES,))))
-
-
-def judged(cupy, case):
-    """Hold both passes against the oracle, and gradients of arrays against those of a second call."""
-    arrays = {name: cupy.asarray(x) for name, x in case.arrays.items()}
-    inputs = [arrays[name] for name in ("q", "k", "v")]
-    optional = {name: arrays[name] for name in case.optional} | case.random
-    out, lse = case.attention.forward(*inputs, **optional)
-    need = gradients_of(case.problem)
-    keywords = {**optional, "dlse": arrays["dlse"], "need": need}
-    gradients = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
-    judges = yardsticks(case.problem, case.arrays, **case.random)
-    results = {"out": out, "lse": lse, **gradients._asdict()}
-    assert_within(results, judges)
-    again = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
-    for name in case.problem.score_arg_gradients:  # in any order of additions
-        np.testing.assert_array_equal(cupy.asnumpy(getattr(again, name)), cupy.asnumpy(getattr(gradients, name)))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered", "t5", "decay", *CUDA_SCORES])
-def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
-    """Of many blocks, which end in another order each time."""
-    sizes = (2, 4, 700, 900)
-    random = np.random.default_rng(3)
-    shapes = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
-    host = {name: random.standard_normal((*sizes[:2], n, head_dim)).astype(np.float16) for name, n in shapes.items()}
-    host |= score_args_of((SCORES_AND_TEXTS[score],), sizes, "float16", 3)
-    case = Scored(cuflash.FlashAttention(score=SCORES_AND_TEXTS[score]), host, {}, score)
-    arrays = {name: cupy.asarray(x) for name, x in host.items()}
-    q, k, v, dout = (arrays[name] for name in shapes)
-    optional = {name: arrays[name] for name in case.optional}
-    out, lse = case.attention.forward(q, k, v, **optional)
-    names = case.problem.score_arg_gradients
-    need = ("dq", "dk", "dv", *names)
-    results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **optional) for _ in range(5)]
-    judges = yardsticks(case.problem, host)
-    measured = [measure(name, getattr(results[0], name), judges[name]) for name in need]
-    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
-    for name in names:
-        for other in results[1:]:
-            np.testing.assert_array_equal(cupy.asnumpy(getattr(other, name)), cupy.asnumpy(getattr(results[0], name)))
 
 
 def test_tables_are_filled_within_a_graph(cupy):

@@ -331,7 +331,7 @@ def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in spoken} | {"HOME": str(tmp_path)}
     program = (
         "import sys, pytest\n"
-        "code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/pure/test_cli.py::test_plan_of_one_pass'])\n"
+        "code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/compile/test_narrow_compile.py'])\n"
         "from cuflash.gpu import kernel_cache\n"
         "print(kernel_cache.cache_directory(), len(kernel_cache.cached_files(kernel_cache.cache_directory())))\n"
         "sys.exit(code)"

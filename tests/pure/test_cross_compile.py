@@ -177,6 +177,7 @@ def build_library(compiler, tmp_path):
     """By setup.py, as a user builds it: the folder that it is in."""
     environment = os.environ | {"CXX": " ".join(compiler), "CXXFLAGS": ""}
     run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)], cwd=CHECKOUT, env=environment)
+    assert not list(CHECKOUT.glob("*.o"))
     return tmp_path / CORE.relative_to(CHECKOUT)
 
 

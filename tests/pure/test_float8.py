@@ -15,6 +15,7 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8, block_of_scales, numpy_dtype
 from cuflash.arrays.fp8 import LARGEST, Float8Array, encode
+from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec import array_imports
 from cuflash.spec.binding import bind
 from cuflash.spec.options import Options
@@ -23,6 +24,7 @@ from cuflash.spec.problem import make_problem
 from cuflash.spec.quantization import PER
 from cuflash.testing import Case, reference
 from tests.features.test_drawn_on_backends import DRAWN
+from tests.features.test_float8_on_backends import CASE, PACKED
 from tests.sampling import examples
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT8)
@@ -75,6 +77,50 @@ def test_the_number_of_blocks_tells_their_length(keys, shift):
     if count > 1:
         assert lengths == {2**shift} == {block_of_scales(count, keys)}
     assert count == 1 or block_of_scales(count + 1, keys) in (0, *(2**n for n in range(shift)))
+
+
+def test_plans_say_what_is_served():
+    """Few queries by the kernel for them, all else by the kernels for every device."""
+    few, many = (
+        dataclasses.replace(CASE, seqlen_k=4096, kv_lengths=None),
+        dataclasses.replace(CASE, seqlen_q=1000, seqlen_k=1000, kv_lengths=None),
+    )
+    sources = [choose_plan(case.problem, DeviceSpec.for_arch("9.0"), FORWARD).kernels[0].source for case in (few, many)]
+    assert sources == ["sm90/decode_float8.cu", "sm80/forward.cu"]
+    plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), FORWARD)
+    assert "not sm90/forward: it knows no fp8 keys and values" in plan.reason
+    assert "float8_e4m3fn" in plan.kernels[0].name
+    # fp8 q, too: fp8 products where they have all options, and else the same two kernels.
+    few, long = (dataclasses.replace(case, dtype="bfloat16", q_float8=True, q_scale="token") for case in (few, many))
+    whole = dataclasses.replace(long, k_scale="head", v_scale="head")
+    others: dict[str, tuple[dict[str, Any], str]] = {
+        "bias": ({"bias": (1000,)}, "it knows no bias"),
+        "pages": (
+            {"page_size": 16, "seqlen_k": 1008, "kv_lengths": (1000,) * 3},  # whose scales differ
+            "it knows no k_scale of 16 keys each",
+        ),
+        "dropout": ({"dropout": 0.1}, "it knows no dropout"),
+        "packed": (PACKED, "it knows no packed sequences"),
+        "blocks": ({"k_scale": "block"}, "it knows no k_scale of 16 keys each"),
+        "keys": ({"v_scale": "token"}, "it knows no v_scale of 1 keys each"),
+    }
+    for changes, why in others.values():
+        plan = choose_plan(dataclasses.replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), FORWARD)
+        assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
+        assert "fp8 q, k and v become half precision" in plan.reason
+    for case, arch, source in (
+        (whole, "9.0", "sm90/forward_float8.cu"),
+        (few, "9.0", "sm90/decode_float8.cu"),
+        (whole, "8.9", "sm80/forward.cu"),
+    ):
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), FORWARD)
+        assert plan.kernels[0].source == source
+        assert ("become half precision" in plan.reason) == (source != "sm90/forward_float8.cu")
+    few = dataclasses.replace(few, dtype="float16", q_float8=False, q_scale=None)
+    # Rows that TMA does not reach, and heads that are too wide.
+    for other in (dataclasses.replace(few, strides="padded"), dataclasses.replace(few, head_dim=320)):
+        plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), FORWARD)
+        assert plan.kernels[0].source == "sm80/decode.cu"
 
 
 # ---- Quantizing ------------------------------------------------------------------------------------------------------

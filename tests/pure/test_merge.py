@@ -248,13 +248,12 @@ def test_gradients_of_splits_are_those_of_the_whole(through_splits, case_and_spl
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("through_splits", [True, False])
-def test_gradients_in_lower_precision(dtype, through_splits):
-    """Each split rounds its output and its gradients: a few such errors more than the whole has."""
+def test_gradients_in_lower_precision(dtype):
+    """By the merged results: each split rounds its gradients, a few such errors more than the whole has."""
     case = ct.Case(seqlen_q=60, seqlen_k=90, num_heads=4, num_heads_kv=2, head_dim=32, dtype=dtype, dlse=True)
     expected = ct.yardsticks(case.problem, case.arrays())
     splits_of_keys = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
-    got = gradients(case, splits_of_keys, through_splits=through_splits)
+    got = gradients(case, splits_of_keys, through_splits=False)
     for name, x in zip(("dq", "dk", "dv"), got, strict=True):
         assert ct.measure(name, x, expected[name].looser(3)).failure is None
 

@@ -13,30 +13,9 @@ import cuflash
 from cuflash.cpu import core, fallback
 from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
-from cuflash.testing.rule import gradients_of, measure, yardsticks
-from tests.judging import assert_within
+from cuflash.testing.rule import measure, yardsticks
 from tests.sampling import examples
-from tests.scored import Scored, scored, steep
-
-
-def judged(case: Scored, results):
-    judges = yardsticks(case.problem, case.arrays, **case.random)
-    assert_within(results, judges)
-
-
-@settings(max_examples=examples(25))
-@given(scored(follows_lengths=True))
-def test_results_are_those_of_the_formula(case):
-    attn, arrays = case.attention, case.arrays
-    out, lse = attn.forward(*case.inputs, **case.optional, **case.random)
-    need = gradients_of(case.problem)
-    again = {"dlse": arrays["dlse"], **case.optional, **case.random}
-    gradients = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
-    judged(case, {"out": out, "lse": lse, **gradients._asdict()})
-    with cuflash.cpu_threads(3):
-        repeated = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
-    for one, other in zip(gradients, repeated, strict=True):
-        np.testing.assert_array_equal(one, other)
+from tests.scored import steep
 
 
 def problem_of(seqlen=40, heads=2, dim=8, dtype=np.float64, **options):

@@ -88,6 +88,7 @@ TABLES = {
     "bias float32": BIAS_FLOAT32_SM90_TILES,
     "bias tf32": BIAS_TF32_SM90_TILES,
 }
+DIMS = sorted({tile.max_dim for table in TABLES.values() for tile in table})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def chosen_for_usual_problems(deterministic, need, precision):
         for causal, seqlen, softcap in ((False, 65536, None), (False, 512, None), (True, 4096, 5.0)):
             base = problem_of(seqlen, seqlen, dtype=dtype, causal=causal, softcap=softcap, deterministic=deterministic)
             base = replace(base, precision=precision)
-            for dim in (*range(16, 257, 16), 320, MAX_HEAD_DIM):
+            for dim in DIMS:
                 for dim_v in {dim, 128}:
                     problem = replace(base, head_dim=dim, head_dim_v=dim_v)
                     for arch in SIZES_OF_SHARED:

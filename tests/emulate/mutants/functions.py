@@ -56,8 +56,8 @@ MUTANTS = (
            "mask_function(of_head, arrays, key, row, head,", "functions"),
     mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.score_args, head_, batch_)",
            "read_of_head(params.score_args, 0, batch_)", "functions"),
-    # ---- sm90/forward.cu
-    mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
+    # ---- sm90/tile_scores.cuh
+    mutant("both rows of a lane have the score of the upper one", "sm90/tile_scores.cuh",
            "* score.scale, lane_row + i / 2 * 8,", "* score.scale, lane_row,", "functions sm90"),
     # ---- common/score/score.cuh
     mutant("both rows of a lane have the numbers of the upper one", "common/score/score.cuh",
@@ -214,9 +214,9 @@ MUTANTS = (
     mutant("elements lie one after another", SCORE_ARG, "offset += index % array.size[axis] * array.stride[axis];",
            "offset += index % array.size[axis];", "functions"),
     # ---- numbers of keys
-    mutant("numbers of a key follow those before them", "sm90/forward.cu", "k * kBlockN * 4 + n * 32", "n * 32",
+    mutant("numbers of a key follow those before them", "sm90/tile_scores.cuh", "k * kBlockN * 4 + n * 32", "n * 32",
            "functions sm90 arrays"),
-    mutant("numbers are those of a pair of keys", "sm90/forward.cu", "of_key[1].x[k] = two[1]",
+    mutant("numbers are those of a pair of keys", "sm90/tile_scores.cuh", "of_key[1].x[k] = two[1]",
            "of_key[1].x[k] = two[0]", "functions sm90 arrays"),
     mutant("numbers are stored for every key", "sm90/bias_terms.cuh", "at + n * kBlockN * 4", "at",
            "functions sm90 arrays"),

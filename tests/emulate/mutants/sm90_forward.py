@@ -13,6 +13,7 @@ PIPELINE = "sm90/pipeline.cuh"
 PRODUCTS = "sm90/products.cuh"
 STORE_OUT = "sm90/store_out.cuh"
 TILES = "sm90/tiles.cuh"
+TILE_SCORES = "sm90/tile_scores.cuh"
 TILE_RING = "sm90/tile_ring.cuh"
 TILE_SCHEDULER = "sm90/tile_scheduler.cuh"
 VARLEN_SCHEDULER = "sm90/varlen_scheduler.cuh"
@@ -73,16 +74,16 @@ MUTANTS = (
     mutant("a block counts before it has stored", DECODE, "    sync_consumer();\n    combine_heads<",
            "    combine_heads<", "decode"),
     # ---- sm90/forward.cu
-    mutant("bits hide what is visible", FORWARD, "return !(shown[n / 8]", "return (shown[n / 8]", "sm90 bits"),
+    mutant("bits hide what is visible", TILE_SCORES, "return !(shown[n / 8]", "return (shown[n / 8]", "sm90 bits"),
     mutant("bits do not hide where maxima are known", FORWARD,
            "        if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;\n", "", "sm90 bits"),
-    mutant("the bits of the first consumer", FORWARD, "tile.work.block * (kBlockM / kBitsBlock) + index;",
+    mutant("the bits of the first consumer", TILE_SCORES, "tile.work.block * (kBlockM / kBitsBlock) + warp_line / 64;",
            "tile.work.block * (kBlockM / kBitsBlock);", "sm90 bits"),
-    mutant("the bits of the place in the list", FORWARD,
+    mutant("the bits of the place in the list", TILE_SCORES,
            "first_block = tile.keys.at(n_block) * (kBlockN / kBitsBlock)",
            "first_block = n_block * (kBlockN / kBitsBlock)", "sm90 cut blocks"),
-    mutant("no wait for K", FORWARD, "    shared.k_ring.full(key).wait(key.parity);\n" "    issue_rows",
-           "    issue_rows", "sm90"),
+    mutant("no wait for K", FORWARD, "    shared.k_ring.full(key).wait(key.parity);\n    const u32 rows_k",
+           "    const u32 rows_k", "sm90"),
     mutant("no wait for V", FORWARD, "    shared.v_ring.full(at).wait(at.parity);\n", "\n", "sm90"),
     mutant("no wait for Q", FORWARD, "    shared.q_ring.full(query).wait(query.parity);\n", "", "sm90"),
     mutant("the producer does not wait for a free K", FORWARD,
@@ -94,14 +95,14 @@ MUTANTS = (
     mutant("the producer waits for the other phase", FORWARD,
            "shared.k_ring.empty(key).wait(key.parity ^ 1);\n      const Barrier",
            "shared.k_ring.empty(key).wait(key.parity);\n      const Barrier", "sm90"),
-    mutant("one warp's numbers of keys for all lanes", FORWARD,
+    mutant("one warp's numbers of keys for all lanes", TILE_SCORES,
            "kBytesPerKeyValues + fragment_column() * 4", "kBytesPerKeyValues",
            "sm90 keys"),
     mutant("K without its numbers", FORWARD, "kConsumers, 1 + (kNumPerKey > 0));", "kConsumers);", "sm90 keys"),
     mutant("a bias that is not announced", FORWARD,
            "params.maps[1], k_full, kBytesBias);", "params.maps[1], k_full);", "sm90 bias"),
-    mutant("the bias of the first consumer for all", FORWARD, "(index * 64 + warp_row) * kLineBytes;\n    return",
-           "warp_row * kLineBytes;\n    return", "sm90 bias"),
+    mutant("the bias of the first consumer for all", TILE_SCORES, "warp_line * kLineBytes;\n    return",
+           "warp_line % 64 * kLineBytes;\n    return", "sm90 bias"),
     mutant("the bias of the first queries for all", FORWARD,
            "params.maps[kMapBias], k_full, tile.first_row,", "params.maps[kMapBias], k_full, 0,",
            "sm90 bias"),
@@ -190,8 +191,8 @@ MUTANTS = (
     mutant("the product done again on other queries", FORWARD, "s_q + warp_row * kLineBytes, shared.k", "s_q, shared.k",
            "sm90 spread"),
     mutant("the sum of the first look stays", FORWARD, "        sum[0][0] = sum[0][1] = 0.0f;\n", "\n", "sm90 spread"),
-    mutant("no terms at the second look", FORWARD, "      complete_scores(n_block, masked);\n", "", "sm90 slopes"),
-    mutant("no softcap at the second look", FORWARD, "    if (maximum_first) {\n      score.cap(s);\n",
+    mutant("no terms at the second look", FORWARD, "      scores.complete(s, n_block, masked);\n", "", "sm90 slopes"),
+    mutant("no softcap at the second look", FORWARD, "    if (maximum_first) {\n      scores.score.cap(s);\n",
            "    if (maximum_first) {\n",
            "sm90 softcap spread"),
     mutant("slopes are not added at the first look", FORWARD, "ptx::fused(score_of(s[0][n][i]),",
