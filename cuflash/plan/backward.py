@@ -78,7 +78,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     problem = draft.problem
     family, main, dq, scores, bias, maxima, summed, sums_score_args = _rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores, bias, maxima) if tile is not None)
-    reduces_dq = "dq" in draft.need and dq is None
+    reduces_dq = "dq" in draft.need and dq is None and not (family is not None and family.stores_dq)
     n_blocks = 0
     if family is not None and main is not None:
         n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
@@ -203,6 +203,7 @@ def _main_row(draft: Draft, main: Any, *, chooses: bool) -> tuple[BackwardFamily
 def _dq_row(draft: Draft, family: BackwardFamily[Any] | None, main: Any, dq: Any) -> Any:
     """The row of the kernel that makes dq alone, if there is one: the given row, or the one that this chooses."""
     in_order = family is not None and family.dq_in_order(main)
+    in_order = in_order or (family is not None and family.stores_dq)
     makes_dq = family is not None and family.makes_dq and (in_order or not draft.problem.deterministic)
     if "dq" not in draft.need or makes_dq:
         return None

@@ -140,13 +140,21 @@ class Draft:
         return next(filter(None, reasons_against), None)
 
     def map_tensors(
-        self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
+        self,
+        rows: Mapping[str, int],
+        heads: Mapping[str, int] | None = None,
+        *,
+        read_once: bool = False,
+        scratch: Mapping[str, Operand] | None = None,
     ) -> None:
-        """Make tensor maps of these arrays, or of their copies. A box has `rows` rows of one head, or of `heads`."""
+        """Make tensor maps of these arrays, or of their copies. A box has `rows` rows of one head, or of `heads`.
+
+        `scratch` describes those that are scratch arrays.
+        """
         heads = heads or {}
+        arrays = {**self.arrays, **(scratch or {})}
         seen = {
-            name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, self.arrays[name])
-            for name in rows
+            name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, arrays[name]) for name in rows
         }
         self.tensor_maps = tuple(
             tensor_map_spec(*seen[name], n, heads.get(name, 1), read_once=read_once) for name, n in rows.items()

@@ -186,6 +186,7 @@ class BackwardFamily(KeysFamily[Row]):
     """A family of the backward pass: its blocks make dk and dv, and most add to dq, unless it has its own kernel."""
 
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
+    stores_dq: ClassVar[bool] = False  # it adds up dq in a fixed order, and stores it rounded
     # Whether blocks may share the work of a tile of keys: then another kernel adds up what they leave, and rounds it.
     shares_tiles: ClassVar[bool] = True
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted

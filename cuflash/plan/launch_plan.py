@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from cuflash.arrays.array_info import ITEMSIZE
@@ -44,7 +45,7 @@ class RunTime:
     head_section: int = 1  # heads whose tiles are interleaved in the launch order
     stats_rows: int = 0  # rows of row_stats of one head, of all sequences where they are packed (backward)
     group_splits: int = 1  # blocks that share the query heads of a key/value head (backward)
-    whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
+    whole_tiles: int = 0  # tiles of keys before those whose queries blocks share, or of a chunk (backward)
     tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
     resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
     index_batches: int = 1  # batch entries that have rows of the block-sparse index of their own
@@ -179,11 +180,12 @@ class LaunchPlan:
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
             f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {options}",
         ]
-        for i, kernel in enumerate(self.kernels):
-            resources = f", {self.resources[i]}" if self.resources else ""
+        for kernel, launches in Counter(self.kernels).items():
+            resources = f", {self.resources[self.kernels.index(kernel)]}" if self.resources else ""
+            times = f", launched {launches} times" if launches > 1 else ""
             lines.append(
                 f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
-                f"{in_bytes(kernel.shared_bytes)} of shared memory{resources}"
+                f"{in_bytes(kernel.shared_bytes)} of shared memory{resources}{times}"
             )
         if p.has_functions:
             tables = [filled.table for filled in self.tables]

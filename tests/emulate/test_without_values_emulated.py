@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator import passes
+from cuflash.emulator.launching import SCHEDULES, Schedule
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import (
     BACKWARD_CHUNKED_TILES,
@@ -20,6 +21,7 @@ from cuflash.plan.sm80.tiles import (
     SCORES_CHUNKED_TILES,
     BackwardChunkedTile,
 )
+from cuflash.plan.sm90.chunked import BACKWARD_CHUNKED_SM90_TILES, FORWARD_CHUNKED_SM90_TILES
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
@@ -153,10 +155,122 @@ LONG: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("case", sample([of(**SHORT | options) for options in LONG], 20), ids=str)
 def test_long_heads(case):
     sources = [choose_plan(case.problem, DeviceSpec.for_arch("9.0"), pass_).kernels for pass_ in (FORWARD, BACKWARD)]
-    assert {"sm80/forward_chunked.cu", "sm80/backward_chunked.cu", "sm80/backward_dq_chunked.cu"} <= {
-        kernel.source for kernels in sources for kernel in kernels
-    }
+    expected = {"sm80/forward_chunked.cu", "sm80/backward_chunked.cu", "sm80/backward_dq_chunked.cu"}
+    if ITEMSIZE[case.dtype] == 2:
+        expected = {f"sm90/{name}.cu" for name in ("forward_chunked", "backward_chunked_ds", "backward_chunked")}
+    assert expected <= {kernel.source for kernels in sources for kernel in kernels}
     check(case, "9.0")
+
+
+OF_HOPPER: tuple[dict[str, Any], ...] = (
+    {"causal": True, "sinks": True},
+    {"bias": (1, 1, 1, 600), "softcap": 5.0, "alibi_slopes": (4,)},
+    {"bias": (1, 4, 300, 600), "window": (60, 20)},
+    {"mask": (300, 600), "kv_lengths": (41, 600), "batch": 2},
+    {"block_mask": (4,), "block_size": (128, 256), "sinks": True},
+    {"head_dim": 321},  # rows that TMA cannot read are copied
+    {"seqlen_k": 200},  # whose keys are not split
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "row_blocks"), sample([(x, blocks) for x in OF_HOPPER for blocks in (1, 2)], 4), ids=str
+)
+def test_long_heads_by_wgmma(options, row_blocks):
+    case = of(**{"dtype": "bfloat16", "head_dim": 272, "seqlen_q": 300, "seqlen_k": 600} | options)
+    tile = FORWARD_CHUNKED_SM90_TILES[0]
+    check_lse(case, tile.changed(row_blocks=row_blocks, block_m=tile.rows * row_blocks))
+
+
+@settings(max_examples=examples(16))
+@given(
+    ct.cases(features=FEATURES, dtypes=("float16", "bfloat16"), max_seqlen=600, max_head_dim=200, max_scores=2**17),
+    st.sampled_from((128, 192)),
+    st.sampled_from((1, 2)),
+    st.sampled_from((64, 256)),
+)
+def test_options_of_long_heads_by_wgmma(case, rows, row_blocks, block_n):
+    """Of heads of any length, by the kernel of long ones."""
+    case = replace(case, has_values=False, dlse=True)
+    assume(not (case.kv_dtype or case.page_size or case.cu_seqlens_q))
+    tile = FORWARD_CHUNKED_SM90_TILES[0].changed(block_m=rows * row_blocks, row_blocks=row_blocks, block_n=block_n)
+    check_lse(case, tile)
+
+
+def check_lse(case: ct.Case, tile: Tile) -> None:
+    given = {name: x for name, x in case.arrays().items() if name not in ("dout", "dlse")}
+    plan = passes.plan_for(case.problem, FORWARD, given, "9.0", [tile])
+    assert plan.kernels[-1].source == "sm90/forward_chunked.cu"
+    ct.assert_forward(case, *passes.forward(case.problem, given, arch="9.0", tiles=[tile], **case.random))
+
+
+OF_GEMMS_FEATURES = ("causal", "window", "scale", "softcap", "bias", "alibi_slopes", "gqa", "sinks")
+OF_GEMMS: tuple[dict[str, Any], ...] = (
+    {"bias": (1, 1, 1, 330), "softcap": 5.0, "alibi_slopes": (2,), "sinks": True},
+    {"bias": (1, 2, 150, 1), "causal": True},
+    {"window": (30, 20), "batch": 2, "dtype": "float16", "seqlen_k": 400},
+    {"head_dim": 1032, "seqlen_k": 200},
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "block_m", "need"),
+    sample(
+        [(x, m, need) for x in OF_GEMMS for m in (128, 192) for need in (("dq", "dk"), ("dq",), ("dk",))],
+        4,
+    ),
+    ids=str,
+)
+def test_gradients_of_long_heads_by_wgmma(options, block_m, need):
+    case = of(**{"dtype": "bfloat16", "num_heads": 2, "num_heads_kv": 1, "seqlen_q": 150, "seqlen_k": 330} | options)
+    check_gradients(case, need, of_gemms(block_m=block_m, block_n=64, chunk_tiles=6, key_tiles=2))
+
+
+@settings(max_examples=examples(16))
+@given(
+    ct.cases(
+        features=OF_GEMMS_FEATURES, dtypes=("float16", "bfloat16"), max_seqlen=600, max_head_dim=300, max_scores=2**17
+    ),
+    st.sampled_from((128, 192)),
+    st.sampled_from((64, 256)),
+    st.sampled_from((0, 6, 12)),
+    st.sampled_from((1, 2)),
+    st.sampled_from(SCHEDULES),
+)
+def test_options_of_gradients_by_wgmma(case, block_m, block_n, chunk_tiles, key_tiles, schedule):
+    """Of heads of any length, by the kernels of long ones."""
+    per_pair = case.bias is not None and 1 not in case.bias[-2:]
+    bias = None if per_pair else case.bias
+    case = replace(case, head_dim=-(-case.head_dim // 8) * 8, bias=bias, has_values=False, dlse=True)
+    tile = of_gemms(block_m=block_m, block_n=block_n, chunk_tiles=chunk_tiles, key_tiles=key_tiles)
+    check_gradients(case, ("dq", "dk"), tile, schedule)
+
+
+def of_gemms(**changes: int) -> Tile:
+    boxes = 1 if changes["block_n"] == 64 else 2
+    return BACKWARD_CHUNKED_SM90_TILES[0].changed(num_stages=3, result_boxes=boxes, **changes)
+
+
+def check_gradients(case: ct.Case, need: tuple[str, ...], tile: Tile, schedule: Schedule = SCHEDULES[0]) -> None:
+    arrays, problem = case.arrays(), replace(case.problem, deterministic=True)
+    try:
+        plan = passes.plan_for(problem, BACKWARD, arrays, "9.0", [tile], need=need)
+    except NotImplementedError:  # arrays that TMA cannot read
+        assume(False)
+    assert plan.kernels[-1].source == "sm90/backward_chunked.cu"
+    out, lse = passes.forward(problem, {name: x for name, x in arrays.items() if name != "dlse"}, arch="9.0")
+    found = passes.backward(problem, arrays, out, lse, need=need, arch="9.0", tiles=[tile], schedule=schedule)
+    ct.assert_backward(case, **dict(zip(need, found, strict=True)))
+
+
+def test_splits_of_the_keys_of_long_heads():
+    """Few query tiles have as many splits as fill the device; a call that is batch_invariant has none."""
+    problem = of(dtype="bfloat16", seqlen_q=130, seqlen_k=1 << 16, head_dim=2048, num_heads=1, num_heads_kv=1).problem
+    kernel = choose_plan(problem, DeviceSpec.for_arch("9.0"), FORWARD).kernels[-1]
+    assert kernel.source == "sm90/forward_chunked.cu"
+    assert 0.9 * 132 <= kernel.grid <= 132
+    plan = choose_plan(replace(problem, batch_invariant=True), DeviceSpec.for_arch("9.0"), FORWARD)
+    assert plan.kernels[-1].source == "sm80/forward_chunked.cu"
 
 
 @settings(max_examples=examples(32))

@@ -7,6 +7,7 @@ from cuflash.plan.sm90.backward import Backward, BackwardFloat32
 from cuflash.plan.sm90.backward_bias import BiasGradient
 from cuflash.plan.sm90.backward_jvp import BackwardJvp, BackwardJvpFloat32, BackwardJvpFloat32Wide
 from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
+from cuflash.plan.sm90.chunked import BackwardChunked, ForwardChunked
 from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
 from cuflash.plan.sm90.jvp import Jvp, JvpFloat32, JvpFloat32Wide, JvpWide
@@ -19,10 +20,10 @@ SM90 = Architecture(
         Decode(),
         DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     ),
-    forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
+    forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward(), ForwardChunked()),
     jvp=(JvpFloat32(), JvpFloat32Wide(), Jvp(), JvpWide()),
     backward_jvp=(BackwardJvpFloat32(), BackwardJvpFloat32Wide(), BackwardJvp()),
-    backward=(BackwardFloat32(), BackwardWide(), Backward()),
+    backward=(BackwardFloat32(), BackwardWide(), Backward(), BackwardChunked()),
     dq=(DqWide(),),
     bias=(BiasGradient(),),
     maxima=(FirstMaxima(),),

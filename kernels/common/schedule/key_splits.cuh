@@ -100,6 +100,9 @@ struct Partials {
     g_out = (Real*)params.partial_out + first_row * kDimV;
     g_sums = (Real*)params.partial_sums + first_row * 2;
   }
+  // Sums alone, without output, of `count` blocks that each have the same `rows`.
+  CUFLASH_DEVICE Partials(int count_, int rows_, Real* g_sums_)
+      : head(0), first_block(0), count(count_), rows(rows_), g_out(nullptr), g_sums(g_sums_) {}
 
   // Where a partial result is stored. The heads of a block have consecutive slots, and so do the blocks of a head. No
   // two results share a slot: from one result to the next, `block` or `head` grows, or both do.
