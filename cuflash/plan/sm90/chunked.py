@@ -19,7 +19,7 @@ from cuflash.plan.sm90.forward import MAPPED_WITHOUT_VALUES, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, bias_by
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
-from cuflash.plan.tiles import ARITHMETIC, chunked_bytes, maker, round_up, tiles_at_once
+from cuflash.plan.tiles import chunked_bytes, maker, round_up, tiles_at_once
 from cuflash.spec.problem import Problem
 
 MOST_SPLITS = 256  # of the keys of a query tile
@@ -161,7 +161,13 @@ FORWARD_CHUNKED_SM90_TILES = (
     _forward_chunked(MOST_CHUNKED, 192, 256, 4, 1, _measured("5.52")),
     _forward_chunked(MOST_CHUNKED, 128, 256, 4, 1, _measured("5.73")),
 )
-BACKWARD_CHUNKED_SM90_TILES = (_backward_chunked(MOST_CHUNKED, 128, 256, 4, ARITHMETIC),)
+BACKWARD_CHUNKED_SM90_TILES = (
+    _backward_chunked(
+        MOST_CHUNKED, 128, 256, 4,
+        "on an H200 20.7 ms for 8192 queries, 128256 keys and 2048 columns in bfloat16, 192 x 256 with 3 stages 20.1; "
+        "three products take 18.6 ms by cuBLAS",
+    ),
+)  # fmt: skip
 
 
 class ForwardChunked(ForwardFamily[ForwardChunkedSm90Tile]):
