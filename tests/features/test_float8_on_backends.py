@@ -203,7 +203,7 @@ def test_queries_of_bfloat16_may_have_any_size(backend, row):
 
 
 @on_backends({"emulated 9.0": [Row({}, DECODE)]}, of="row")
-@pytest.mark.xfail(strict=True, reason="exponents in one multiply-add keep what rounding a row max above 2^29 leaves")
+@pytest.mark.xfail(strict=True, reason="what rounding a row max above 2^29 leaves overflows (limits.md)")
 def test_queries_far_above_the_range_of_float16(backend, row):
     case = replace(CASE, dtype="bfloat16", kv_lengths=None)
     arrays = case.arrays()
