@@ -22,6 +22,7 @@ def test_without_a_mistake_the_trial_passes(trial):
 
 @each(MUTANTS)
 def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
+    assert mutant.line > 0
     assert mutant.text != (KERNELS / mutant.file).read_text()
 
 

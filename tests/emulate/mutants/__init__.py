@@ -1,8 +1,9 @@
 """Mutants of the project's kernels, one at a time, and whether the emulator or the oracle notices.
 
-    python -m tests.emulate.mutants [words]
+    python -m tests.emulate.mutants [--lines] [words]
 
-runs those whose description holds the words, or all, and prints the score. A mutant replaces one passage of one file:
+runs those whose description holds the words, or all, and prints the score; with ``--lines`` it only lists them by the
+lines of kernels/ that they change, in the form that editors open. A mutant replaces one passage of one file:
 the text has to occur there exactly once, so that the table follows the kernels.
 """
 
@@ -21,6 +22,7 @@ from tests.emulate.mutants import (
     sm90_backward_jvp_fp32,
     sm90_backward_jvp_fp32_wide,
     sm90_bias,
+    sm90_chunked,
     sm90_forward,
     sm90_jvp_fp32_wide,
     sm90_wide,
@@ -42,6 +44,7 @@ MUTANTS = (
     *sm90_backward_jvp_fp32_wide.MUTANTS,
     *sm90_jvp_fp32_wide.MUTANTS,
     *sm90_bias.MUTANTS,
+    *sm90_chunked.MUTANTS,
     *fp32.MUTANTS,
     *helpers.MUTANTS,
     *functions.MUTANTS,

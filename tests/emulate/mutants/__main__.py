@@ -15,11 +15,15 @@ def _run(trial: str) -> None:
 
 def main() -> int:
     os.environ.setdefault("CUFLASH_CACHE_DIR", str(Path(__file__).parents[2] / ".cache"))
-    words = " ".join(sys.argv[1:])
+    lines, words = sys.argv[1:2] == ["--lines"], " ".join(x for x in sys.argv[1:] if x != "--lines")
     chosen = [mutant for mutant in MUTANTS if words in f"{mutant.file} {mutant.what}"]
     if not chosen:
         print(f"no mutant's description holds {words!r}")
         return 1
+    if lines:
+        for mutant in sorted(chosen, key=lambda mutant: (mutant.file, mutant.line)):
+            print(f"kernels/{mutant.file}:{mutant.line}: {mutant.what}")
+        return 0
     caught = 0
     # What notices a mistake passes without it.
     trials = sorted({trial for mutant in chosen for trial in mutant.trials})

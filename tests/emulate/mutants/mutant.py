@@ -32,6 +32,12 @@ class Mutant:
             raise ValueError(f"{self.what}: {self.file} has the text {before.count(self.old)} times: {self.old!r}")
         return before.replace(self.old, self.new)
 
+    @property
+    def line(self) -> int:
+        """The first line of the file that the mistake changes."""
+        lines = ((KERNELS / self.file).read_text().split("\n"), self.text.split("\n"))
+        return next(number for number, (old, new) in enumerate(zip(*lines, strict=False), 1) if old != new)
+
     def write(self) -> Path:
         """A copy of kernels/ with the mistake; always the same folder, so that what was compiled is found again."""
         text = self.text

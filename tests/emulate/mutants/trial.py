@@ -14,6 +14,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.decode import DecodeTile
 from cuflash.plan.sm80.narrow import NarrowTile
 from cuflash.plan.sm80.tiles import ChunkedTile, DqTile, ForwardTile
+from cuflash.plan.sm90.chunked import ForwardChunkedSm90Tile
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
 from cuflash.plan.sm90.tiles import ForwardFloat8Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
 from cuflash.plan.sm90.wide_tiles import (
@@ -89,7 +90,7 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        is_forward = isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile)
+        is_forward = isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile | ForwardChunkedSm90Tile)
         if is_forward or type(self.tiles[0]) in (ChunkedTile, NarrowTile):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)

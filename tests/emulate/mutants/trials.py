@@ -16,6 +16,7 @@ from cuflash.plan.sm80.tiles import (
     ForwardTile,
     ScoresTile,
 )
+from cuflash.plan.sm90.chunked import BACKWARD_CHUNKED_SM90_TILES, FORWARD_CHUNKED_SM90_TILES
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
 from cuflash.plan.sm90.scored import CLAIMED_KEYS_64
 from cuflash.plan.sm90.tiles import (
@@ -139,6 +140,10 @@ _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
 _LONG = replace(_GROUPED, seqlen_k=150, head_dim=150, causal=True, has_values=False, dlse=True)
+_LONG_SM90 = replace(_LONG, seqlen_q=300, seqlen_k=330, batch=1, head_dim=272)
+_LONG_BIAS = replace(_LONG_SM90, bias=(1, 1, 1, 330))
+_CLUSTER, _, _ROWS_OF_CHUNKS = (tile.changed(block_n=64) for tile in FORWARD_CHUNKED_SM90_TILES)
+_PRODUCTS = BACKWARD_CHUNKED_SM90_TILES[0].changed(num_stages=3, result_boxes=1, block_n=64, chunk_tiles=4, key_tiles=2)
 _POINTS = replace(
     _GROUPED, seqlen_q=70, seqlen_k=600, head_dim=3, dtype="float32", bias=(4, 1, 600), causal=True, has_values=False
 )
@@ -478,6 +483,11 @@ TRIALS: dict[str, AnyTrial] = {
     "backward sm90": _many_queries(_BACKWARD_SM90),
     "backward sm90 without values": _many_queries(_BACKWARD_SM90, has_values=False, dlse=True),
     "forward narrow heads": Trial(case=_POINTS, tiles=(replace(FORWARD_NARROW_TILES[0], block_n=128),), arch="8.0"),
+    "sm90 chunked": Trial(case=_LONG_SM90, tiles=(_ROWS_OF_CHUNKS,), num_sms=1),
+    "sm90 chunked cluster": Trial(case=_LONG_SM90, tiles=(_CLUSTER,), num_sms=1),
+    "sm90 chunked splits": Trial(case=_LONG_SM90, tiles=(_CLUSTER,)),
+    "sm90 chunked bias": Trial(case=_LONG_BIAS, tiles=(_ROWS_OF_CHUNKS,), num_sms=1),
+    "backward sm90 chunked": Trial(case=_LONG_SM90, tiles=(_PRODUCTS,), need=("dq", "dk")),
     "forward chunked": Trial(case=_LONG, tiles=FORWARD_CHUNKED_TILES[:1], arch="8.0"),
     "backward chunked": Trial(case=_LONG, tiles=_CHUNKED_GRADIENTS, arch="8.0"),
     "scores chunked": Trial(case=_LONG, tiles=SCORES_CHUNKED_TILES[:1], arch="8.0", need=("dscale",)),
