@@ -3,9 +3,10 @@
 //
 //   S = Q K^T        dS = exp(S - lse) * dlse        dK = dS^T Q        dQ = dS K
 //
-// Keys come in chunks of params.whole_tiles tiles. For each chunk, sm90/backward_chunked_ds.cu stores the rounded dS of all heads and
-// queries, and sm90/backward_chunked.cu multiplies it. Operands arrive by the ring of sm90/chunked_ring.cuh, in boxes of
-// 64 rows and 64 columns. All sums have a fixed order, so that gradients are deterministic.
+// Keys come in chunks of params.whole_tiles tiles. For each chunk, sm90/backward_chunked_ds.cu stores the rounded dS of
+// all heads and queries, and sm90/backward_chunked.cu multiplies it. Operands arrive by the ring of
+// sm90/chunked_ring.cuh, in boxes of 64 rows and 64 columns. All sums have a fixed order, so that gradients are
+// deterministic.
 //
 // A plan launches the two kernels in turn, with one argument for all chunks. So they count the launches that have ended:
 // a kernel of dS has the chunk that follows the last launch of the products, and these the last one of dS.
