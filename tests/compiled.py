@@ -63,7 +63,6 @@ def run(case, without=(), **replaced):
 def much_work(patch):
     """Work of any size is worth any number of threads."""
     patch.setattr(core, "SERIAL_NS", -1)
-    patch.setattr(core, "SHORT_NS", -1)
     patch.setattr(core, "THREAD_NS", 1e-3)
 
 

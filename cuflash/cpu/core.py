@@ -12,7 +12,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
-from cuflash.cpu.jobs import count_cores, count_cores_lately
+from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
     OVER_HEAD_DIM,
@@ -37,11 +37,9 @@ Array = NDArray[Any]
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 LIBRARY = Path(__file__).parent / "core" / f"libcuflash{_SUFFIX}"
 NOTE = "build.txt"  # next to it, where something was not built
-# In nanoseconds of one core: the most work that is not worth a second thread, even if it is awake; the most that is not
-# worth waking threads; and the least work for each thread of longer calls. Calls that take longer than PATIENCE_NS look
-# for Ctrl-C, every SLICE_MS milliseconds.
-SERIAL_NS = 15_000
-SHORT_NS = 60_000
+# In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
+# that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
+SERIAL_NS = 60_000
 THREAD_NS = 14_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
@@ -69,7 +67,7 @@ AXES = {
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
-_CHANGING = struct.Struct("@5q2QP")  # `struct Changing` of `core/core.cpp`
+_CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
 
 
 class _Call(ctypes.Structure):
@@ -282,20 +280,16 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
         raise RuntimeError(f"there is no compiled core: {library}")
     functions, head_bytes = library
     fixed, nanoseconds = prepared
-    status, threads, is_short, is_long = _NO_THREAD, 1, False, False
+    status, threads, is_long = _NO_THREAD, 1, False
     if nanoseconds > SERIAL_NS:
-        is_short = nanoseconds <= SHORT_NS
-        if is_short:
-            threads = min(2, count_cores_lately())
-        else:
-            threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
-            is_long = nanoseconds > PATIENCE_NS * threads
+        threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
+        is_long = nanoseconds > PATIENCE_NS * threads
     if head_bytes >= 0:
         pointers = id(arrays) + _TUPLE_HEAD
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         pointers = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, SKIPPED_INSTRUCTION_SETS, threads, is_short, are_disjoint, *random, pointers)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_INSTRUCTION_SETS, threads, are_disjoint, *random, pointers)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:
@@ -307,38 +301,29 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     return status
 
 
-def signatures_of(arrays: Iterable[Shaped | None]) -> bytes:
-    """Types, dtypes, shapes and strides of the arrays of a call, some of which may be None, for `table_of`.
+def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
+    """Types, dtypes, shapes and strides of the arrays of some calls, for `find`.
 
-    The caller has to keep their dtypes alive.
+    Every call has as many arrays. The caller has to keep their dtypes alive.
     """
-    none, array = type(None), np.ndarray
-    signatures = [
-        _Signature(id(none)) if x is None else _Signature(id(array), id(x.dtype), len(x.shape), x.shape, x.strides)
-        for x in arrays
-    ]
-    return b"".join(map(bytes, signatures))
-
-
-def table_of(calls: Sequence[bytes]) -> bytes:
-    """A table for `find` of the signatures of some calls, each of as many arrays."""
     library = _load()
     head_bytes = -1 if isinstance(library, str) else library.head_bytes
     if head_bytes < 0:
         calls = ()
-    num_arrays = len(calls[0]) // ctypes.sizeof(_Signature) if calls else 0
-    return b"".join((struct.pack("@3q", len(calls), num_arrays, head_bytes), *calls))
+    head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, head_bytes)
+    signatures = [
+        _Signature(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call
+    ]
+    return b"".join((head, *map(bytes, signatures)))
 
 
-def find(table: bytes, arrays: tuple[Array | None, ...]) -> int:
+def find(table: bytes, arrays: tuple[Array, ...]) -> int:
     """The number of the call of a table whose arrays are like these, and -1 where there is none.
 
-    It takes a fifth of the time that it takes Python to ask arrays for shapes, strides and dtypes. Objects of any type
-    may be among them.
+    It takes a fifth of the time that it takes Python to ask arrays for shapes, strides and dtypes.
     """
     library = _load()
-    if isinstance(library, str):
-        return -1
+    assert not isinstance(library, str)
     number: int = library.functions.cuflash_find(table, id(arrays) + _TUPLE_HEAD)
     return number
 

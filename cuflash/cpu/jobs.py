@@ -82,18 +82,6 @@ def count_cores() -> int:
     return max(1, min(cores, int(wanted[-9:])))
 
 
-def count_cores_lately() -> int:
-    """The same as it was within the last second: to look again takes as long as a small call."""
-    count = _threads.get()
-    return _count_cores_at(int(time.monotonic())) if count is None else count
-
-
-@functools.lru_cache(maxsize=1)
-def _count_cores_at(second: int) -> int:
-    """As `count_cores` says; `second` says when."""
-    return count_cores()
-
-
 def available_cores() -> int:
     """Cores that this process may use, where the system says so (Linux), or that the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

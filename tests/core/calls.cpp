@@ -104,7 +104,7 @@ struct Problem {
         const Call call = this->call(is_backward);
         char *arrays[NUM_ARRAYS];
         for (long i = 0; i < call.num_given; ++i) arrays[i] = call.arrays[call.given[i]];
-        const Changing changing = {-1, limit, num_threads, num_threads == 2, 1, 0, 0, arrays};
+        const Changing changing = {-1, limit, num_threads, 1, 0, 0, arrays};
         return cuflash_run(&call, &changing);
     }
 };

@@ -40,7 +40,7 @@ int num_failures = 0, num_checks = 0;
 
 // `Changing` and `LongCall` of core.cpp.
 struct Changing {
-    int64_t head_bytes, limit, num_threads, is_short, are_disjoint;
+    int64_t head_bytes, limit, num_threads, are_disjoint;
     uint64_t seed, offset;
     char *const *arrays;
 };
@@ -198,7 +198,7 @@ struct Given {
 enum Way { ONE_THREAD, FOUR_THREADS, LONG_CALL, NUM_WAYS };
 
 int run(const Library &core, const Given &given, int limit, Way way) {
-    const Changing changing{-1, limit, way == ONE_THREAD ? 1 : 4, 0, 0, 0, 0, given.arrays.data()};
+    const Changing changing{-1, limit, way == ONE_THREAD ? 1 : 4, 0, 0, 0, given.arrays.data()};
     if (way != LONG_CALL) return core.run(&given.call, &changing);
     LongCall call{};
     core.start(&given.call, &changing, &call);

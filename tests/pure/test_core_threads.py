@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,42 +130,8 @@ def test_threads_hold_for_one_thread_only():
 
 
 def test_small_problems_ask_for_no_thread(monkeypatch):
-    for name in ("count_cores", "count_cores_lately"):
-        monkeypatch.setattr(core, name, lambda: pytest.fail("a thread for nothing"))
-    run(ct.Case(num_heads=2, seqlen_q=32, seqlen_k=32, head_dim=16))
-
-
-def test_short_calls_take_two_threads(monkeypatch):
-    asked = []
-    library = core._load()
-    assert not isinstance(library, str)
-
-    def run_call(fixed, changing):
-        asked.append(struct.unpack_from("@4q", changing)[2:])
-        return core.DONE
-
-    functions = SimpleNamespace(cuflash_run=run_call)
-    monkeypatch.setattr(core, "_load", lambda: library._replace(functions=functions))
-    with cuflash.cpu_threads(6):
-        for nanoseconds in (core.SERIAL_NS, core.SERIAL_NS + 1, core.SHORT_NS, core.SHORT_NS + 1):
-            core.compute(core.Prepared(b"", nanoseconds), (), (0, 0), are_disjoint=True)
-    assert asked == [(1, 0), (2, 1), (2, 1), (core.SHORT_NS // core.THREAD_NS, 0)]
-    with cuflash.cpu_threads(1):
-        core.compute(core.Prepared(b"", core.SHORT_NS), (), (0, 0), are_disjoint=True)
-    assert asked[-1] == (1, 1)
-
-
-def test_cores_are_counted_once_a_second_for_short_calls(monkeypatch):
-    jobs._count_cores_at.cache_clear()
-    monkeypatch.setattr(time, "monotonic", lambda: 5.5)
-    assert jobs.count_cores_lately() == jobs.count_cores()
-    monkeypatch.setattr(jobs, "count_cores", lambda: 77)
-    assert jobs.count_cores_lately() != 77
-    monkeypatch.setattr(time, "monotonic", lambda: 6.1)
-    assert jobs.count_cores_lately() == 77
-    with cuflash.cpu_threads(3):
-        assert jobs.count_cores_lately() == 3
-    jobs._count_cores_at.cache_clear()
+    monkeypatch.setattr(core, "count_cores", lambda: pytest.fail("a thread for nothing"))
+    run(ct.Case(num_heads=2, seqlen_q=64, seqlen_k=64, head_dim=16))
 
 
 def test_callers_threads_run_side_by_side(monkeypatch):
@@ -206,8 +171,7 @@ def test_threads_stay_for_the_next_call_and_end_without_one(is_long):
     code = f"""
 import os, time, numpy as np, cuflash
 from cuflash.cpu import core
-core.SERIAL_NS = core.SHORT_NS = -1
-core.THREAD_NS, core.PATIENCE_NS = 1e-3, {-1 if is_long else 10**12}
+core.SERIAL_NS, core.THREAD_NS, core.PATIENCE_NS = -1, 1e-3, {-1 if is_long else 10**12}
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 q = np.ones((8, 300, 32), np.float32)

@@ -17,7 +17,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.memory_ranges import cut_evenly
-from cuflash.cpu import backend, core
+from cuflash.cpu import core
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
 from cuflash.shards import slices as slices_of_problems
@@ -82,7 +82,6 @@ def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data
     assume(is_clear(case, split_q))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
-        patch.setattr(backend, "_known", {})
         judge(case, results_of(case, split_q, split_k, need=need))
 
 

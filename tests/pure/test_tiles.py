@@ -26,6 +26,7 @@ from cuflash.plan.sm80.tiles import (
     ForwardTile,
     ScoresTile,
 )
+from cuflash.plan.sm90.chunked import ChunkedSm90Tile
 from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_JVP_FLOAT32_SM90_TILES,
@@ -170,7 +171,7 @@ def test_every_row_of_chunks_is_chosen_somewhere():
             chosen |= set(plan.tiles)
             assert all(kernel.shared_bytes <= device.shared_bytes_per_block for kernel in plan.kernels)
     rows = (*FORWARD_CHUNKED_TILES, *BACKWARD_CHUNKED_TILES, *DQ_CHUNKED_TILES, *SCORES_CHUNKED_TILES)
-    assert chosen == set(rows)
+    assert {tile for tile in chosen if not isinstance(tile, ChunkedSm90Tile)} == set(rows)
 
 
 @functools.cache

@@ -66,7 +66,7 @@ struct ArrayObject {
     const void *base, *dtype;
 };
 
-// Type, dtype, shape and strides of an array, as Python fills them in. Objects without a dtype, as None, are no arrays.
+// Type, dtype, shape and strides of an array, as Python fills them in.
 struct ArraySignature {
     const void *type, *dtype;  // the objects
     int64_t num_axes, shape[4], strides[4];
@@ -84,7 +84,6 @@ struct Changing {
     int64_t head_bytes;    // of an array object; if it is negative, addresses of data are given
     int64_t limit;         // how many of the best targets are left out
     int64_t num_threads;   // that the call may be computed on
-    int64_t is_short;      // so that waking a thread takes as long as it would take off
     int64_t are_disjoint;  // results are known to share no memory with each other or with operands
     uint64_t seed, offset;
     char *const *arrays;  // as many as are given
@@ -117,7 +116,6 @@ bool are_disjoint(const Call &call) {
 // The head of an object ends with its type.
 inline bool matches(const char *object, int64_t head_bytes, const ArraySignature &signature) {
     if (((const void *const *)(object + head_bytes))[-1] != signature.type) return false;
-    if (!signature.dtype) return true;
     const ArrayObject &array = *(const ArrayObject *)(object + head_bytes);
     if (array.dtype != signature.dtype || array.num_axes != signature.num_axes) return false;
     for (int i = 0; i < array.num_axes; ++i)
@@ -176,7 +174,6 @@ void destroy(Running *running) {
 // Ends a call, done or not.
 int end(Running *running) {
     finish(*running);
-    pool.call_ended_at.store(nanoseconds_now(), std::memory_order_relaxed);
     const int status = running->out_of_memory ? OUT_OF_MEMORY : DONE;
     destroy(running);
     return status;
@@ -275,7 +272,7 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     if (!running) return status;
     const CallerScratch scratch(running->work.scratch_bytes);
     if (scratch.memory) {
-        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1, changing->is_short);
+        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
         compute(*running, (char *)scratch.memory);
         if (num_others) wait_until(*running, [&] { return is_done(*running); });
     } else {
@@ -289,7 +286,7 @@ EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCal
     call->running = prepare_call(fixed, changing, changing->num_threads, &call->status);
     if (!call->running) return;
     Running &running = *call->running;
-    give(running, most_threads(running, changing->num_threads), false);
+    give(running, most_threads(running, changing->num_threads));
     for (int64_t i = 0; i < running.num_workers; ++i)
         if (running.workers[i]->is_started) return;
     end(call->running);

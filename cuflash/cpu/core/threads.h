@@ -11,7 +11,6 @@
 namespace {
 
 constexpr int64_t AWAKE_NS = 200'000;  // with 50'000, calls of 0.1 to 2 ms take up to 10 % longer; more gains nothing
-constexpr int64_t SOON_NS = 50'000;    // a short call that begins so long after another one wakes threads
 constexpr int64_t KEPT_MS = 1000;
 constexpr int64_t KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
 constexpr int64_t FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
@@ -24,7 +23,6 @@ struct Worker {
     Mutex mutex;
     Condition woken;
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
-    std::atomic<bool> is_awake{true};       // false while it sleeps
     int64_t index = 0;                      // among the workers of that call
     bool is_started = false;
     Worker *next = nullptr;  // in a list of the pool
@@ -34,9 +32,8 @@ struct Worker {
 
 struct Pool {
     Mutex mutex;
-    Worker *idle = nullptr;                 // the one that was the last at work comes first
-    Worker *ended = nullptr;                // without a thread
-    std::atomic<int64_t> call_ended_at{0};  // in nanoseconds
+    Worker *idle = nullptr;   // the one that was the last at work comes first
+    Worker *ended = nullptr;  // without a thread
 };
 Pool pool;
 
@@ -161,7 +158,6 @@ Running *wait_for_call(Worker &worker) {
         if (nanoseconds_now() >= sleep_at) break;
         rest();
     }
-    worker.is_awake.store(false, std::memory_order_relaxed);
     for (;;) {
         const Deadline until = after_milliseconds(KEPT_MS);
         bool is_early = true;
@@ -183,7 +179,6 @@ bool has_scratch(Worker &worker, int64_t bytes) {
 
 // Computes jobs of a call on a thread of the pool, on the cores and with the rounding of the thread that called.
 void join(Worker &worker, Running &running) {
-    worker.is_awake.store(true, std::memory_order_relaxed);
     wake_from(running, FAN_OUT * (worker.index + 1));
     running.cores.use();
     fesetenv(&running.rounding);
@@ -222,21 +217,17 @@ void forget_threads_in_children() {
     at_fork([] { pool.mutex.lock(); }, [] { pool.mutex.unlock(); }, [] { new (&pool) Pool; });
 }
 
-// Gives a call to `wanted` workers, or to as many as there can be. Waking a thread takes as much time as it saves a short
-// call. So such a call is given to workers that are awake; it wakes others only if it follows another call so soon that
-// more calls are likely, which will find them awake.
-void give(Running &running, int64_t wanted, bool is_short) {
-    const bool wakes = !is_short || nanoseconds_now() - pool.call_ended_at.load(std::memory_order_relaxed) < SOON_NS;
+// Gives a call to `wanted` workers, or to as many as there can be.
+void give(Running &running, int64_t wanted) {
     static Once once;
     once.run(forget_threads_in_children);
     fegetenv(&running.rounding);
     running.cores.load();
     int64_t count = 0;
     pool.mutex.lock();
-    while (count < wanted && pool.idle && (wakes || pool.idle->is_awake.load(std::memory_order_relaxed)))
-        running.workers[count++] = pop(pool.idle);
+    while (count < wanted && pool.idle) running.workers[count++] = pop(pool.idle);
     running.num_idle = count;
-    while (count < wanted && wakes) {
+    while (count < wanted) {
         Worker *worker = pop(pool.ended);
         if (!worker) {
             void *memory = malloc(sizeof(Worker));
