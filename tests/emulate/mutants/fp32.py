@@ -195,7 +195,7 @@ MUTANTS = (
            "float32 sm90 bias"),
     mutant("bias terms that a consumer of float32 skips are not given back", FORWARD_FP32,
            "    bias_terms.wait();\n    bias_terms.release();\n", "", "float32 sm90 bias window"),
-    mutant("a bias of float32 and no numbers of keys", FORWARD_FP32,
+    mutant("a bias of float32 and no per-key values", FORWARD_FP32,
            "kBiasOfPairs + (kHasPerKeyValues ? kProducers : 0)", "1", "float32 sm90 bias window"),
     mutant("a bias of float32 by the key/value head", FORWARD_FP32,
            "first_key, tile.work.head,\n                  batch);", "first_key, head, batch);", "float32 sm90 bias"),

@@ -199,7 +199,7 @@ MUTANTS = (
            "ptx::bits_of(own_key.x[0])", "functions sm90 arrays"),
     mutant("the two keys of a lane change places", ROW_NUMBERS, "(lane % 8 * 2 + lane / 8) * 4",
            "(lane % 8 * 2 + 1 - lane / 8) * 4", "functions sm90 floors"),
-    mutant("numbers of keys begin at those of rows", ROW_NUMBERS,
+    mutant("per-key values begin at those of rows", ROW_NUMBERS,
            "const u32 of_key = s_numbers + kBytesPerRowValues +", "const u32 of_key = s_numbers +",
            "functions sm90 floors"),
     # ---- sm90/backward.cu

@@ -95,7 +95,7 @@ MUTANTS = (
     mutant("the producer waits for the other phase", FORWARD,
            "shared.k_ring.empty(key).wait(key.parity ^ 1);\n      const Barrier",
            "shared.k_ring.empty(key).wait(key.parity);\n      const Barrier", "sm90"),
-    mutant("one warp's numbers of keys for all lanes", TILE_SCORES,
+    mutant("one warp's per-key values for all lanes", TILE_SCORES,
            "kBytesPerKeyValues + fragment_column() * 4", "kBytesPerKeyValues",
            "sm90 keys"),
     mutant("K without its numbers", FORWARD, "kConsumers, 1 + (kNumPerKey > 0));", "kConsumers);", "sm90 keys"),
