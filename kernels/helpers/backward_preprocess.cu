@@ -1,7 +1,10 @@
 // Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
 // line 4) and lse in the unit of row maxima. The gradient with respect to lse is subtracted from delta: the derivative
 // of lse by the scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum
-// again (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
+// again (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries:
+//
+//   [1] the first key with the largest score, if row maxima have a gradient    [2] delta - dlse, a row for kLanes lanes
+//   [3] lse, 16 rows for a warp                                                [4] the accumulators of dq
 #include "helpers/row_sums.cuh"
 #include "common/softmax/backward.cuh"
 #include "common/io/clear_dq.cuh"
@@ -88,6 +91,77 @@ struct DeltaTangents {
 };
 #endif
 
+#if CUFLASH_ROW_REDUCTIONS
+// The gradients of row reductions of the rows of a head: their part of delta, and what other kernels read.
+struct ReductionsOfRows {
+  const Params& params;
+  const RowReductionGradients stored;
+  const Real *lse, *entropy, *dentropy, *dmax;
+
+  CUFLASH_DEVICE ReductionsOfRows(const Params& params_, Entry batch, int head)
+      : params(params_),
+        stored(params, batch, head),
+        lse(row_values_of(params.lse, batch, head)),
+        entropy(row_values_of(params.entropy, batch, head)),
+        dentropy(row_values_of(params.dentropy, batch, head)),
+        dmax(row_values_of(params.dmax, batch, head)) {}
+
+  // [1] Of all rows of a tile, whose first is `first_row`.
+  CUFLASH_DEVICE void store_maxima(Entry batch, int head, int first_row, int row_stop) const {
+    if constexpr (kTakesDmax && CUFLASH_FINDS_MAXIMA) {
+#pragma unroll 1
+      for (int i = ptx::thread_index() / 32 * 16; i < kBlockM; i += kNumWarps * 16)
+        store_first_maxima(params, batch, head, first_row + i, row_stop, stored.first_max);
+    }
+  }
+  // [2] Of one row, whose lanes call it together: adds to its delta, and stores zeros where the row does not exist.
+  CUFLASH_DEVICE void store(int row, int row_stop, int lane, Real& delta) const {
+    if (kTakesDentropy && row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
+      const Real row_dentropy = dentropy[row * params.dentropy.row_stride];
+      delta += row_dentropy * entropy[row * params.entropy.row_stride];
+      if (lane == 0) stored.dentropy[row] = row_dentropy * (kWide ? (Real)1 : (Real)kLn2);
+    } else if (kTakesDentropy && lane == 0) {
+      stored.dentropy[row] = 0;
+    }
+    if (kTakesDmax && lane == 0) stored.dmax[row] = row < row_stop ? dmax[row * params.dmax.row_stride] : 0;
+  }
+};
+#endif
+
+// [3] The first statistic of the rows of this warp: 16 rows from `first` on, of which `stats` are, and so on.
+CUFLASH_DEVICE void store_lse_stats(const Params& params, const Work& work, int row_stop, int first,
+                                    const LseStats& stats) {
+  const int first_row = work.block * kBlockM;
+  bool any_large = false;
+  const auto store = [&](const LseStats& stats) {
+    stats.store();
+    any_large = any_large || stats.has_large();
+  };
+  if (first < kBlockM) store(stats);
+#pragma unroll 1
+  for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
+    store(LseStats(params, work.batch, work.head, first_row + i, row_stop));
+  // A loop of its own, because the code for large rows is long, and this is its only use.
+#pragma unroll 1
+  for (int i = first; any_large && i < kBlockM; i += kNumWarps * 16) {
+    const LseStats large(params, work.batch, work.head, first_row + i, row_stop);
+    if (large.has_large()) large.store_large();
+  }
+}
+
+// [4] The accumulators of dq, and the turns of the blocks that add to them.
+CUFLASH_DEVICE void clear_accumulators(const Params& params, const Work& work, int num_m_blocks, int thread) {
+  const i64 tile = m_tile_of(params, num_m_blocks, work.batch, work.head, work.block);
+  clear_before(params, num_m_blocks, tile, thread);
+  if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
+  if constexpr (kDqInOrder && kIsPacked) {
+    if (ptx::block_index() == 0 && thread < 32) {
+      const bool overlap = sequences_overlap(params);
+      if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;
+    }
+  }
+}
+
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
@@ -103,24 +177,17 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const DeltaTangents tangents(params, batch, head);
 #endif
 #if CUFLASH_ROW_REDUCTIONS
-  const RowReductionGradients reductions(params, batch, head);
-  const Real* entropy = row_values_of(params.entropy, batch, head);
-  const Real* dentropy = row_values_of(params.dentropy, batch, head);
-  const Real* dmax = row_values_of(params.dmax, batch, head);
-  if constexpr (kTakesDmax && CUFLASH_FINDS_MAXIMA) {
-#pragma unroll 1
-    for (int i = thread / 32 * 16; i < kBlockM; i += kNumWarps * 16)
-      store_first_maxima(params, batch, head, m_block * kBlockM + i, row_stop, reductions.first_max);
-  }
+  const ReductionsOfRows reductions(params, batch, head);
+  reductions.store_maxima(batch, head, m_block * kBlockM, row_stop);
 #endif
 
+  // What [3] begins with is loaded ahead of [2].
   const int first = thread / 32 * 16;  // of the rows of this warp
-  const bool has_rows = first < kBlockM;
-  const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, has_rows ? row_stop : 0);
+  const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, first < kBlockM ? row_stop : 0);
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
     const int row = m_block * kBlockM + i;
-    Real delta = 0, row_dlse = 0;
+    Real delta = 0, row_dlse = 0;  // [2]
     if (row < row_stop) {
 #pragma unroll
       for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
@@ -131,47 +198,16 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
 #if CUFLASH_ROW_REDUCTIONS
-    if (kTakesDentropy && row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
-      const Real row_dentropy = dentropy[row * params.dentropy.row_stride];
-      delta += row_dentropy * entropy[row * params.entropy.row_stride];
-      if (lane == 0) reductions.dentropy[row] = row_dentropy * (kWide ? (Real)1 : (Real)kLn2);
-    } else if (kTakesDentropy && lane == 0) {
-      reductions.dentropy[row] = 0;
-    }
-    if (kTakesDmax && lane == 0) reductions.dmax[row] = row < row_stop ? dmax[row * params.dmax.row_stride] : 0;
+    reductions.store(row, row_stop, lane, delta);
 #endif
     if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
 #if CUFLASH_TANGENTS
     tangents.store(row, row_stop, lane, out, dout);
 #endif
   }
-  bool any_large = false;
-  const auto store = [&](const LseStats& stats) {
-    stats.store();
-    any_large = any_large || stats.has_large();
-  };
-  if (has_rows) store(lse_stats);
-#pragma unroll 1
-  for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
-    store(LseStats(params, batch, head, m_block * kBlockM + i, row_stop));
-  // A loop of its own, because the code for large rows is long, and this is its only use.
-#pragma unroll 1
-  for (int i = first; any_large && i < kBlockM; i += kNumWarps * 16) {
-    const LseStats stats(params, batch, head, m_block * kBlockM + i, row_stop);
-    if (stats.has_large()) stats.store_large();
-  }
 
-  if constexpr (kDqByReduction) {
-    const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
-    clear_before(params, num_m_blocks, tile, thread);
-    if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
-    if constexpr (kDqInOrder && kIsPacked) {
-      if (ptx::block_index() == 0 && thread < 32) {
-        const bool overlap = sequences_overlap(params);
-        if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;
-      }
-    }
-  }
+  store_lse_stats(params, work, row_stop, first, lse_stats);
+  if constexpr (kDqByReduction) clear_accumulators(params, work, num_m_blocks, thread);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_delta)

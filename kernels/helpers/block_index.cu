@@ -28,6 +28,43 @@ struct Count {
   }
 };
 
+// What masks and a bias leave of the pairs of a tile.
+CUFLASH_DEVICE TileClass class_of_tile(const Params& params, const BlockMask& blocks, const MaskBits& bits, int batch,
+                                       int head, int m_block, int n_block) {
+  TileClass left = TileClass::kFull;
+  if constexpr (kMaskByBits)
+    left = pairs_of(params, bits, batch, head, m_block, n_block);
+  else if constexpr (kHasBlockMask)
+    left = pairs_of(params, blocks, m_block, n_block);
+  if constexpr (kIsClassified) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
+  if constexpr (kHasBiasTileClasses) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
+  return left;
+}
+
+struct Found {
+  TileClass pairs;
+  bool shown_whole;  // masks show all of the pairs, even if bounds hide some
+};
+
+// Warp. Appends the tiles of `range` that are of class `wanted` to the `num_indexed` entries of a row.
+template <class Find>
+CUFLASH_DEVICE void append(TileClass wanted, const TileRange& range, const Find& find, i32* row, int& num_indexed) {
+  for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
+    Found found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) found[i] = find(own + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool wants = found[i].pairs == wanted;
+      const Count count(wants);
+      const u32 marks = (wanted == TileClass::kPartial ? IndexEntry::kNeedsMask : 0) |
+                        (found[i].shown_whole ? 0 : IndexEntry::kEvaluatesMask);
+      if (wants) row[kIndexHeader + num_indexed + count.before] = (i32)(own + 32 * i | marks);
+      num_indexed += count.all;
+    }
+  }
+}
+
 CUFLASH_DEVICE void make_block_index(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
   const int num_rows = kIndexesKeys ? num_m_blocks : num_n_blocks, length = kIndexesKeys ? num_n_blocks : num_m_blocks;
@@ -41,20 +78,10 @@ CUFLASH_DEVICE void make_block_index(const Params& params) {
   const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
   const TileRange range = kIndexesKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                        : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
-  struct Found {
-    TileClass pairs;
-    bool shown_whole;  // masks show all of its pairs, even if bounds hide some
-  };
-  const auto pairs_with = [&](int other) -> Found {
+  const auto find = [&](int other) -> Found {
     const int tile = min_of(other, range.stop - 1);
     const int m_block = kIndexesKeys ? block : tile, n_block = kIndexesKeys ? tile : block;
-    TileClass left = TileClass::kFull;
-    if constexpr (kMaskByBits)
-      left = pairs_of(params, bits, batch, head, m_block, n_block);
-    else if constexpr (kHasBlockMask)
-      left = pairs_of(params, blocks, m_block, n_block);
-    if constexpr (kIsClassified) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
-    if constexpr (kHasBiasTileClasses) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
+    const TileClass left = class_of_tile(params, blocks, bits, batch, head, m_block, n_block);
     if (other >= range.stop) return {TileClass::kEmpty, false};
     const bool full = other >= range.full_start && other < range.full_stop;
     return {left == TileClass::kFull && !full ? TileClass::kPartial : left, left == TileClass::kFull};
@@ -63,25 +90,9 @@ CUFLASH_DEVICE void make_block_index(const Params& params) {
   i32* row =
       index_row_of(params, kIndexesKeys ? params.key_index : params.query_index, batch, head, block, num_rows, length);
   int num_indexed = 0;
-  const auto add_those_with = [&](TileClass wanted) {
-    for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
-      Found found[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) found[i] = pairs_with(own + 32 * i);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const bool wants = found[i].pairs == wanted;
-        const Count count(wants);
-        const u32 marks = (wanted == TileClass::kPartial ? IndexEntry::kNeedsMask : 0) |
-                          (found[i].shown_whole ? 0 : IndexEntry::kEvaluatesMask);
-        if (wants) row[kIndexHeader + num_indexed + count.before] = (i32)(own + 32 * i | marks);
-        num_indexed += count.all;
-      }
-    }
-  };
-  add_those_with(TileClass::kFull);
+  append(TileClass::kFull, range, find, row, num_indexed);
   if (lane_index() == 0) row[1] = num_indexed;
-  add_those_with(TileClass::kPartial);
+  append(TileClass::kPartial, range, find, row, num_indexed);
   ptx::sync_warp();
   if (lane_index() != 0) return;
   row[0] = num_indexed;

@@ -198,10 +198,7 @@ CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
   return;
 #endif
   ptx::sync_block();
-  if constexpr (kNeedsDbias)
-    finish_dbias(params, result, index, split, sums);
-  else
-    finish_sums(params, result, split, sums);
+  finish(params, result, index, split, sums);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_jvp_scores)

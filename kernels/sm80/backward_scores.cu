@@ -5,7 +5,10 @@
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
 //   dscale = sum dS * f'(X) * (Q K')        dc = sum dS * df/dc        (X = scale Q K')
 //
-// f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both.
+// f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both. The steps of
+// a tile of pairs are numbered:
+//
+//   [GEMM 1] X = Q K'    [GEMM 2] dP = dO V'    [3] P    [4] dS    [5] what is added to the sums
 //
 // A block owns a tile of dbias and iterates over all axes along which the bias broadcasts: batch entries, heads, tiles
 // of queries, tiles of keys. For the other gradients it owns a tile of queries of one head and iterates over the keys.
@@ -43,13 +46,15 @@ constexpr u32 kBytesStage = kBytesQ + kBytesDo + kBytesK + tile_bytes(kBlockN, k
 static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
+using ScoreTile = Real[kMTiles][kNTiles][4];  // what a lane holds of a tile of pairs
+
 #if CUFLASH_CHUNK_COLUMNS
 // Chunks are loaded while they are multiplied.
 CUFLASH_DEVICE void load_tiles(const Params&, const ScoreTiles&, u32) {}
 
-// S of one step of the loop, by chunks. dP is 0.
-CUFLASH_DEVICE void multiply_chunks(const Params& params, const ScoreTiles& now, u32 s_ring, int warp_row,
-                                    Real (&s)[kMTiles][kNTiles][4], Real (&dp)[kMTiles][kNTiles][4]) {
+// [GEMM 1] by chunks. dP is 0.
+CUFLASH_DEVICE void multiply_chunks(const Params& params, const ScoreTiles& now, u32 s_ring, int warp_row, ScoreTile& s,
+                                    ScoreTile& dp) {
   const Storage* g_q = queries_of(params.q, now.batch, now.head);
   const Storage* g_k = keys_of(params, params.k, now.batch, now.head / (params.num_heads / params.num_heads_kv));
   const int key_stop = key_stop_of(params, now.batch), seqlen_q = seqlen_q_of(params, now.batch);
@@ -84,6 +89,15 @@ CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32
                                key_stop);
   load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,
                                 key_stop);
+}
+
+// [GEMM 1] X = Q K', [GEMM 2] dP = dO V', of the tiles in one stage.
+CUFLASH_DEVICE void multiply_tiles(u32 s_stage, int warp_row, ScoreTile& s, ScoreTile& dp) {
+  const u32 s_q = s_stage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
+  set_zero(s);
+  multiply<kDim / kStep>(s, RowMajorA<kRow>(s_q, warp_row), ColumnMajorB<kRow, 1>(s_k));
+  set_zero(dp);
+  multiply<kDimV / kStep>(dp, RowMajorA<kRowV>(s_do, warp_row), ColumnMajorB<kRowV, 1>(s_v));
 }
 #endif
 
@@ -128,23 +142,19 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   int stage = 0;
 #pragma unroll 1
   for (; now.left > 0; now.advance(params)) {
-    const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(params, batch);
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
     const int lane_key = now.n_block * kBlockN + fragment_column();
     RowStats stats[kMTiles][2];
     load_stats(params, batch, head, lane_row, stats);
-    Real s[kMTiles][kNTiles][4], dp[kMTiles][kNTiles][4];
+    ScoreTile s, dp;
 #if CUFLASH_CHUNK_COLUMNS
     multiply_chunks(params, now, s_ring, warp_row, s, dp);
 #else
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
-    set_zero(s);
-    multiply<kDim / kStep>(s, RowMajorA<kRow>(s_q, warp_row), ColumnMajorB<kRow, 1>(s_k));
-    set_zero(dp);
-    multiply<kDimV / kStep>(dp, RowMajorA<kRowV>(s_do, warp_row), ColumnMajorB<kRowV, 1>(s_v));
+    multiply_tiles(s_ring + stage * kBytesStage, warp_row, s, dp);
     ptx::sync_block();
     if (next.left > 0) load(stage);
     ptx::copy_async_commit();
@@ -168,15 +178,20 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+          // [3] P = exp(S - lse).
           const Real product = s[m][n][i];
           Real derivative;
           Real x = score.of(product, row, key, derivative);
           if (masked && !mask.visible(row, key)) x = -ptx::infinity();
           const RowStats& own = stats[m][i / 2];
           const Real p = weight_of(x, exponent_scale, own, derivative);
+
+          // [4] dS = P * (dP - delta).
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real delta = reductions.delta_of(own.delta, p, row, own.exists());
           const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key, own.exists());
+
+        // [5] The sums.
 #if CUFLASH_NEEDS_SCORE_ARGS
           if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif
@@ -194,10 +209,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   return;
 #endif
   ptx::sync_block();
-  if constexpr (kNeedsDbias)
-    finish_dbias(params, result, index, split, sums);
-  else
-    finish_sums(params, result, split, sums);
+  finish(params, result, index, split, sums);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_scores)

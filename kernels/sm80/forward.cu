@@ -84,10 +84,52 @@ struct KeyRing : KeyLoader<kBytesK, kBytesV> {
   }
 };
 
+using ScoreTile = Real[kMTiles][kNTiles][4];
+using OutTile = Real[kMTiles][kColumnTiles][4];
+
+// The scales of fp8 keys, values and queries of one head, for the rows of a lane from `lane_row` on.
+struct Float8Scales {
+  const HeadScales<kKScale> keys;
+  const HeadScales<kVScale> values;
+  const float of_keys, of_values;  // 1 unless all of the head share one
+  const int key_stop;
+  float of_rows[kMTiles][2];
+  ValueScales<Element> relative;
+
+  CUFLASH_DEVICE Float8Scales(const Params& params, const QueryTile& tile, int lane_row)
+      : keys(params, params.k_scale, params.k_scale_shift, tile.work.batch, tile.head_kv),
+        values(params, params.v_scale, params.v_scale_shift, tile.work.batch, tile.head_kv),
+        of_keys(keys.of_head()),
+        of_values(values.of_head()),
+        key_stop(tile.key_stop) {
+    const QueryScales queries(params, tile.work.batch, tile.work.head);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) of_rows[m][half] = queries.of(lane_row + 16 * m + 8 * half);
+  }
+
+  CUFLASH_DEVICE void multiply_scores(ScoreTile& s, int lane_key) const {
+    float scale[kNTiles][2];
+    keys.load(scale, lane_key, key_stop);
+    multiply_columns<kKScale>(s, scale, of_keys);
+    if constexpr (kQScale) multiply_rows(s, of_rows);
+  }
+  // Rescales O where the scales of these values leave the range of the weights.
+  CUFLASH_DEVICE void multiply_weights(ScoreTile& p, OutTile& o, int lane_key) {
+    if constexpr (kVScale == 2) {
+      float scale[kNTiles][2];
+      values.load(scale, lane_key, key_stop);
+      relative.update(scale, o);
+      multiply_columns<kVScale>(p, scale, of_values);
+    }
+  }
+};
+
 // O / l, through the shared memory of Q so that the stores to global memory are wide.
 template <class RowFactor>
 CUFLASH_DEVICE void store_out(const Params& params, const QueryTile& tile, u32 s_q, int warp_row, int warp_d,
-                              const Real (&o)[kMTiles][kColumnTiles][4], int seqlen_q, RowFactor factor_of) {
+                              const OutTile& o, int seqlen_q, RowFactor factor_of) {
   const Work& work = tile.work;
   if constexpr (CUFLASH_OUT_WIDE && kHasValues) {
     store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_values_of(params.out, work.batch, work.head),
@@ -137,33 +179,21 @@ CUFLASH_DEVICE void forward(const Params& params) {
   const RowMajorA<kRowQ> operand_q(s_q, warp_row);
   const KeysOperand<kDim, 1> operand_k(ring.s_k);
   const ValuesOperand<kDimV, kWarpsD> operand_v(ring.s_v, warp_d);
-  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, batch, tile.head_kv);
-  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, batch, tile.head_kv);
-  const float k_scale = k_scales.of_head(), v_scale = v_scales.of_head();
-  const QueryScales q_scales(params, batch, head);
-
   const Score score(params, batch, head, key_stop);
   const Mask mask(params, batch, head, key_stop);
   const Dropout dropout(params, batch, head);
   const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
-
-  float q_scale[kMTiles][2];
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) q_scale[m][half] = q_scales.of(lane_row + 16 * m + 8 * half);
-
+  Float8Scales scales(params, tile, lane_row);
   OnlineSoftmax<kMTiles> softmax;
-  Real o[kMTiles][kColumnTiles][4];
+  OutTile o;
   set_zero(o);
-  ValueScales<Element> value_scales;
 
   int stage = 0;
   const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
     // [GEMM 1] S = Q K^T.
     ring.wait_for_k(n_block, stage);
-    Real s[kMTiles][kNTiles][4];
+    ScoreTile s;
     set_zero(s);
     multiply<kDim / kStep>(s, operand_q,
                            [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
@@ -172,21 +202,14 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
     // [2] P = exp(S - m), l += rowsum(P).
     const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-    float scale[kNTiles][2];  // of the keys, then of the values
-    k_scales.load(scale, lane_key, key_stop);
-    multiply_columns<kKScale>(s, scale, k_scale);
-    if constexpr (kQScale) multiply_rows(s, q_scale);
+    scales.multiply_scores(s, lane_key);
     to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
     softmax.update(s, o, exponent_scale);
     if constexpr (kHasDropout) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, lane_key);
     }
-    if constexpr (kVScale == 2) {
-      v_scales.load(scale, lane_key, key_stop);
-      value_scales.update(scale, o);
-      multiply_columns<kVScale>(s, scale, v_scale);
-    }
+    scales.multiply_weights(s, o, lane_key);
 
     // [GEMM 3] O += P V.
     if constexpr (kHasValues) {
@@ -205,7 +228,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   const auto factor_of = [&](int m, int half) {
-    return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
+    return scales.relative.row_factor(softmax.inverse_sum(m, half) * kept_scale, scales.of_values);
   };
   store_out(params, tile, s_q, warp_row, warp_d, o, seqlen_q, factor_of);
   store_rows(params, work, softmax, lane_row, warp_d, seqlen_q);

@@ -95,3 +95,11 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
   }
   sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
 }
+
+// Stores what the block has summed.
+CUFLASH_DEVICE void finish(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
+  if constexpr (kNeedsDbias)
+    finish_dbias(params, result, index, split, sums);
+  else
+    finish_sums(params, result, split, sums);
+}

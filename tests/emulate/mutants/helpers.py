@@ -82,7 +82,7 @@ MUTANTS = (
     mutant("32-bit offsets of lse", ROW_SUMS, "head)[row * params.lse.row_stride]",
            "head)[row * (int)params.lse.row_stride]", "backward far"),
     mutant("turns are not counted from zero", DELTA,
-           "    if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;\n", "",
+           "  if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;\n", "",
            "backward sm90 in order"),
     mutant("the gradient of lse is forgotten", DELTA, "= delta - row_dlse;", "= delta;", "backward sinks"),
     mutant("the gradient of lse without its stride", DELTA, "dlse[row * params.dlse.row_stride]", "dlse[row]",
@@ -92,7 +92,7 @@ MUTANTS = (
     # ---- helpers/block_index.cu
     mutant("lists of 128 tiles at most", LISTS, "+ (int)lane_index(); own += 32 * kAtOnce)",
            "+ (int)lane_index(); own += 320 * kAtOnce)", "forward many blocks"),
-    mutant("lanes look at their first tile again", LISTS, "pairs_with(own + 32 * i)", "pairs_with(own)",
+    mutant("lanes look at their first tile again", LISTS, "find(own + 32 * i)", "find(own)",
            "forward many blocks"),
     mutant("the last keys are visible wherever blocks are", LISTS,
            "left == TileClass::kFull && !full ? TileClass::kPartial : left",

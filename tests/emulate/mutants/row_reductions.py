@@ -94,7 +94,7 @@ MUTANTS = (
            "      delta += row_dentropy * entropy[row * params.entropy.row_stride];\n", "", "row reductions"),
     mutant("dentropy of base e", PREPROCESS, "row_dentropy * (kWide ? (Real)1 : (Real)kLn2)", "row_dentropy",
            "row reductions"),
-    mutant("rows that do not exist keep what memory had", PREPROCESS, "      reductions.dentropy[row] = 0;\n",
+    mutant("rows that do not exist keep what memory had", PREPROCESS, "      stored.dentropy[row] = 0;\n",
            "      ;\n",
            "row reductions"),
     # ---- helpers/row_sums.cuh
