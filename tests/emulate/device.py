@@ -5,7 +5,6 @@ import functools
 import hashlib
 import operator
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -30,6 +29,9 @@ class Memory:
     def __init__(self, ptr: int, owner: Any) -> None:
         self.ptr, self.owner, self.device_id = ptr, owner, _of_thread.device
         self.mem = SimpleNamespace(ptr=ptr, size=0)
+
+    def __add__(self, nbytes: int) -> "Memory":
+        return Memory(self.ptr + nbytes, self)
 
     def copy_from_device_async(self, source: "Memory", nbytes: int, stream: Any) -> None:
         ctypes.memmove(self.ptr, source.ptr, nbytes)
@@ -264,9 +266,6 @@ def extend(cupy: Any) -> None:
     names = (alloc, using_allocator, MemoryPool, Stream, Event, get_current_stream)
     cupy.cuda.__dict__.update({x.__name__: x for x in names})
     launch = cupy.cuda.driver.launchKernel
-    sys.modules["cuflash.gpu.backend"].__dict__["_in_scratch"] = lambda scratch, offset, shape, dtype: OnDevice(
-        shape, dtype, Memory(scratch.ptr + offset, scratch)
-    )
 
     def one_at_a_time(*args: Any) -> None:
         with _one_at_a_time:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,10 +39,23 @@ def allocated(nbytes: int) -> np.ndarray:
     return storage[first : first + nbytes]
 
 
-class DeviceArray(np.ndarray):
-    """An array with as much of the interface of CuPy's as the launcher looks at; memory of its own if it is new."""
+class Pointer(NamedTuple):
+    """To memory of the device, as CuPy's are: sums with a number of bytes are pointers."""
 
-    def __new__(cls, shape: tuple[int, ...], dtype: Any) -> "DeviceArray":
+    ptr: int
+    memory: np.ndarray
+
+    def __add__(self, nbytes: int) -> "Pointer":  # type: ignore[override]
+        return Pointer(self.ptr + nbytes, self.memory)
+
+
+class DeviceArray(np.ndarray):
+    """An array with as much of the interface of CuPy's as the launcher looks at; new memory unless it is given."""
+
+    def __new__(cls, shape: tuple[int, ...], dtype: Any, at: "Pointer | None" = None) -> Any:
+        if at is not None:
+            nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            return np.ndarray(shape, dtype, (ctypes.c_char * nbytes).from_address(at.ptr))
         memory = allocated(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         return memory.view(dtype).reshape(shape).view(cls)
 
@@ -129,11 +142,6 @@ def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
     ).tobytes()
 
 
-def in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.ndarray(shape, dtype, (ctypes.c_char * nbytes).from_address(scratch.ptr + offset))
-
-
 @contextmanager
 def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
     """`cuflash.gpu.backend`, which takes the emulator for a GPU of this compute capability."""
@@ -146,7 +154,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
     cupy.cuda = SimpleNamespace(
         Device=lambda device_id: nullcontext(),
         runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device_id: None, driverGetVersion=lambda: 0),
-        alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
+        alloc=lambda nbytes: Pointer((memory := allocated(nbytes)).ctypes.data, memory),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
     replaced = ("cupy", "cuflash.gpu.backend", "cuflash.gpu.bound", "cuflash.gpu.timing", "cuflash.gpu.reductions")
@@ -160,7 +168,6 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         module.device_spec = lambda device_id: DeviceSpec.for_arch(arch)
         module.with_resources = lambda plan: plan  # which compiles for a GPU
         module.encoder = encoder
-        module._in_scratch = in_scratch
         module.load_function = found.load
         module._driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
         yield found
