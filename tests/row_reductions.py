@@ -44,7 +44,9 @@ def results_of(
         need = ct.gradients_of(case.problem)
         gradients = attn.backward(dout, q, k, v, found["out"], found["lse"], need=need, **of_rows, **optional)._asdict()
     if not case.has_values:
-        found["out"] = convert(np.empty(case.problem.out_shape, case.arrays()["q"].dtype))
+        # It has no columns, and the shape of dout, whose batch axes may be fewer or more than those of a problem.
+        nothing = arrays.get("dout")
+        found["out"] = convert(np.empty(case.problem.out_shape, case.arrays()["q"].dtype)) if nothing is None else nothing
     return Found(found, {name: x for name, x in gradients.items() if x is not None})
 
 
