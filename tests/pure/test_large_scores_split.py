@@ -14,13 +14,12 @@ import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec import row_sums
 from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS
-from tests.fakes import FakeDevice
 from tests.pure.test_distributed import is_clear
 from tests.pure.test_schedule import splits
 from tests.pure.test_streamed import chunks_for
-from tests.pure.test_streamed import results_of as streamed_results_of
 from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
 from tests.sampling import examples
+from tests.streams import ON_CPU, through
 from tests.ways import every_way
 
 pytestmark = [every_way, pytest.mark.usefixtures("way")]
@@ -56,7 +55,7 @@ def test_batch_axes_keep_the_oracle_rule(data, case, ranks):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
     judge(case, results_of(case, split_q, split_k))
-    judge(case, streamed_results_of(case, chunks_for(data, case)))
+    judge(case, ON_CPU.results(case, chunks_for(data, case)))
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -70,10 +69,8 @@ def test_packed_sequences_keep_the_oracle_rule(data, case, ranks):
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), case=large(), has_device=st.booleans())
 def test_streamed_keys_keep_the_oracle_rule(data, case, has_device):
-    with pytest.MonkeyPatch.context() as patch:
-        device = FakeDevice(late=True, pinned=False) if has_device else None
-        patch.setattr("cuflash.streaming.calls.device_of", lambda backend: device)
-        judge(case, streamed_results_of(case, chunks_for(data, case)))
+    with through({"late": True, "pinned": False} if has_device else None):
+        judge(case, ON_CPU.results(case, chunks_for(data, case)))
 
 
 def equal_scores(dtype: str, level: float, sinks: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,7 +26,9 @@ from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
 from tests.fakes import FakeDevice, FakeStream
 from tests.interrupts import Interrupt, of_package
+from tests.ranks import judge
 from tests.sampling import examples
+from tests.streams import ON_CPU, through
 
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
 SMALL: dict[str, Any] = {
@@ -40,38 +42,15 @@ CASE = ct.Case(seqlen_q=13, seqlen_k=50, num_heads=4, num_heads_kv=2, head_dim=8
 DEVICES = st.sampled_from([None, *({"late": late, "pinned": pinned} for late in (0, 1) for pinned in (0, 1))])
 
 
-def results_of(case, chunk, arrays=None, **options):
-    """All results of both passes."""
-    arrays = case.arrays() if arrays is None else arrays
-    q, k, v = ct.qkv(arrays)
-    keys = cuflash.streamed(k, v, chunk=chunk)
-    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
-    need = ct.gradients_of(case.problem)
-    out, lse = attn.forward(q, *keys, **ct.optional(arrays), **case.random)
-    optional = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **optional)
-    return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
-
-
-def judge(case, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    ct.assert_backward(case, **{name: x for name, x in results.items() if name not in ("out", "lse")})
-
-
 def same(x, y):
     return all(x[name].tobytes() == y[name].tobytes() for name in x)
 
 
 @pytest.fixture
-def devices(monkeypatch):
-    """Lets calls on NumPy arrays go by way of a stand-in for a device, or of none."""
-
-    def use(how):
-        device = None if how is None else FakeDevice(**how)
-        monkeypatch.setattr(calls, "device_of", lambda error: device)
-        return device
-
-    return use
+def devices():
+    """Lets calls on NumPy arrays go by way of a stand-in for a device, or of none, to the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda how: stack.enter_context(through(how))
 
 
 def chunks_for(data, case):
@@ -87,10 +66,8 @@ AXES = ct.with_axes(ct.cases(**{**SMALL, "max_scores": 2**11}, ndims=(4,)))
 @settings(max_examples=examples(90))
 @given(data=st.data(), case=ct.cases(**SMALL) | AXES, how=DEVICES)
 def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
-    with pytest.MonkeyPatch.context() as patch:
-        device = None if how is None else FakeDevice(**how)
-        patch.setattr(calls, "device_of", lambda error: device)
-        judge(case, results_of(case, chunks_for(data, case)))
+    with through(how):
+        judge(case, ON_CPU.results(case, chunks_for(data, case)))
 
 
 @settings(max_examples=examples(25))
@@ -105,9 +82,7 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
     def empty_view(x):
         return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
 
-    with pytest.MonkeyPatch.context() as patch:
-        device = None if how is None else FakeDevice(**how)
-        patch.setattr(calls, "device_of", lambda error: device)
+    with through(how):
         keys = cuflash.streamed(k, v, chunk=chunk)
         results = attn.forward(q, *keys, **optional)
         given = {name: empty_view(x) for name, x in results._asdict().items()}
@@ -127,10 +102,8 @@ def test_bits_do_not_depend_on_how_chunks_travel(data, case):
     """By views, or through buffers, early or late, staged or not."""
     chunk, found = chunks_for(data, case), []
     for how in (None, *({"late": late, "pinned": pinned} for late in (False, True) for pinned in (False, True))):
-        with pytest.MonkeyPatch.context() as patch:
-            device = None if how is None else FakeDevice(**how)
-            patch.setattr(calls, "device_of", lambda error, device=device: device)
-            found.append(results_of(case, chunk))
+        with through(how):
+            found.append(ON_CPU.results(case, chunk))
     for others in found[1:]:
         for name, x in others.items():
             np.testing.assert_array_equal(x, found[0][name], err_msg=name, strict=True)
@@ -142,7 +115,7 @@ def test_one_chunk_is_the_call_as_it_was(case):
     arrays = case.arrays()
     attn: Any = cuflash.FlashAttention(**case.keywords)
     expected = attn.forward(*ct.qkv(arrays), **ct.optional(arrays), **case.random)
-    found = results_of(case, case.seqlen_k)
+    found = ON_CPU.results(case, case.seqlen_k)
     for name, x in expected._asdict().items():
         np.testing.assert_array_equal(found[name], x, err_msg=name, strict=True)
 
@@ -219,7 +192,7 @@ def test_device_memory_does_not_grow_with_the_keys(devices):
     for seqlen_k in (1000, 4000):
         device = devices({"late": True, "pinned": False})
         case = replace(CASE, seqlen_k=seqlen_k, causal=False)
-        judge(case, results_of(case, 100))
+        judge(case, ON_CPU.results(case, 100))
         taken.append(device.allocated)
     assert taken[0] == taken[1] > 0
 
@@ -410,7 +383,7 @@ def test_a_device_that_overwrites_is_noticed(devices, monkeypatch):
         device = devices({"late": late, "pinned": True})
         monkeypatch.setattr(device, "follow", lambda stream, event, device=device: stream or device.run(*event))
         with pytest.raises(AssertionError, match=r"overwritten|before they are computed"):
-            results_of(CASE, 16)
+            ON_CPU.results(CASE, 16)
 
 
 class OnDevice:

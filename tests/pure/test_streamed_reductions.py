@@ -18,16 +18,9 @@ from tests.reductions import attention_of, gradient_problem, inputs_of, judge, j
 from tests.row_reductions import gap_is_clear
 from tests.row_reductions import results_of as row_reductions_of
 from tests.sampling import examples
+from tests.streams import through
 
 AXES = ct.with_axes(ct.cases(**{**SMALL, "max_scores": 2**11}, ndims=(4,)))
-
-
-def by(how):
-    """A context in which calls on NumPy arrays go by way of a stand-in for a device, or of none."""
-    patch = pytest.MonkeyPatch()
-    device = None if how is None else FakeDevice(**how)
-    patch.setattr(calls, "device_of", lambda backend: device)
-    return patch
 
 
 @settings(max_examples=examples(90), deadline=None)
@@ -38,13 +31,10 @@ def test_any_chunks_keep_the_oracle_rule(data, case, how, count):
     lse = lse_of(attn, arrays)
     weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
     k = cuflash.streamed(arrays["k"], None, chunk=chunks_for(data, case))
-    patch = by(how)
-    try:
+    with through(how):
         sums = attn.column_sums(arrays["q"], k, lse, weights, **others)
         largest = attn.column_max(arrays["q"], k, lse, **others)
         top = attn.top_keys(arrays["q"], k, lse, count, **others)
-    finally:
-        patch.undo()
     assert sums.dtype == largest.dtype == top.weights.dtype == lse.dtype
     judge(case, weights, sums, largest, top)
 
@@ -59,7 +49,6 @@ def test_all_results_are_those_of_keys_in_one_memory(data, case, how):
     weights = rng.standard_normal(lse.shape).astype(lse.dtype)
     dsums = rng.standard_normal((*lse.shape[:-1], case.seqlen_k)).astype(lse.dtype)
     need = [name for name in ct.gradients_of(case.problem) if name not in ("dv", "dsinks")] + ["dlse", "dweights"]
-    patch = by(how)
 
     def results(k):
         return (
@@ -69,10 +58,8 @@ def test_all_results_are_those_of_keys_in_one_memory(data, case, how):
             *attn.column_sums_backward(dsums, q, k, lse, weights, need=need, **arrays),
         )
 
-    try:
+    with through(how):
         found = results(cuflash.streamed(keys, None, chunk=chunks_for(data, case)))
-    finally:
-        patch.undo()
     tolerance = {"float64": 1e-11, "float32": 1e-3}.get(case.dtype, 0.05)
     for name, x, expected in zip(("sums", "max", "indices", "weights", *need), found, results(keys), strict=True):
         assert (x.shape, x.dtype) == (expected.shape, expected.dtype), name
@@ -85,12 +72,9 @@ def test_all_results_are_those_of_keys_in_one_memory(data, case, how):
 @pytest.mark.parametrize("how", [None, {"late": True, "pinned": False}], ids=str)
 def test_gradients_keep_the_oracle_rule(dtype, how):
     case, (dsums, q, k, lse, weights), need = gradient_problem(dtype)
-    patch = by(how)
-    try:
+    with through(how):
         k = cuflash.streamed(k, None, chunk=50)
         found = attention_of(case).column_sums_backward(dsums, q, k, lse, weights, need=need)
-    finally:
-        patch.undo()
     judge_gradients(case, weights, dsums, found._asdict())
 
 
@@ -157,11 +141,8 @@ def test_row_reductions_of_any_chunks_keep_the_oracle_rule(data, case, how, want
     case = replace(case, row_reductions=want, has_values=has_values)
     assume("max" not in want or gap_is_clear(case))
     chunk = chunks_for(data, case)
-    patch = by(how)
-    try:
+    with through(how):
         found = row_reductions_of(case, keys_of=functools.partial(cuflash.streamed, chunk=chunk))
-    finally:
-        patch.undo()
     ct.assert_forward(case, **found.forward)
     ct.assert_backward(case, **found.gradients)
 
@@ -173,14 +154,11 @@ def test_the_first_of_equal_scores_gets_the_gradient_of_the_maximum(seed, keys, 
     rng = np.random.default_rng(seed)
     q, k = (rng.integers(-2, 3, (2, n, 4)).astype(np.float32) for n in (30, keys))
     attn: Any = cuflash.FlashAttention(scale=0.5)
-    patch = by(how)
-    try:
+    with through(how):
         _, lse, largest = attn.forward(q, *cuflash.streamed(k, None, chunk=chunk), want=("max",))
         dmax, bias = rng.integers(1, 5, lse.shape).astype(np.float32), np.zeros((2, 30, keys), np.float32)
         given = {"bias": bias, "dmax": dmax, "need": ("dbias",)}
         (dbias,) = attn.backward(None, q, *cuflash.streamed(k, None, chunk=chunk), None, lse, **given)
-    finally:
-        patch.undo()
     scores = 0.5 * (q @ k.swapaxes(1, 2))
     np.testing.assert_array_equal(largest, scores.max(axis=-1))
     expected = np.zeros_like(bias)

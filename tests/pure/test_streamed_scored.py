@@ -3,31 +3,15 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.streaming import calls
-from cuflash.testing.rule import gradients_of
-from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES
-from tests.ranks import REQUIRED, judge
+from tests.ranks import judge
 from tests.sampling import examples
 from tests.scored import CONDITIONED, SCORES, Scored, score_args_of, scored
-
-
-def results_of(case, chunk):
-    """All results of both passes."""
-    q, k, v = case.inputs
-    keys = cuflash.streamed(k, v, chunk=chunk)
-    optional = {name: x for name, x in case.arrays.items() if name not in REQUIRED} | case.random
-    attn: Any = case.attention
-    out, lse = attn.forward(q, *keys, **optional)
-    of_lse = {"dlse": case.arrays["dlse"]} if "dlse" in case.arrays else {}
-    need = gradients_of(case.problem)
-    gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **optional, **of_lse)
-    return {"out": out, "lse": lse, **gradients._asdict()}
+from tests.streams import ON_CPU, through
 
 
 @settings(max_examples=examples(40))
@@ -35,9 +19,8 @@ def results_of(case, chunk):
 def test_any_chunks_of_any_functions_keep_the_oracle_rule(data, case, how):
     step = 64 if "block_mask" in case.arrays else 16 if case.problem.dropout else 1
     chunk = data.draw(st.sampled_from([step * n for n in (1, 2, 3, 5, 16, 100)]), "chunk")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "device_of", lambda backend: None if how is None else FakeDevice(**how))
-        judge(case, results_of(case, chunk))
+    with through(how):
+        judge(case, ON_CPU.results(case, chunk))
 
 
 def test_the_gradient_of_a_cap_is_summed_over_chunks():
@@ -46,7 +29,7 @@ def test_the_gradient_of_a_cap_is_summed_over_chunks():
     arrays = {name: random.standard_normal((1, 2, 130, 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
     arrays |= score_args_of((SCORES["capped"],), (1, 2, 130, 130), "float32", 0)
     case = Scored(cuflash.FlashAttention(score=SCORES["capped"]), arrays, {}, "")
-    judge(case, results_of(case, 48))
+    judge(case, ON_CPU.results(case, 48))
 
 
 def spelled(s, i, j, *, head, slopes, pairs):
@@ -91,11 +74,11 @@ def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded():
     arrays |= score_args_of((SCORES["t5"],), sizes, "float16", 0)
     attn = cuflash.FlashAttention(score=SCORES["t5"])
     narrow, wide = (
-        results_of(Scored(attn, arrays | {"table": arrays["table"].astype(dtype)}, {}, ""), 5)["dtable"]
+        ON_CPU.results(Scored(attn, arrays | {"table": arrays["table"].astype(dtype)}, {}, ""), 5)["dtable"]
         for dtype in ("float16", "float32")
     )
     np.testing.assert_array_equal(narrow, wide.astype("float16"))
-    whole = results_of(Scored(attn, arrays, {}, ""), 60)
+    whole = ON_CPU.results(Scored(attn, arrays, {}, ""), 60)
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     out, lse = attn.forward(q, k, v, table=arrays["table"])
     np.testing.assert_array_equal(whole["out"], out)

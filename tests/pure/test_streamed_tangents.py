@@ -11,41 +11,20 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.streaming import calls
-from cuflash.testing.tangents import Moved, assert_tangents, movable
+from cuflash.testing.tangents import Moved, movable
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import CASE, DEVICES, SMALL, chunks_for
 from tests.sampling import examples
-from tests.second_derivatives import has_gradient, moved_by
-
-
-def results_of(case, moved, chunk, **options):
-    """All tangents, and out and lse."""
-    arrays, tangents = case.arrays(), moved.arrays(case)
-    q, k, v = ct.qkv(arrays)
-    keys = cuflash.streamed(k, v, chunk=chunk)
-    attn: Any = cuflash.FlashAttention(**case.keywords, **options)
-    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
-    given_arrays = ct.optional(arrays) | case.random
-    found = attn.jvp(q, *keys, **given_arrays, **of_inputs)
-    need = tuple(f"t{name}" for name in case.problem.gradients if has_gradient(case, name))
-    given_arrays |= tangents | ({"dlse": arrays["dlse"]} if case.dlse else {})
-    gradients = attn.backward_jvp(arrays["dout"], q, *keys, *found, need=need, **given_arrays)
-    return found._asdict() | gradients._asdict()
-
-
-def judge(case, moved, results):
-    ct.assert_forward(case, results["out"], results["lse"])
-    assert_tangents(case, moved, {name: x for name, x in results.items() if name not in ("out", "lse")})
+from tests.second_derivatives import moved_by
+from tests.streams import ON_CPU, judge_tangents, through
 
 
 @settings(max_examples=examples(60))
 @given(data=st.data(), case=ct.cases(**SMALL), how=DEVICES)
 def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
     moved = data.draw(moved_by(case))
-    with pytest.MonkeyPatch.context() as patch:
-        device = None if how is None else FakeDevice(**how)
-        patch.setattr(calls, "device_of", lambda error: device)
-        judge(case, moved, results_of(case, moved, chunks_for(data, case)))
+    with through(how):
+        judge_tangents(case, moved, ON_CPU.tangents(case, moved, chunks_for(data, case)))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +42,7 @@ def test_rows_of_large_scores_keep_the_oracle_rule(options, how, monkeypatch):
     monkeypatch.setattr(calls, "device_of", lambda error: None if how is None else FakeDevice(**how))
     case = ct.Case(**{"seqlen_q": 13, "seqlen_k": 50, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8} | options)
     moved = Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",))
-    judge(case, moved, results_of(case, moved, 16))
+    judge_tangents(case, moved, ON_CPU.tangents(case, moved, 16))
 
 
 @settings(max_examples=examples(20))
@@ -71,10 +50,8 @@ def test_rows_of_large_scores_keep_the_oracle_rule(options, how, monkeypatch):
 def test_bits_do_not_depend_on_how_chunks_travel(data, case):
     chunk, moved, found = chunks_for(data, case), data.draw(moved_by(case)), []
     for how in (None, {"late": False, "pinned": True}, {"late": True, "pinned": False}):
-        with pytest.MonkeyPatch.context() as patch:
-            device = None if how is None else FakeDevice(**how)
-            patch.setattr(calls, "device_of", lambda error, device=device: device)
-            found.append(results_of(case, moved, chunk))
+        with through(how):
+            found.append(ON_CPU.tangents(case, moved, chunk))
     for others in found[1:]:
         for name, x in others.items():
             np.testing.assert_array_equal(x, found[0][name], err_msg=name, strict=True)
@@ -87,7 +64,7 @@ def test_one_chunk_is_the_call_as_it_was(data, case):
     attn: Any = cuflash.FlashAttention(**case.keywords)
     of_inputs = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
     expected = attn.jvp(*ct.qkv(arrays), **ct.optional(arrays), **case.random, **of_inputs)
-    found = results_of(case, moved, case.seqlen_k)
+    found = ON_CPU.tangents(case, moved, case.seqlen_k)
     for name, x in expected._asdict().items():
         np.testing.assert_array_equal(found[name], x, err_msg=name, strict=True)
 
@@ -153,7 +130,7 @@ def test_results_go_where_the_caller_wants_them(how, monkeypatch, tmp_path):
     assert results.tout is tout
     found = attn.backward_jvp(arrays["dout"], q, *keys, *results, tdq=tdq, tdk=tdk, tdv=tdv, **tangents)
     assert (found.tdq is tdq, found.tdk is tdk, found.tdv is tdv) == (True, True, True)
-    judge(CASE, moved, results._asdict() | found._asdict())
+    judge_tangents(CASE, moved, results._asdict() | found._asdict())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -182,7 +159,7 @@ def test_device_memory_does_not_grow_with_the_keys(monkeypatch):
         device = FakeDevice(late=True, pinned=False)
         monkeypatch.setattr(calls, "device_of", lambda error, device=device: device)
         case = replace(CASE, seqlen_k=seqlen_k, causal=False)
-        judge(case, Moved(), results_of(case, Moved(), 100))
+        judge_tangents(case, Moved(), ON_CPU.tangents(case, Moved(), 100))
         taken.append(device.allocated)
     assert taken[0] == taken[1] > 0
 

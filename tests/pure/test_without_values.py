@@ -15,7 +15,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.testing.tangents import assert_tangents, everything, tangents_by
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
-from tests.pure import test_streamed, test_streamed_tangents
+from tests.pure import test_streamed
 from tests.pure.test_distributed import is_clear
 from tests.pure.test_schedule import splits
 from tests.pure.test_streamed import chunks_for
@@ -24,6 +24,7 @@ from tests.ranks import on_threads
 from tests.ranks import results_of as results_of_ranks
 from tests.sampling import examples, sample
 from tests.second_derivatives import moved_by
+from tests.streams import ON_CPU, judge_tangents
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES)
@@ -63,10 +64,9 @@ def test_batch_axes_keep_the_oracle_rule(case):
 @settings(max_examples=examples(60))
 @given(data=st.data(), case=cases(test_streamed.FEATURES, max_seqlen=100, max_head_dim=24, score_spreads=(1.0, 8.0)))
 def test_streamed_keys_keep_the_oracle_rule(data, case):
-    test_streamed.judge(case, test_streamed.results_of(case, chunks_for(data, case)))
+    judge_ranks(case, ON_CPU.results(case, chunks_for(data, case)))
     moved = data.draw(moved_by(case))
-    found = test_streamed_tangents.results_of(case, moved, chunks_for(data, case))
-    test_streamed_tangents.judge(case, moved, found)
+    judge_tangents(case, moved, ON_CPU.tangents(case, moved, chunks_for(data, case)))
 
 
 @settings(max_examples=examples(60), deadline=None)
