@@ -45,8 +45,8 @@ def results_of(
         gradients = attn.backward(dout, q, k, v, found["out"], found["lse"], need=need, **of_rows, **optional)._asdict()
     if not case.has_values:
         # It has no columns, and the shape of dout, whose batch axes may be fewer or more than those of a problem.
-        nothing = arrays.get("dout")
-        found["out"] = convert(np.empty(case.problem.out_shape, case.arrays()["q"].dtype)) if nothing is None else nothing
+        nothing = np.empty(case.problem.out_shape, case.arrays()["q"].dtype)
+        found["out"] = arrays.get("dout", convert(nothing))
     return Found(found, {name: x for name, x in gradients.items() if x is not None})
 
 
