@@ -165,11 +165,15 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         module: Any = importlib.import_module("cuflash.gpu.backend")
         found = Launcher(module, computes)
         cupy.cuda.driver = SimpleNamespace(launchKernel=found.run)
-        module.device_spec = lambda device_id: DeviceSpec.for_arch(arch)
-        module.with_resources = lambda plan: plan  # which compiles for a GPU
-        module.encoder = encoder
-        module.load_function = found.load
-        module._driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
+        stand_ins = {
+            "device_spec": lambda device_id: DeviceSpec.for_arch(arch),
+            "with_resources": lambda plan: plan,  # which compiles for a GPU
+            "encoder": encoder,
+            "load_function": found.load,
+            "_driver": lambda: SimpleNamespace(cuLaunchKernelEx=None),
+        }
+        assert set(stand_ins) <= set(module.__dict__), "what they stand in for is gone"
+        module.__dict__.update(stand_ins)
         yield found
     finally:
         for name, previous in before.items():
