@@ -1,8 +1,9 @@
 // dq in a fixed order of additions, for the deterministic backward pass: a block owns kBlockM queries of one head and
 // iterates over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged).
-// Where a warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns.
+// Where a warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns. The steps
+// of a tile of keys are numbered, where X' is X transposed:
 //
-//   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
+//   [GEMM 1] S = Q K'   [GEMM 2] dP = dO V'   [3] P = exp(S - lse)   [4] dS = P * (dP - delta)   [GEMM 5] dQ += dS K
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/operands.cuh"
@@ -28,7 +29,7 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Replaces S by dS = P * (dP - delta), times the derivatives of the scores by the scaled products.
+// [3] and [4]: replaces S by dS = P * (dP - delta), times the derivatives of the scores by the scaled products.
 template <class Masked>
 CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
                             const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
@@ -116,6 +117,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
       ptx::copy_async_commit();
     }
 
+    // [GEMM 1] S = Q K', [GEMM 2] dP = dO V'.
     const ColumnMajorB<kRow, 1> columns_k(loader.s_k + stage * kBytesK);
     const ColumnMajorB<kRowV, 1> columns_v(loader.s_v + stage * kBytesV);
     const RowMajorB<kRow, kDqWarpsD> rows_k(loader.s_k + stage * kBytesK, warp_d);
@@ -125,9 +127,11 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     set_zero(dp);
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
+    // [3] P = exp(S - lse), [4] dS = P * (dP - delta).
     const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
     make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, reductions, kept_scale);
 
+    // [GEMM 5] dQ += dS K.
     add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
     if constexpr (kNumStages == 2) {
       stage = 1 - stage;
