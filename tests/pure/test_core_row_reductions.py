@@ -81,9 +81,9 @@ def test_maxima_of_scores_that_are_no_numbers(way, case, value, data):
     arrays = case.arrays()
     row = data.draw(st.integers(0, case.seqlen_q - 1))
     arrays["bias"][row, data.draw(st.integers(0, case.seqlen_k - 1))] = value
-    attn = cuflash.FlashAttention(**case.keywords)
+    attn: Any = cuflash.FlashAttention(**case.keywords)
     with way_taken(way), np.errstate(invalid="ignore"):
-        found: Any = attn.forward(*ct.qkv(arrays), want=("max",), **ct.optional(arrays), **case.random)
+        found = attn.forward(*ct.qkv(arrays), want=("max",), **ct.optional(arrays), **case.random)
     np.testing.assert_array_equal(found.max[0, :, row], np.full(case.num_heads, value))
     assert np.isfinite(np.delete(found.max[0], row, axis=1)).all()
 
