@@ -12,10 +12,9 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash.preparation import backend_of
+from cuflash.preparation import results_of
 from cuflash.reductions import Reductions
 from cuflash.score_mod import Score
-from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, NamedGradients, NamedGradientTangents
 from cuflash.spec.keywords import explains_keywords
 from cuflash.spec.options import BLOCK_SIZE, Causal, Function, Options, Window
@@ -455,9 +454,8 @@ class FlashAttention(Reductions[FunctionT]):
         if want != () or max is not None or entropy is not None:
             arrays |= {"max": max, "entropy": entropy}
             names = wanted_results(want, arrays)
-        call = prepare(self.options, arrays, INPUTS, names, names)
-        computed = backend_of(call.backend).compute(FORWARD, call.options, call.arrays, call.need, random)
-        return named_tuple(ForwardResult, names)(*(computed if call.is_direct else call.exported(computed, arrays)))
+        result_type = ForwardResult if names is OUTPUTS else named_tuple(ForwardResult, names)
+        return result_type(*results_of(FORWARD, self.options, arrays, INPUTS, names, random))
 
     # fmt: off
     @overload
@@ -623,9 +621,7 @@ class FlashAttention(Reductions[FunctionT]):
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
-        computed = backend_of(call.backend).compute(BACKWARD, call.options, call.arrays, call.need, random)
-        return result_type(*(computed if call.is_direct else call.exported(computed, arrays)))
+        return result_type(*results_of(BACKWARD, self.options, arrays, _BACKWARD_INPUTS, need, random))
 
     # fmt: off
     @overload
@@ -702,9 +698,7 @@ class FlashAttention(Reductions[FunctionT]):
         given = checked_with_score_args("jvp", JvpArrays, self.options, arrays, tangents)
         by_name = {"q": q, "k": k, "v": v, **given}
         random = self.options.random(seed, offset)
-        call = prepare(self.options, by_name, INPUTS, JVP.default, JVP.default)
-        computed = backend_of(call.backend).compute(JVP, call.options, call.arrays, call.need, random)
-        return JvpResult(*(computed if call.is_direct else call.exported(computed, by_name)))
+        return JvpResult(*results_of(JVP, self.options, by_name, INPUTS, JVP.default, random))
 
     # fmt: off
     @overload
@@ -793,6 +787,6 @@ class FlashAttention(Reductions[FunctionT]):
         names = needed(need, by_name | self.options.numbers, results, gradients, prefix="t")
         by_name |= {name: results[name] for name in names}
         random = self.options.random(seed, offset)
-        call = prepare(self.options, by_name, _BACKWARD_JVP_INPUTS, names, names)
-        computed = backend_of(call.backend).compute(BACKWARD_JVP, call.options, call.arrays, call.need, random)
-        return named_tuple(GradientTangents, names)(*(computed if call.is_direct else call.exported(computed, by_name)))
+        return named_tuple(GradientTangents, names)(
+            *results_of(BACKWARD_JVP, self.options, by_name, _BACKWARD_JVP_INPUTS, names, random)
+        )

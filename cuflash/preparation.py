@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
 
 from cuflash.arrays.array_info import softmax_dtype_of
 from cuflash.arrays.checks import type_error, value_error
@@ -396,8 +398,9 @@ class BoundForward(Generic[ResultT]):
 
     A call takes arrays with the shapes and dtypes that were bound, of the same library; k, v and the arrays that have
     an axis of keys may have another number of keys. It gives what `forward` gives. On CuPy arrays with the bound
-    strides, on the bound device, it only compares these and launches; with other strides, after batch axes or
-    rewritten functions, and on arrays of other libraries it takes the host as long as `forward` does. A bound call may
+    strides, on the bound device, it only compares these and launches; on NumPy arrays with the bound shapes and strides
+    it compares these and computes. With other strides, after batch axes or rewritten functions, and on arrays of other
+    libraries it takes the host longer than `forward` does. A bound call may
     be used by several threads.
 
     Parameters
@@ -431,8 +434,9 @@ class BoundForward(Generic[ResultT]):
                 )
         given = {name: x for name, x in arrays.items() if x is not None}
         self._forms = {name: _form_of(name, x, options) for name, x in given.items()}
-        # By the names of the arrays that are given; None where calls are more than one launch on these arrays.
-        self._launches: dict[tuple[str, ...], BoundLaunch | None] = {}
+        # By the names of the arrays that are given; None where calls are more than one launch on these arrays, or have
+        # to look at numbers in them.
+        self._launches: dict[tuple[str, ...], BoundLaunch | cpu_backend.BoundCall | None] = {}
         self._result = named_tuple(ForwardResult, self._want)
         self._bound(given)
 
@@ -489,11 +493,14 @@ class BoundForward(Generic[ResultT]):
         call = prepare(self.options, arrays, INPUTS, self._want, self._want)
         names = tuple(given)
         launch = self._launches.get(names)
+        is_numpy = call.backend == "numpy"
+        arrays = {name: call.arrays[name] for name in names} if is_numpy and call.is_direct else call.arrays
         if launch is not None:
             if call.is_direct:
-                launch.bind(call.arrays)
-        elif call.backend == "cupy" and names not in self._launches:
-            launch = importlib.import_module("cuflash.gpu.bound").BoundLaunch(call.options, call.arrays, call.need)
+                launch.bind(arrays)
+        elif names not in self._launches and (call.is_direct or not is_numpy):
+            kind = cpu_backend.BoundCall if is_numpy else importlib.import_module("cuflash.gpu.bound").BoundLaunch
+            launch = kind(call.options, arrays, call.need)
             self._launches[names] = launch if call.is_direct and launch.is_bound else None
         return call
 
@@ -646,6 +653,28 @@ def reductions_of(backend: Backend) -> ReductionBackend:
     from cuflash.gpu import reductions as reductions_on_cupy
 
     return reductions_on_cupy
+
+
+def results_of(
+    pass_: Pass,
+    options: Options,
+    arrays: dict[str, Any],
+    required: Sequence[str],
+    need: tuple[str, ...],
+    random: tuple[int, int],
+) -> Sequence[Any]:
+    """The results `need` of a pass, as arrays of the caller; parameters are those of `prepare` and of `compute`."""
+    if type(arrays["q"]) is np.ndarray:
+        repeated = cpu_backend.repeated(pass_, options, arrays, need, random)
+        if repeated is not None:
+            return repeated
+    call = prepare(options, arrays, required, need, need)
+    results = backend_of(call.backend).compute(pass_, call.options, call.arrays, call.need, random)
+    if not call.is_direct:
+        return call.exported(results, arrays)
+    if call.backend == "numpy":
+        cpu_backend.remembered(pass_, options, arrays, need)
+    return results
 
 
 @functools.cache

@@ -38,9 +38,9 @@ def shifted(array, by):
 
 
 @st.composite
-def calls(draw, pass_):
+def calls(draw, pass_, features=FEATURES):
     """Arrays of a call, as it may be given them, and which gradients it wants."""
-    case = draw(ct.cases(features=FEATURES, max_scores=2**10, max_seqlen=65))
+    case = draw(ct.cases(features=features, max_scores=2**10, max_seqlen=65))
     if case.page_size and pass_ is BACKWARD:
         case = replace(case, page_size=0)
     if case.page_size:

@@ -165,6 +165,23 @@ def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backen
     np.testing.assert_allclose(expected, np.tile(fractions, (large.seqlen_q, 1)), atol=1e-12)
 
 
+def check_large_products(dtype: str, seqlen_q: int, options: Mapping[str, Any], seed: int, backend: Backend) -> None:
+    """Products of q and k may have any size, next to those of other rows: keys with equal ones share the weight."""
+    random = np.random.default_rng(seed)
+    large = Large(dtype=dtype, seqlen_q=seqlen_q, seqlen_k=300, options=options, seed=seed)
+    arrays = large.arrays()
+    of_rows = np.float64(2.0) ** random.choice([0, 10, 20, 24, 26, 28, 30, 33, 40, 60], seqlen_q)[:, None]
+    arrays["q"] = np.where(np.abs(arrays["q"]) < 0.25, 0.25, arrays["q"])  # so that no product is subnormal
+    arrays["k"] = arrays["k"][:, :, random.integers(0, 40, large.seqlen_k)]  # each about seven times, in several tiles
+    if dtype == "float16":  # whose largest number is 2^16
+        arrays["k"] = arrays["k"].astype(np.float64) * 2.0**12
+        of_rows = np.minimum(of_rows, 2.0**12)
+    for name, factor in (("q", of_rows), ("k", 1.0), ("v", 1.0)):
+        arrays[name] = (arrays[name].astype(np.float64) * factor).astype(numpy_dtype(dtype))
+    out, lse, _ = backend(large.attention.options, arrays, ())
+    large.judge(arrays, out=out, lse=lse)
+
+
 def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **inputs: Any) -> None:
     """A hidden pair is hidden whatever its score is: NaN and infinities of hidden keys change nothing."""
     random = np.random.default_rng(seed)

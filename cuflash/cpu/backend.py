@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -36,27 +37,34 @@ def compute(
     (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
     has_row_sums = "row_sums" in arrays
-    if not has_row_sums and not pass_.has_tangents and core.why_not() is None:
-        # If the core computes it without a check of the values in arrays, a small call takes half the time this way.
-        key, every = (pass_, options, need, *arrays), tuple(arrays.values())
-        known = _known.get(key)
-        number = core.find(known.table, every) if known is not None else -1
-        call = known.calls[number] if known is not None and number >= 0 else _remembered(key, arrays)
-        if call is not None:
-            if call.allocated:
-                every += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
-            status = call.compute(every, random, are_disjoint=call.are_disjoint)
-            if status == core.OVERLAPPING:
-                check_no_overlap(arrays, need)
-                status = call.compute(every, random, are_disjoint=True)
-            if status == core.DONE:
-                return tuple([every[index] for index in call.result_indices])
+    if not has_row_sums:
+        results = repeated(pass_, options, arrays, need, random)
+        if results is None and (call := remembered(pass_, options, arrays, need)) is not None:
+            results = call.results((*arrays.values(),), arrays, need, random)
+        if results is not None:
+            return results
     own = {name: x for name, x in arrays.items() if name != "row_sums"}
     if not has_row_sums and (axes := axes_of(options, own, need)):
         calls = Calls(axes, options, own, need, np, gives_partials=False)
         return calls.run(lambda options, found: compute(pass_, options, _given(found), need, random))
     problem = bound(pass_, options, own, need).problem
     return cpu.run(pass_, problem, need=need, **arrays, seed=random[0], offset=random[1])
+
+
+def repeated(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """What `compute` gives for arrays that lie as those of a remembered call; None if there is none.
+
+    Arrays that are None are absent. The others may be of any library: the core compares their types, too. A small call
+    takes half the time this way.
+    """
+    known = _known.get((pass_, options, need, *arrays))
+    if known is None:
+        return None
+    every = (*arrays.values(),)
+    number = core.find(known.table, every)
+    return None if number < 0 else known.calls[number].results(every, arrays, need, random)
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:
@@ -221,34 +229,108 @@ class _Repeatable(NamedTuple):
 
     compute: Callable[..., int]  # `core.compute`, or that of functions, of what was prepared
     are_disjoint: bool  # no result has an array of the caller
-    arrays: tuple[_ArraySignature, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
     result_indices: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
+
+
+class Remembered(NamedTuple):
+    """A call that may be repeated on arrays of given names, some of which are None in each of these calls."""
+
+    call: _Repeatable
+    signatures: bytes  # of all arrays, as the core compares them: with the addresses of their dtypes
+    dtypes: tuple[Any, ...]  # which nothing else may keep alive: equal ones need not be one object
+    given_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # those of all arrays that are given
+
+    def results(
+        self, every: tuple[Any, ...], arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+    ) -> tuple[Any, ...] | None:
+        """The results `need` of a call, whose arrays are `arrays` by name and `every` in order.
+
+        It is None if elements of an array are not aligned to their size, or a result is read-only.
+        """
+        compute, are_disjoint, allocated, result_indices = self.call
+        given = self.given_of(every)
+        if not are_disjoint:
+            results = [arrays[name] for name in need if arrays.get(name) is not None]
+            if not all([x.flags.writeable for x in results]):
+                return None
+        if allocated:
+            given += tuple([np.empty(shape, dtype) for shape, dtype in allocated])
+        status = compute(given, random, are_disjoint=are_disjoint)
+        if status == core.OVERLAPPING:
+            check_no_overlap({name: x for name, x in arrays.items() if x is not None}, need)
+            status = compute(given, random, are_disjoint=True)
+        return tuple([given[index] for index in result_indices]) if status == core.DONE else None
 
 
 class _Known(NamedTuple):
     """Calls with the same options on arrays of the same names, the latest one first."""
 
     table: bytes
-    calls: tuple[_Repeatable, ...]
+    calls: tuple[Remembered, ...]
 
 
 _known: dict[tuple[Any, ...], _Known] = {}
 
 
-def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
-    """Prepare a call that was not found, and store it, so that it is found next time. `key` is that of `_known`."""
-    pass_, options, need, *_ = key
-    signature = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
-    call = _repeatable(pass_, options, signature, need)
+def remembered(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Remembered | None:
+    """Remember a call on NumPy arrays, so that it may be `repeated`; None if the core does not compute it as it is."""
+    call = _remembered(pass_, options, arrays, need)
+    if call is None:
+        return None
+    key = (pass_, options, need, *arrays)
     known = _known.get(key)
     calls = known.calls if known else ()
-    if call is not None and not any(call is one for one in calls):
+    if not any(call.signatures == one.signatures for one in calls):
         if len(_known) >= MOST_KNOWN:
             _known.clear()
         calls = (call, *calls[: MOST_SIGNATURES - 1])
-        _known[key] = _Known(core.table_of([one.arrays for one in calls]), calls)
+        _known[key] = _Known(core.table_of([one.signatures for one in calls]), calls)
     return call
+
+
+def _remembered(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Remembered | None:
+    if pass_.has_tangents or core.why_not() is not None:
+        return None
+    signature = tuple([(name, x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None])
+    call = _repeatable(pass_, options, signature, need)
+    if call is None:
+        return None
+    dtypes = tuple([dtype for *_, dtype in signature])
+    given_of = operator.itemgetter(*[index for index, x in enumerate(arrays.values()) if x is not None])
+    return Remembered(call, core.signatures_of(arrays.values()), dtypes, given_of)
+
+
+class BoundCall:
+    """The forward pass of the core on arrays of one form: a call compares its arrays with that form, and computes.
+
+    `arrays` are those of the call by name, in the order in which later calls give them.
+    """
+
+    __slots__ = ("_bound", "_need", "_options")
+
+    def __init__(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
+        self._options, self._need = options, need
+        self._bound: tuple[Remembered, bytes] | None = None
+        self.bind(arrays)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the core computes calls as they are, without batch axes and without a check of values in arrays."""
+        return self._bound is not None
+
+    def bind(self, arrays: Mapping[str, Any]) -> None:
+        """Bind such arrays in place of those before."""
+        call = _remembered(FORWARD, self._options, arrays, self._need)
+        self._bound = None if call is None else (call, core.table_of([call.signatures]))
+
+    def __call__(self, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Any, ...] | None:
+        """The results of a call, or None if its arrays are not of the form. `arrays` are those that are given."""
+        if self._bound is None:
+            return None
+        call, table = self._bound
+        every = (*arrays.values(),)
+        return None if core.find(table, every) < 0 else call.results(every, arrays, self._need, random)
 
 
 @functools.lru_cache(maxsize=256)
@@ -280,7 +362,7 @@ def _repeatable(pass_: Pass, options: Options, signature: tuple[Any, ...], need:
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
     result_indices = tuple(map(list(every).index, binding.results))
     are_disjoint = len(allocated) == len(binding.results)
-    return _Repeatable(compute, are_disjoint, tuple(arrays.values()), allocated, result_indices)
+    return _Repeatable(compute, are_disjoint, allocated, result_indices)
 
 
 @functools.lru_cache(maxsize=256)

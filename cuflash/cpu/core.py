@@ -12,7 +12,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,27 +301,37 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     return status
 
 
-def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
-    """Types, dtypes, shapes and strides of the arrays of some calls, for `find`.
+def signatures_of(arrays: Iterable[Shaped | None]) -> bytes:
+    """Types, dtypes, shapes and strides of the arrays of a call, some of which may be None, for `table_of`.
 
-    Every call has as many arrays. The caller has to keep their dtypes alive.
+    The caller has to keep their dtypes alive.
     """
+    none, array = type(None), np.ndarray
+    signatures = [
+        _Signature(id(none)) if x is None else _Signature(id(array), id(x.dtype), len(x.shape), x.shape, x.strides)
+        for x in arrays
+    ]
+    return b"".join(map(bytes, signatures))
+
+
+def table_of(calls: Sequence[bytes]) -> bytes:
+    """A table for `find` of the signatures of some calls, each of as many arrays."""
     library = _load()
     head_bytes = -1 if isinstance(library, str) else library.head_bytes
     if head_bytes < 0:
         calls = ()
-    head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, head_bytes)
-    signatures = [
-        _Signature(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call
-    ]
-    return b"".join((head, *map(bytes, signatures)))
+    num_arrays = len(calls[0]) // ctypes.sizeof(_Signature) if calls else 0
+    return b"".join((struct.pack("@3q", len(calls), num_arrays, head_bytes), *calls))
 
 
-def find(table: bytes, arrays: tuple[Array, ...]) -> int:
-    """The number of the call of a table whose arrays are like these, and -1 where there is none.
+def find(table: bytes, arrays: tuple[Array | None, ...]) -> int:
+    """The number of the call of a table whose arrays are like these, and -1 where there is none, or no core.
 
-    It takes a fifth of the time that it takes Python to ask arrays for shapes, strides and dtypes.
+    It takes a fifth of the time that it takes Python to ask arrays for shapes, strides and dtypes. Objects of any type
+    may be among them.
     """
+    if why_not() is not None:
+        return -1
     library = _load()
     assert not isinstance(library, str)
     number: int = library.functions.cuflash_find(table, id(arrays) + _TUPLE_HEAD)

@@ -56,7 +56,9 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
             far[b, h, i] = np.minimum(worst, usual) / max(1 - whole[i], 0.1)
         far[b, h, rows] += 8 * SUMS * (weights @ abs(values)) + 2.0**-8 * abs(mean)
         out[b, h, rows], lse[b, h, rows] = mean, head.L
-        far_lse[b, h, rows] = -np.log(np.maximum(1 - whole, 0.1)) + 8 * SUMS
+        farthest = moved.max(axis=1, initial=0)  # where a score moves so far, weights say nothing of lse
+        far_lse[b, h, rows] = np.where(farthest > 1, farthest, -np.log(np.maximum(1 - whole, 0.1))) + 8 * SUMS
+        far_lse[b, h, rows] += 2.0**-22 * np.where(np.isfinite(head.L), abs(head.L), 0)
     return out, lse, far, far_lse
 
 

@@ -21,7 +21,6 @@ constexpr int kColumnBlocks = CUFLASH_COLUMN_BLOCKS;  // that divide the columns
 // few times makes of it. If it is further away, these are only some of the keys that lse is of.
 constexpr Real kRoundedLse = kElementBytes == 8 ? 0x1p-50 : 0x1p-21f;
 
-CUFLASH_DEVICE Real magnitude_of(Real x) { return x < 0 ? -x : x; }
 CUFLASH_DEVICE bool is_large(Real lse) { return magnitude_of(lse) >= kLargeLse && magnitude_of(lse) < ptx::infinity(); }
 
 // Rows of a head of q or k as fragments of operands: zeros from row `stop` and from column kHeadDim on.
@@ -139,7 +138,7 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
   visit_scores(params, batch, head, first_row, row_stop, [&](Real(&s)[1][2][4], int, Real exponent_scale) {
     Real factor[1][2];
     softmax.update(s, factor, exponent_scale);
-    softmax.exponentiate(s, exponent_scale, softmax.row_sum);
+    softmax.exponentiate(s, exponent_scale, softmax.row_sum, false);  // as the backward pass makes weights
   });
   softmax.finish();
   if (kLseHasSinks && !is_left_over(params, batch)) {

@@ -25,8 +25,8 @@
 // A step computes the exponentials of a tile relative to the row maxima that it finds, without looking for
 // the maxima of the tile first. If a row max has become too small, a sum of exponentials is too large. Only then does
 // the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one row max are exact, whatever it is. The
-// same is done where natural row maxima are so large that an exponent of base 2 would be rounded too far
-// (kFoldsRowMax).
+// same is done where row maxima are so large that such an exponent would be rounded too far
+// (kLargestFolded).
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/score/mask_bits.cuh"
@@ -62,9 +62,10 @@ constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 // Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. O takes them otherwise.
 constexpr bool kHoldsQ = !kHasValues && kDim <= 64;
-// The largest natural row max that is multiplied by log2(e) once for all exponents of its row, in one instruction with
-// the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
-constexpr float kFoldsRowMax = 1024.0f;
+// The largest row max that all exponents of its row subtract in one instruction with the score. A natural one is
+// multiplied by log2(e) before; rounded so, it moves exponents by at most 2^-13.5, less than what weights of 16 bits are
+// rounded by.
+constexpr float kLargestFolded = kNaturalRowMax ? 1024.0f : kLargestFused;
 
 // Shared memory: the ring of Q, a slice of the output, the rings of K, V, bias and per-key values, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -350,10 +351,9 @@ struct Consumer {
       scores.score.cap(s);
       scores.complete(s, n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
-      softmax.exponentiate(s, scale_log2, sum);
-      all_started = !ptx::any_lane(
-          kNaturalRowMax ? !(fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1])) <= kFoldsRowMax)
-                         : fminf(softmax.row_max[0][0], softmax.row_max[0][1]) == -ptx::infinity());
+      const float largest_row_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
+      all_started = !ptx::any_lane(!(largest_row_max <= kLargestFolded));
+      softmax.exponentiate(s, scale_log2, sum, !all_started);
     }
     release_by_warp(shared.k_ring.empty(key));
     softmax.row_sum[0][0] += sum[0][0];

@@ -255,7 +255,7 @@ struct Consumer {
   OnlineSoftmax<1, false> softmax;  // row maxima are exponents, whatever factors products have
   float o[1][kDimV / 8 + 1][4];     // and after it l
   u32 p[kBlockN / 32][4];
-  bool all_started = false;  // every row of the warp has seen a key
+  bool all_started = false;  // rows of the warp have row maxima, none of which is large
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ExponentialTurns& turns_,
                           const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
@@ -297,12 +297,14 @@ struct Consumer {
     release(shared.k_ring.empty(key));
   }
 
+  // Multiplies scores by their factors, which are 1 then.
+  CUFLASH_DEVICE static void multiply(Scores& s, float (&factor)[2]) {
+    for_each_score([&](int n, int i) { s[0][n][i] = ptx::multiply(s[0][n][i], factor[i / 2]); });
+    factor[0] = factor[1] = 1;
+  }
   // Hides pairs. Exponents are what it leaves times `factor`: a hidden one is -inf.
   CUFLASH_DEVICE void hide(Scores& s, float (&factor)[2], int n_block) const {
-    if (!(fminf(factor[0], factor[1]) > 0)) {
-      for_each_score([&](int n, int i) { s[0][n][i] *= factor[i / 2]; });
-      factor[0] = factor[1] = 1;
-    }
+    if (!(fminf(factor[0], factor[1]) > 0)) multiply(s, factor);
     const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
     const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
     for_each_score([&](int n, int i) {
@@ -337,7 +339,7 @@ struct Consumer {
       row_max = raised;
     }
     softmax.rescale(o, of_sums);
-    all_started = !ptx::any_lane(fminf(softmax.row_max[0][0], softmax.row_max[0][1]) == -ptx::infinity());
+    all_started = !ptx::any_lane(!(fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1])) <= kLargestFused));
   }
 
   // Makes weights of scores. With Mixed, every second tile of 8 columns uses PowersByLine, the even ones for the first
@@ -356,8 +358,8 @@ struct Consumer {
         const auto pair = [&](int m) {
           const float low = s[0][m][2 * half], high = s[0][m][2 * half + 1];
           if (Mixed::value && (m + half) % 2 == 0) return (u32)ptx::to_float8x2(Weight{}, line[half].pair(low, high));
-          return (u32)ptx::to_float8x2(Weight{}, exponential(low * factor[half] - row_max[half]),
-                                       exponential(high * factor[half] - row_max[half]));
+          return (u32)ptx::to_float8x2(Weight{}, exponential(ptx::fused(low, factor[half], -row_max[half])),
+                                       exponential(ptx::fused(high, factor[half], -row_max[half])));
         };
         p[k][i] = pair(n) | pair(n + 1) << 16;
         carries |= p[k][i] + 0x01010101u * (0x80 - kLargestCode);
@@ -383,6 +385,7 @@ struct Consumer {
     if (!raise) raise = ptx::any_lane(round_weights(s, factor, Constant<kMixes>{}));
     if (raise) {
       raise_row_maxima(s, factor);
+      if (softmax.has_large()) multiply(s, factor);
       round_weights(s, factor, Constant<false>{});
     }
     turns.pass();

@@ -17,8 +17,8 @@ struct SoftmaxRole : ScoreProducts {
     float rescaling[1][2] = {{1.0f, 1.0f}};
     const int lane_key = n_tile * kBlockN + fragment_column();
     rows.to_scores(s, lane_key, masked);
-    softmax.update(s, rescaling, rows.exponent_scale());
-    softmax.exponentiate(s, rows.exponent_scale(), softmax.row_sum);
+    const bool raised = softmax.update(s, rescaling, rows.exponent_scale());
+    softmax.exponentiate(s, rows.exponent_scale(), softmax.row_sum, softmax.has_large(raised));
     rows.drop(s[0], lane_key);
     shared.taken.wait(message.parity ^ 1);
     store_factor(shared, thread, s[0]);

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import flash_attention, preparation
+from cuflash import preparation
 from cuflash.spec.call import prepare
 from cuflash.spec.passes import FORWARD
 from tests.calls import calls, results_of
@@ -35,10 +35,7 @@ def device(arch, *, computes=False):
         cuda = sys.modules["cupy"].cuda
         cuda.alloc = functools.cache(cuda.alloc)
         backend_of = {"cupy": backend}.__getitem__
-        with (
-            mock.patch.object(flash_attention, "backend_of", backend_of),
-            mock.patch.object(preparation, "backend_of", backend_of),
-        ):
+        with mock.patch.object(preparation, "backend_of", backend_of):
             yield launches
 
 

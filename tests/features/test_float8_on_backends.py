@@ -189,8 +189,7 @@ def test_queries_of_bfloat16_may_have_any_size(backend, row):
         k_scale, seed = data.draw(st.sampled_from(("token", "head"))), data.draw(st.integers(0, 99))
         case = replace(CASE, dtype="bfloat16", kv_lengths=None, k_scale=k_scale, seed=seed)
         arrays = case.arrays()
-        large = (20,) if backend.device else (20, 40, 100)
-        exponents = st.sampled_from((0, 3, -3, -40, -100, -120, *large))
+        exponents = st.sampled_from((0, 3, -3, -40, -100, -120, 20, 40, 100))
         q = arrays["q"].astype(np.float32)
         rows = data.draw(st.lists(exponents, min_size=q.shape[2], max_size=q.shape[2]))
         q *= np.float32(2) ** np.array(rows, np.float32)[:, None]
@@ -200,15 +199,6 @@ def test_queries_of_bfloat16_may_have_any_size(backend, row):
         assert_within(row.results(backend, case, arrays), ct.yardsticks(case.problem, arrays))
 
     backend.draw(12, holds, data=st.data())
-
-
-@on_backends({"emulated 9.0": [Row({}, DECODE)]}, of="row")
-@pytest.mark.xfail(strict=True, reason="what rounding a row max above 2^29 leaves overflows (limits.md)")
-def test_queries_far_above_the_range_of_float16(backend, row):
-    case = replace(CASE, dtype="bfloat16", kv_lengths=None)
-    arrays = case.arrays()
-    arrays["q"] = (arrays["q"].astype(np.float32) * np.float32(2) ** 40).astype(arrays["q"].dtype)
-    assert_within(row.results(backend, case, arrays), ct.yardsticks(case.problem, arrays))
 
 
 # ---- fp8 products ----------------------------------------------------------------------------------------------------
@@ -231,6 +221,8 @@ OF_PRODUCTS = [
     Row({"head_dim": 256, "seqlen_q": 130, "num_heads_kv": 2, "window": (140, 3)}, ROWS[5]),
     Row({**PLAIN, "head_dim": 192, "head_dim_v": 256, "v_scale": "block", "scale_block": 128}, ROWS[6]),
     Row({"head_dim": 48, "head_dim_v": 32, "scale": -0.3, "k_scale": None}, ROWS[1]),
+    Row({"causal": False, "score_spread": 1e10, "distinct_keys": 2}, ROWS[0]),
+    Row({**PLAIN, "k_scale": "head", "score_spread": 1e10, "distinct_keys": 2, "window": (None, 90)}, ROWS[3]),
     Row({**OF_POOL, "page_size": 16, "seqlen_k": 304, "kv_lengths": (200, 275), "head_dim": 48}, ROWS[1]),
     Row({**PLAIN, **BY_64, **LENGTHS, "batch": 2, "page_size": 128}, ROWS[4]),
     Row({**PLAIN, **OF_POOL, **LENGTHS, "page_size": 64, "causal": True}, ROWS[3]),
@@ -249,6 +241,7 @@ DEVICE_PRODUCTS = [
     Row({"head_dim": 256, "causal": True, "score_spread": 6.0, "seqlen_q": 300}),
     Row({**POOL, "page_size": 128, "k_scale": "head", "causal": True}),
     Row({**POOL, "head_dim": 64, "page_size": 16, "v_scale": "tensor"}),
+    Row({"head_dim": 64, "q_scale": "token", "score_spread": 1e10, "distinct_keys": 2}),
     Row({"head_dim": 64, "block_mask": (1, 4), "block_size": (256, 64), "seqlen_q": 2048}),
 ]
 

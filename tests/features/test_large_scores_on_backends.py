@@ -13,6 +13,7 @@ from tests.large_scores import (
     check_ends_of_range,
     check_equal_scores,
     check_hidden_nan,
+    check_large_products,
     check_mean,
     check_sinks,
     check_sums_of_weights,
@@ -76,6 +77,19 @@ def test_equal_scores_have_equal_weights(backend, dtype):
         lambda bias, seqlen_k, seed: check_equal_scores(dtype, bias, seqlen_k, seed, backend),
         bias=st.sampled_from([-3.0, *MASKED]),
         seqlen_k=st.integers(1, 3000 if backend.name == DEVICE else 400),
+        seed=st.integers(0, 2**16),
+    )
+
+
+@every_backend
+def test_large_products(backend, dtype):
+    """Row maxima beyond what exponents may fold (kLargestFused of kernels/common/softmax/softmax.cuh)."""
+    options = [{"scale": 0.3}, {"causal": True}, {"scale": 0.3, "window": (100, 20)}, {"scale": 1.7}]
+    backend.draw(
+        30,
+        lambda seqlen_q, options, seed: check_large_products(dtype, seqlen_q, options, seed, backend),
+        seqlen_q=st.sampled_from([70, 1, 140]),
+        options=st.sampled_from(options),
         seed=st.integers(0, 2**16),
     )
 

@@ -97,7 +97,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "_start", start)
     monkeypatch.setattr(module, "device_spec", lambda device_id: DeviceSpec.for_arch("9.0"))
     monkeypatch.setattr(module, "with_resources", lambda plan: plan)
-    monkeypatch.setattr("cuflash.flash_attention.backend_of", lambda kind: module)
+    monkeypatch.setattr("cuflash.preparation.backend_of", lambda kind: module)
     yield module
     sys.modules.pop("cuflash.gpu.backend", None)
 

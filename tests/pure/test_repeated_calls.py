@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,20 +41,20 @@ def arrays_of(attn, seed, shape=(1, 2, 64, 64), dtype=np.float32):
     def normal(*shape):
         return random.standard_normal(shape).astype(dtype)
 
-    given = {name: normal(*shape) for name in ("q", "k", "v", "dout")}
+    arrays = {name: normal(*shape) for name in ("q", "k", "v", "dout")}
     own = {
         "table": normal(shape[1], 16),
         "x": normal(shape[2]),
         "cap": np.array(seed + 1, dtype),
         "document": random.integers(0, 3, shape[2]),
     }
-    return given, {name: own[name] for name in attn.options.score_args}
+    return arrays, {name: own[name] for name in attn.options.score_args}
 
 
 def passes(attn, seed, gradients=(), **changes):
     """Functions that compute both passes."""
-    given, own = arrays_of(attn, seed, **changes)
-    q, k, v, dout = given.values()
+    arrays, own = arrays_of(attn, seed, **changes)
+    q, k, v, dout = arrays.values()
     out, lse = attn.forward(q, k, v, **own)
     need = {"need": ("dq", "dk", "dv", *gradients)} if gradients else {}
     return {
@@ -82,12 +83,12 @@ def calls_of(compute):
 ONE = cuflash.FlashAttention()
 # What is computed, gradients besides dq, dk and dv, and the most calls of each pass.
 CASES = {
-    "plain": (ONE, (), 11, 12),
-    "t5": (cuflash.FlashAttention(score=t5), (), 18, 19),
-    "points": (cuflash.FlashAttention(score=points), (), 18, 19),
-    "stripes": (cuflash.FlashAttention(mask=stripes), (), 18, 19),
-    "t5 and its gradient": (cuflash.FlashAttention(score=t5), ("dtable",), 18, 25),
-    "tempered": (cuflash.FlashAttention(score=tempered), (), 20, 25),
+    "plain": (ONE, (), 9, 10),
+    "t5": (cuflash.FlashAttention(score=t5), (), 15, 16),
+    "points": (cuflash.FlashAttention(score=points), (), 15, 16),
+    "stripes": (cuflash.FlashAttention(mask=stripes), (), 15, 16),
+    "t5 and its gradient": (cuflash.FlashAttention(score=t5), ("dtable",), 15, 22),
+    "tempered": (cuflash.FlashAttention(score=tempered), (), 17, 22),
 }
 
 
@@ -129,10 +130,26 @@ def test_a_repeated_call_takes_no_number_from_an_earlier_one(score, mask, monkey
 
 
 @needs_core
+def test_a_repeated_call_refuses_what_the_first_one_refuses():
+    arrays, _ = arrays_of(ONE, 0)
+    q, k, v, out = arrays.values()
+    for _ in range(2):
+        assert ONE.forward(q, k, v, out=out).out is out
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out: got a read-only array"):
+        ONE.forward(q, k, v, out=out)
+    other: Any = k.tolist()
+    with pytest.raises(TypeError, match="k: got list"):
+        ONE.forward(q, other, v)
+    with pytest.raises(TypeError, match="k: got None"):
+        ONE.forward(q, None, v)
+
+
+@needs_core
 def test_repeated_calls_with_functions_are_checked():
     attn = cuflash.FlashAttention(score=t5, mask=documents)
-    given, own = arrays_of(attn, 0)
-    q, k, v, out = given.values()
+    arrays, own = arrays_of(attn, 0)
+    q, k, v, out = arrays.values()
     expected = attn.forward(q, k, v, **own)
     np.testing.assert_array_equal(attn.forward(q, k, v, **own, out=out).out, expected.out)
     assert attn.forward(q, k, v, **own, out=out).out is out
@@ -141,3 +158,21 @@ def test_repeated_calls_with_functions_are_checked():
     own["table"] = out[0, :, :16, 0]
     with pytest.raises(ValueError, match="out: got memory shared with table"):
         attn.forward(q, k, v, **own, out=out)
+
+
+@needs_core
+def test_a_remembered_call_keeps_its_dtypes():
+    """Later calls are compared with their addresses, which another dtype must not get."""
+    arrays = arrays_of(ONE, 0)[0]
+    q, k, v, _ = arrays.values()
+    ONE.forward(q, k, v)
+    dtype = np.dtype(np.float32, metadata={"equal to": "that of the first call"})
+    own = [x.view(dtype) for x in (q, k, v)]
+    bound = ONE.bind(*own)
+    ONE.forward(*own)
+    del own
+    kept = sys.getrefcount(dtype)
+    backend._known.clear()
+    without_call = sys.getrefcount(dtype)
+    del bound
+    assert kept > without_call > sys.getrefcount(dtype)

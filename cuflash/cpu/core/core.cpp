@@ -66,7 +66,7 @@ struct ArrayObject {
     const void *base, *dtype;
 };
 
-// Type, dtype, shape and strides of an array, as Python fills them in.
+// Type, dtype, shape and strides of an array, as Python fills them in. Objects without a dtype, as None, are no arrays.
 struct ArraySignature {
     const void *type, *dtype;  // the objects
     int64_t num_axes, shape[4], strides[4];
@@ -116,6 +116,7 @@ bool are_disjoint(const Call &call) {
 // The head of an object ends with its type.
 inline bool matches(const char *object, int64_t head_bytes, const ArraySignature &signature) {
     if (((const void *const *)(object + head_bytes))[-1] != signature.type) return false;
+    if (!signature.dtype) return true;
     const ArrayObject &array = *(const ArrayObject *)(object + head_bytes);
     if (array.dtype != signature.dtype || array.num_axes != signature.num_axes) return false;
     for (int i = 0; i < array.num_axes; ++i)

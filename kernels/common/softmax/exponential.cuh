@@ -70,6 +70,8 @@ struct Reduced<double> {
   }
 };
 
+CUFLASH_DEVICE Real magnitude_of(Real x) { return x < 0 ? -x : x; }
+
 // The exponential of an exponent. Results below the smallest normal number are 0.
 CUFLASH_DEVICE float exponential(float exponent) { return ptx::exp2_approx(kWide ? exponent * kLog2e : exponent); }
 

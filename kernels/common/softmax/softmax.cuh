@@ -17,10 +17,15 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
 // key would be off by two units in the last place of its value.
 constexpr bool kRoundsScores = kElementBytes == 4 && kFactorInExponent && !kRoundsToTf32 && kHasValues;
 
+// Where an exponent is one multiply-add, that of the largest score is what the rounding of the row max leaves. Up to this
+// row max that is at most 1; beyond, it would overflow in the end, so that rows are rounded as above (`exponentiate`).
+constexpr Real kLargestFused = kElementBytes == 8 ? 0x1p53 : 0x1p24f;
+
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
 template <int m_tiles, bool natural = kNaturalRowMax, bool max_by_weights = false>
 struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   using Reductions = RowReductions<m_tiles, natural, max_by_weights>;
+  static constexpr bool kFused = kFactorInExponent && !natural;  // exponents are one multiply-add
 
   Real row_max[m_tiles][2];  // exponents are relative to it; -inf until a key is visible
   Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
@@ -37,16 +42,16 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   // The row maxima are raised to those of the tile only when, in some row of the warp, the maximum exceeds the row max
   // by more than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to
   // 2^kMaxGrowth, which no floating-point format minds, and both sums stay relative to the same row max, so the result
-  // is exact.
+  // is exact. Below row maxima beyond kLargestFused the branch is taken by all tiles that have weights.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
                              Real exponent_scale) {
     const Real scale = rounded(score, exponent_scale);
-    raise_row_maxima(score, scale, [&](int m, int half, Real factor) {
+    const bool raised = raise_row_maxima(score, scale, [&](int m, int half, Real factor) {
 #pragma unroll
       for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
     });
-    exponentiate(score, scale, row_sum);
+    exponentiate(score, scale, row_sum, !kRoundsScores && has_large(raised));
   }
 
   // Multiplies scores by their scale, if they are to be rounded. Returns the scale that is left.
@@ -63,6 +68,15 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
     } else {
       return exponent_scale;
     }
+  }
+  // Warp. Whether some row max is beyond kLargestFused. They are looked at only if they were `raised`: a tile below such
+  // a row max that they were not raised for has no weights.
+  CUFLASH_DEVICE bool has_large(bool raised = true) const {
+    if (!kFused || !raised) return false;
+    bool large = false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) large = large || is_large(row_max[m][0]) || is_large(row_max[m][1]);
+    return ptx::any_lane(large);
   }
 
   // Updates the row maxima only, because the output is still being summed. If it returns true, the output must later be
@@ -83,21 +97,24 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
         for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
   }
 
-  // Replaces scores by their exponentials and adds those of this lane to `sum`.
+  // Replaces scores by their exponentials and adds those of this lane to `sum`. `large` says whether some row max of the
+  // warp may be beyond kLargestFused.
   template <int n_tiles>
-  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, Real (&sum)[m_tiles][2]) {
+  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, Real (&sum)[m_tiles][2],
+                                   bool large) {
+    large = large && kFused;
+    if (large) make_relative(score, exponent_scale);
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // While no key is visible, exponents are relative to 0, and exponentials are 0.
-        const Real finite_row_max = row_max[m][half] == -ptx::infinity() ? 0 : row_max[m][half];
+        const Real less = large ? 0 : finite_row_max(m, half);
         Real tile_sum = 0;  // wide elements: shorter chains of additions have smaller errors
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const Real exponent = exponent_of<natural>(score[m][n][i], exponent_scale, finite_row_max);
+            const Real exponent = exponent_of<natural>(score[m][n][i], exponent_scale, less);
             score[m][n][i] = warp_exponential(exponent);
             Reductions::add_weight(m, half, score[m][n][i], exponent, true);
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
@@ -142,6 +159,28 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
  protected:
+  CUFLASH_DEVICE static bool is_large(Real row_max) {
+    return magnitude_of(row_max) > kLargestFused && row_max > -ptx::infinity();
+  }
+  // While no key is visible, exponents are relative to 0, and exponentials are 0.
+  CUFLASH_DEVICE Real finite_row_max(int m, int half) const {
+    return row_max[m][half] == -ptx::infinity() ? 0 : row_max[m][half];
+  }
+  // Rounds exponents, and turns the differences from the row max into scores again, relative to 0.
+  template <int n_tiles>
+  CUFLASH_DEVICE void make_relative(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) const {
+    const Real inverse = 1 / exponent_scale;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Real exponent = ptx::multiply(score[m][n][i], exponent_scale);
+          score[m][n][i] = (exponent - finite_row_max(m, i / 2)) * inverse;
+        }
+  }
+
   // Raises the row maxima to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
   // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.
   template <int n_tiles, typename RescaleRow>
@@ -160,7 +199,9 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
         max = max_of(max, ptx::shuffle_xor(max, 2));
         tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
         Reductions::add_tile_max(m, half, tile_max[m][half]);
-        grows = grows || tile_max[m][half] > row_max[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
+        Real largest = row_max[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
+        if constexpr (kFused) largest = ptx::fused(magnitude_of(row_max[m][half]), -256 / kLargestFused, largest);
+        grows = grows || tile_max[m][half] > largest;
       }
     if (!ptx::any_lane(grows)) return false;
 #pragma unroll

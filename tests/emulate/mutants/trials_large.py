@@ -21,6 +21,7 @@ from tests.large_scores import (
     Large,
     check_equal_scores,
     check_hidden_nan,
+    check_large_products,
     check_mean,
     check_sinks,
     check_sums_of_weights,
@@ -76,6 +77,10 @@ TRIALS: dict[str, LargeTrial | PairTrial] = {
     "large rows sm80": LargeTrial(check=partial(check_sums_of_weights, _ROWS), arch="8.0"),
     "large rows sinks": LargeTrial(check=partial(check_sinks, "bfloat16", -1e9)),
     "equal scores": LargeTrial(check=partial(check_equal_scores, "bfloat16", -3e7, 400, 0)),
+    "large products": LargeTrial(check=partial(check_large_products, "bfloat16", 70, {"scale": 0.3}, 0)),
+    "large products sm80": LargeTrial(
+        check=partial(check_large_products, "float16", 70, {"scale": 0.3}, 0), arch="8.0"
+    ),
     "lowest bias": LargeTrial(check=partial(check_mean, "bfloat16", -2.5e38)),
     "NaN of hidden keys": LargeTrial(check=partial(check_hidden_nan, "bfloat16", (1, 1, 1, 200), 1)),
     "large lse of parts": PairTrial(arch="9.0", by_products=False),
