@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 
-from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
 from cuflash.spec.inputs import INPUTS, NamedGradientTangents, Tangents
 from cuflash.spec.keywords import unexpected_keyword
 from cuflash.spec.options import Function
-from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, ROW_REDUCTIONS
-from cuflash.spec.results import Array, DoubleGradients, JvpGradients
+from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, GRADIENTS, ROW_REDUCTIONS
+from cuflash.spec.results import Array, DoubleGradients, JvpGradients, check_need
 from cuflash.spec.streamed import takes_star
 from cuflash.spec.type_variables import ArrayT, KeyT, ValueT, WithFunction
 from cuflash.spec.without_values import takes_no_values
@@ -379,6 +379,11 @@ def double_backward(
     - Examples: docs/second-derivatives.md.
     """
     both: dict[str, Array] = {"seed": seed, "offset": offset}
+    if not isinstance(cotangents, Mapping):
+        raise type_error("cotangents", typed(cotangents), "a mapping of names of gradients to arrays")
+    # What has a tangent of its own is of the third order, which `jvp` refuses.
+    names = [name for name in cotangents if not name.startswith("td")]
+    check_need(names, (*GRADIENTS, *attn.options.score_gradients), "cotangents")
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
     own = {name: x for name, x in arrays.items() if name != "dlse"}
     out, lse, tout, tlse = attn.jvp(q, k, v, **both, **own, **tangents)

@@ -61,13 +61,13 @@ def choose_plan(
     """
     if pass_ is COLUMN_SUMS_BACKWARD:  # by values of as many columns as rows of whole 16 bytes have
         problem, pass_ = problem.with_values(round_up(problem.group_size, WIDE_COLUMNS)), BACKWARD
-    check_served(problem, device, pass_)
-    pass_.check(problem)
     if pass_.has_tangents and problem.moved is None:
         problem = replace(problem, moved=())
     need = (*pass_.default, *problem.row_reductions) if need is None else need
     named = pass_.row_reductions_of((*need, *(operands or {})))
     problem = replace(problem, row_reductions=named or problem.row_reductions)
+    check_served(problem, device, pass_)
+    pass_.check(problem)
     arrays = assumed(problem, pass_, operands or {})
     accesses = widest_accesses(problem, pass_, arrays, need)
     load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
@@ -175,13 +175,15 @@ _PLANNED = {
 
 def check_served(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD) -> None:
     """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
-    chunked = problem.head_dim_v == 0 and not pass_.has_tangents and not problem.has_float8
-    most = MOST_CHUNKED if chunked else MAX_HEAD_DIM
+    may_be_long = problem.head_dim_v == 0 and not problem.has_float8
+    of_lse_alone = pass_ in (FORWARD, BACKWARD) and not problem.row_reductions
+    most = MOST_CHUNKED if may_be_long and of_lse_alone else MAX_HEAD_DIM
     if max(problem.head_dim, problem.head_dim_v) > most:
         name, got = ("q", problem.head_dim) if problem.head_dim > most else ("v", problem.head_dim_v)
+        longer = f" ({MOST_CHUNKED} for lse and its gradients alone)" if may_be_long and not of_lse_alone else ""
         raise NotImplementedError(
-            f"{name}: got head dimension {got}, expected at most {most} on the GPU; NumPy arrays of any head "
-            "dimension are served on the CPU"
+            f"{name}: got head dimension {got}, expected at most {most} on the GPU{longer}; NumPy arrays of "
+            "any head dimension are served on the CPU"
         )
     if device.arch < 70:
         raise NotImplementedError(

@@ -197,8 +197,13 @@ def score_arg_names(function: Callable[..., Any], what: str, positional: tuple[s
         remedy = "; an array goes into mask= of forward and backward" if is_array else ""
         expected = f"None or a function of ({', '.join(positional)}, *, ...){remedy}"
         raise type_error(what, type(function).__name__ if is_array else typed(function), expected)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:  # of some callables that are no Python code
+        expected = f"a Python function of ({', '.join(positional)}, *, ...)"
+        raise type_error(what, typed(function), expected) from error
     names, count = [], 0
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters:
         if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
             names.append(parameter.name)
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -13,10 +13,11 @@ import numpy as np
 
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, FLOAT8, block_of_scales, numpy_dtype
-from cuflash.arrays.checks import as_bool, as_integer, check_choice, type_error, value_error
+from cuflash.arrays.checks import as_bool, as_integer, check_choice, type_error, typed, value_error
 from cuflash.arrays.fp8 import LARGEST, Float8Array, decode, encode, float8_dtype
 from cuflash.spec import array_imports
 from cuflash.spec.options import LAYOUTS
+from cuflash.spec.scalars import array_of, is_scalar
 
 Array = Any  # a NumPy or CuPy array, or a `Float8Array`
 
@@ -140,8 +141,8 @@ def dequantize(
     ----------
     x : array
         NumPy, of dtype float8_e4m3fn or float8_e5m2; or what `cuflash.fp8` makes of a CuPy array.
-    scale : array, optional
-        As attention takes it; without it, 1.
+    scale : array or float, optional
+        As attention takes `k_scale`; without it, 1.
     dtype : dtype, default float32
         Of the result: float16, bfloat16, float32 or float64.
     layout : {"bhsd", "bshd"}, default "bhsd"
@@ -166,13 +167,20 @@ def dequantize(
     quantize : Its inverse.
     rotate
     """
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError as error:
+        raise type_error("dtype", typed(dtype), " or ".join(DTYPES)) from error
     if name not in DTYPES:
         raise value_error("dtype", repr(dtype), " or ".join(DTYPES))
     xp, x = _taken("x", x, layout, FLOAT8)
+    if is_scalar(scale):
+        scale = xp.asarray(array_of("k_scale", scale, x.dtype.name))
     numbers = decode(xp, x.view(np.uint8) if xp is np else x.bits, x.dtype)
     wide = _by_heads(numbers.astype(np.float64 if name == "float64" else np.float32), layout)
     if scale is not None:
+        if not hasattr(scale, "dtype"):
+            raise type_error("scale", typed(scale), "a number or an array of float32")
         if scale.dtype != np.float32:
             raise type_error("scale", f"dtype {scale.dtype}", "float32")
         wide = wide * _broadcast_to_keys(scale, wide.shape).astype(wide.dtype)

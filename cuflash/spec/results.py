@@ -276,13 +276,13 @@ def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     return tuple(pass_ for pass_ in PREPARED if pass_.name in passes)
 
 
-def check_need(need: Collection[str], known: Sequence[str]) -> None:
+def check_need(need: Collection[str], known: Sequence[str], argument: str = "need") -> None:
     """Raise TypeError or ValueError unless these are names of gradients, of those that a method gives."""
     if isinstance(need, str) or not isinstance(need, Collection):
-        raise type_error("need", typed(need), "a collection of names of gradients")
+        raise type_error(argument, typed(need), "a collection of names of gradients")
     for name in need:
         if name not in known:
-            raise value_error("need", repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
+            raise value_error(argument, repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
 
 
 def needed(

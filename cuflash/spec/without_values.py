@@ -58,7 +58,9 @@ def check_without_values(
 def with_no_columns(arrays: Mapping[str, Any], required: Iterable[str], layout: str) -> dict[str, Any]:
     """The arrays of a backend, with values that have no columns, and with what else a call requires."""
     q, k = arrays["q"], arrays["k"]
-    v = arrays["v"] if arrays.get("v") is not None else k[..., :0]  # streamed keys bring it along
+    v = arrays.get("v")  # streamed keys bring it along
+    if v is None:
+        v = k[..., :0] if k.shape else k  # which is refused as k is
     given = {**dict.fromkeys(INPUTS), **arrays, "v": v}
     if k.dtype.name in FLOAT8 and arrays.get("k_scale") is not None:  # else k_scale is what the error is about
         given["v_scale"] = arrays["k_scale"]

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.plan.sm90.tiles import (
@@ -15,6 +17,7 @@ from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import EDGES, FEW_SMS, all_results, either_kernel, judge, rounded_to_tf32, run_both
 from tests.judging import assert_oracle, bits
+from tests.sampling import examples
 
 pytestmark = pytest.mark.one_in(32)
 
@@ -120,6 +123,22 @@ def test_values_that_are_no_numbers(dtype, float32_tiles, arch):
     tiles = float32_tiles if (dtype, arch) == ("float32", "9.0") else None
     out, lse = attention.forward(problem, arrays, arch=arch, tiles=tiles)
     judge(problem, {name: arrays[name] for name in "qkv"}, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [("bfloat16", "9.0"), ("float32", "9.0"), ("float16", "8.0"), ("float64", "8.0")]
+)
+@settings(max_examples=examples(12))
+@given(pairs=st.lists(st.tuples(st.integers(0, 199), st.sampled_from((np.nan, np.inf))), min_size=32, max_size=32))
+def test_maxima_of_scores_that_are_no_numbers(dtype, arch, pairs):
+    """A row has a maximum of NaN or infinity where one of its scores is, whichever lane has it, and only there."""
+    case = ct.Case(seqlen_q=64, seqlen_k=200, head_dim=64, dtype=dtype, bias=(64, 200))
+    arrays = case.arrays()
+    keys, values = map(list, zip(*pairs, strict=True))
+    arrays["bias"][np.arange(0, 64, 2), keys] = values
+    (largest,) = attention.forward(problem_of(case, arrays), arrays, arch=arch, want=("max",))[2]
+    np.testing.assert_array_equal(largest[0, ::2], values)
+    assert np.isfinite(largest[0, 1::2]).all()
 
 
 @either_float32

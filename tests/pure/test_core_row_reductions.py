@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core, fallback
 from cuflash.cpu.jobs import cpu_threads
-from tests.compiled import INSTRUCTION_SETS, much_work, way_taken
+from tests.compiled import INSTRUCTION_SETS, NUMPY, much_work, way_taken
 from tests.judging import assert_same_bits
 from tests.reductions import attention_of, inputs_of, judge, lse_of
 from tests.row_reductions import gap_is_clear, results_of
@@ -34,16 +34,18 @@ def cases(**more: Any):
     return st.builds(
         lambda size, **own: ct.Case(seqlen_q=size[0], seqlen_k=size[1], num_heads=4, row_reductions=BOTH, **own),
         size=sizes,
-        dtype=DTYPES,
-        num_heads_kv=st.sampled_from((1, 2, 4)),
-        head_dim=st.sampled_from((8, 40, 64)),
-        causal=st.booleans(),
-        sinks=st.booleans(),
-        softcap=st.sampled_from((None, None, 3.0)),
-        dropout=st.sampled_from((0.0, 0.0, 0.3)),
-        score_spread=st.sampled_from((1.0, 4.0, 30.0)),
-        seed=st.integers(0, 2**16),
-        **more,
+        **{
+            "dtype": DTYPES,
+            "num_heads_kv": st.sampled_from((1, 2, 4)),
+            "head_dim": st.sampled_from((8, 40, 64)),
+            "causal": st.booleans(),
+            "sinks": st.booleans(),
+            "softcap": st.sampled_from((None, None, 3.0)),
+            "dropout": st.sampled_from((0.0, 0.0, 0.3)),
+            "score_spread": st.sampled_from((1.0, 4.0, 30.0)),
+            "seed": st.integers(0, 2**16),
+        }
+        | more,
     )
 
 
@@ -64,6 +66,26 @@ def test_small_entropies_have_their_digits():
         row_reductions=BOTH,
     )  # fmt: skip
     ct.assert_forward(case, **results_of(case).forward)
+
+
+@settings(max_examples=examples(60))
+@given(
+    way=st.sampled_from([way for _, way in (*INSTRUCTION_SETS, NUMPY)]),
+    case=cases(causal=st.just(False)),
+    value=st.sampled_from((np.nan, np.inf)),
+    data=st.data(),
+)
+def test_maxima_of_scores_that_are_no_numbers(way, case, value, data):
+    """A row has a maximum of NaN or infinity where one of its scores is, and only there."""
+    case = replace(case, bias=(case.seqlen_q, case.seqlen_k))
+    arrays = case.arrays()
+    row = data.draw(st.integers(0, case.seqlen_q - 1))
+    arrays["bias"][row, data.draw(st.integers(0, case.seqlen_k - 1))] = value
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    with way_taken(way), np.errstate(invalid="ignore"):
+        found = attn.forward(*ct.qkv(arrays), want=("max",), **ct.optional(arrays), **case.random)
+    np.testing.assert_array_equal(found.max[0, :, row], np.full(case.num_heads, value))
+    assert np.isfinite(np.delete(found.max[0], row, axis=1)).all()
 
 
 @settings(max_examples=examples(80))

@@ -459,9 +459,21 @@ def test_gradients_are_refused_with_the_reason():
             "scale: got shape (3,), expected a shape that broadcas",
         ),
         (lambda: cuflash.dequantize(K, np.ones(100)), "scale: got dtype float64, expected float32"),
+        (lambda: cuflash.dequantize(K, True), "scale: got dtype bool, expected float32"),
+        (lambda: cuflash.dequantize(K, [1.0]), "scale: got list [1.0], expected a number or an array of float32"),
         (lambda: cuflash.dequantize(K, dtype="int8"), "dtype: got 'int8', expected float16 or bfloat16"),
+        (lambda: cuflash.dequantize(K, dtype=1.5), "dtype: got float 1.5, expected float16 or bfloat16"),
     ],
 )
 def test_messages_of_quantizing(call, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+@given(
+    scale=st.floats(width=32, allow_nan=False) | st.integers(-1000, 1000), scalar=st.sampled_from((None, np.float32))
+)
+def test_a_number_is_the_scale_of_all(scale, scalar):
+    """As it is of attention."""
+    expected = cuflash.dequantize(K, np.asarray(scale, np.float32))
+    np.testing.assert_array_equal(cuflash.dequantize(K, scalar(scale) if scalar else scale), expected)

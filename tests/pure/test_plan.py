@@ -17,11 +17,7 @@ from cuflash.gpu import compiler, merging
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.choose import MAX_HEAD_DIM
 from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
-from cuflash.plan.sm80.tiles import (
-    BACKWARD_TILES,
-    DQ_TILES,
-    FORWARD_TILES,
-)
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, MOST_CHUNKED
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_REVERSED_ONE_IN
 from cuflash.plan.sm90.tiles import (
     FORWARD_SM90_TILES,
@@ -30,7 +26,17 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, COLUMN_MAX, COLUMN_SUMS, JVP, PASSES_WITHOUT_TANGENTS, TOP_KEYS
+from cuflash.spec.passes import (
+    BACKWARD,
+    BACKWARD_JVP,
+    COLUMN_MAX,
+    COLUMN_SUMS,
+    FORWARD,
+    JVP,
+    PASSES,
+    PASSES_WITHOUT_TANGENTS,
+    TOP_KEYS,
+)
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
@@ -307,7 +313,6 @@ def test_tiles_of_the_caller_are_taken():
     [
         ({"dim": 1025}, "^q: got head dimension 1025, expected at most 1024 on the GPU; .* on the CPU$"),
         ({"dim_v": 2000}, "^v: got head dimension 2000, expected at most 1024 on the GPU; .* on the CPU$"),
-        ({"dim": 16385, "dim_v": 0}, "^q: got head dimension 16385, expected at most 16384 on the GPU; .* on the CPU$"),
         (
             {"dim": 1025, "dim_v": 0, "dtype": "float8_e4m3fn"},
             "^q: got head dimension 1025, expected at most 1024 on the GPU; .* on the CPU$",
@@ -319,10 +324,24 @@ def test_problems_that_no_kernel_serves(problem, words, pass_):
         choose_plan(problem_of(**problem), DeviceSpec.for_arch("9.0"), pass_)
 
 
-@pytest.mark.parametrize("pass_", [JVP, BACKWARD_JVP], ids=str)
-def test_tangents_of_long_heads_are_not_served(pass_):
-    with pytest.raises(NotImplementedError, match=r"^q: got head dimension 1025, expected at most 1024"):
-        choose_plan(problem_of(dim=1025, dim_v=0), DeviceSpec.for_arch("9.0"), pass_)
+@given(
+    st.sampled_from(ARCHS),
+    st.sampled_from(("float16", "bfloat16", "float32", "float64")),
+    st.integers(MAX_HEAD_DIM + 1, 2 * MOST_CHUNKED),
+    st.sampled_from(PASSES),
+    st.sampled_from(((), ("max",), ("max", "entropy"))),
+)
+def test_lse_and_its_gradients_alone_have_long_heads(arch, dtype, dim, pass_, reductions):
+    """Not so row reductions, tangents, and reductions of the attention weights, which the message says."""
+    problem = replace(problem_of(dim=dim, dim_v=0, dtype=dtype), row_reductions=reductions)
+    device = DeviceSpec.for_arch(arch)
+    of_lse_alone = pass_ in (FORWARD, BACKWARD) and not reductions
+    if of_lse_alone and dim <= MOST_CHUNKED:
+        choose_plan(problem, device, pass_)
+        return
+    most = "16384 on the GPU" if of_lse_alone else r"1024 on the GPU( \(16384 for lse and its gradients alone\))?"
+    with pytest.raises(NotImplementedError, match=rf"^q: got head dimension {dim}, expected at most {most}; NumPy"):
+        choose_plan(problem, device, pass_)
 
 
 @pytest.mark.parametrize("arch", ["7.0", "7.5", "8.0"])

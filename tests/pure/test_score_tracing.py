@@ -146,6 +146,7 @@ def test_whether_an_array_is_a_mask_shows_in_the_call():
         (lambda s, i, j, **rest: s, r"score: got a function with \*\*rest"),
         (lambda s, i, j: None, "score: got a function that returns None, expected one that returns an expression"),
         (3, "score: got int 3, expected None or a function"),
+        (int, "score: got type <class 'int'>, expected a Python function of "),
     ],
 )
 def test_functions_of_another_form_are_refused(function, message):

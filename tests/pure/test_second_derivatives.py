@@ -422,6 +422,18 @@ def test_cotangents_of_second_derivatives_are_of_the_third_order():
         cuflash.double_backward(cuflash.FlashAttention(), {"tdq": given["q"]}, given["v"], **given)
 
 
+@given(st.sampled_from(("q", "z", "lse", "dlse", "dout", "dbiass", "dgamma")))
+def test_cotangents_are_of_gradients(name):
+    """None is taken for an array to write a result to."""
+    given, cotangent = arrays_of(), np.ones((2, 5), np.float32)
+    for attention in (cuflash.FlashAttention(), cuflash.FlashAttention(score=lambda s, i, j: s)):
+        with pytest.raises(ValueError, match=f"^cotangents: got '{name}', expected 'dq', "):
+            cuflash.double_backward(attention, {name: cotangent}, given["v"], **given)
+    np.testing.assert_array_equal(cotangent, 1)
+    with pytest.raises(TypeError, match=r"^cotangents: got list \['dq'\], expected a mapping of names of gradients"):
+        cuflash.double_backward(cuflash.FlashAttention(), ["dq"], given["v"], **given)  # type: ignore[call-overload]
+
+
 def test_names_of_score_args_that_clash_with_tangents():
     given = arrays_of()
     two = cuflash.FlashAttention(score=lambda s, i, j, *, a, ta: s + a[i] * ta[j])

@@ -218,6 +218,9 @@ def test_messages_name_the_function_and_its_arguments():
     with pytest.raises(TypeError, match=r"^logsumexp: got 3 positional arguments, expected q and k: lse has no v, "):
         cuflash.logsumexp(*(q, k, v))  # type: ignore[call-overload]
     attn = cuflash.FlashAttention()
+    for call in (cuflash.logsumexp, lambda q, k: attn.column_sums(q, k, LSE)):
+        with pytest.raises(ValueError, match=r"^k: got 0-D shape \(\), expected an array of two axes or more"):
+            call(q, np.array(1.0, q.dtype))
     found = attn.jvp(q, k, None, tq=q)
     with pytest.raises(ValueError, match=r"^dtlse: got None, expected the gradient with respect to tlse"):
         cuflash.jvp_backward(attn, None, q, k, None, *found, tq=q, dlse=found.lse)

@@ -214,7 +214,9 @@ template <class T>
 NOINLINE void write_row_reductions(const Call &call, const Entry &entry, Row row, const WholeRow &own,
                                    const RowWithSink &all) {
     const int64_t i = entry.first_q + row.i;
-    if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(own.largest);
+    // A NaN score is no largest one, but makes the sum NaN, as infinity does.
+    const bool has_nan = own.l != own.l && own.largest != __builtin_inf();
+    if (call.arrays[MAX]) number<T>(call, MAX, entry.batch, row.head, i) = T(has_nan ? own.l : own.largest);
     if (!call.arrays[ENTROPY]) return;
     T &entropy = number<T>(call, ENTROPY, entry.batch, row.head, i);
     if (own.l == 0) return void(entropy = 0);  // of no key, or of a sink alone

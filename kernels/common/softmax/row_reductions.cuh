@@ -98,7 +98,8 @@ struct RowReductions : TileReductions<m_tiles> {
       for (int half = 0; half < 2; ++half) {
         if constexpr (kReducesMax && by_weights) {
           const float exponent = log_sum_exp<true>(0, ptx::float_of((u32)weight_bits[m][half]));
-          largest[m][half] = row_max[m][half] + (natural ? exponent : exponent * kLog2e);
+          const Real rises = natural ? exponent : exponent * kLog2e;  // NaN if the row max is infinity
+          largest[m][half] = row_max[m][half] == ptx::infinity() ? row_max[m][half] : row_max[m][half] + rises;
         }
 #pragma unroll
         for (int mask = 1; mask < 4; mask *= 2) {
@@ -109,9 +110,11 @@ struct RowReductions : TileReductions<m_tiles> {
       }
   }
 
-  // The results of a row, after `finish`.
-  CUFLASH_DEVICE Real max(int m, int half) const {
-    return natural || kWide ? largest[m][half] : largest[m][half] * kLn2;
+  // The results of a row, after `finish`. A NaN score is no largest one, but makes the row sum NaN, as infinity does.
+  CUFLASH_DEVICE Real max(int m, int half, Real row_sum) const {
+    const Real own = largest[m][half];
+    if (row_sum != row_sum && own != ptx::infinity()) return row_sum;
+    return natural || kWide ? own : own * kLn2;
   }
   CUFLASH_DEVICE Real entropy(int m, int half, Real row_sum) const {
     if (row_sum == 0) return 0;
@@ -132,7 +135,9 @@ template <class Softmax>
 CUFLASH_DEVICE void store_row_reductions(const Params& params, Entry batch, int head, int row, const Softmax& softmax,
                                          int m, int half) {
 #if CUFLASH_ROW_REDUCTIONS
-  if constexpr (kReducesMax) row_values_of(params.max, batch, head)[row * params.max.row_stride] = softmax.max(m, half);
+  if constexpr (kReducesMax)
+    row_values_of(params.max, batch, head)[row * params.max.row_stride] =
+        softmax.max(m, half, softmax.row_sum[m][half]);
   if constexpr (kReducesEntropy)
     row_values_of(params.entropy, batch, head)[row * params.entropy.row_stride] =
         softmax.entropy(m, half, softmax.row_sum[m][half]);

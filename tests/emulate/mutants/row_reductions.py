@@ -32,7 +32,7 @@ MUTANTS = (
            "for (int mask = 1; mask < 2;",
            "row reductions"),
     mutant("the entropy is of base 2", ROWS, "(kWide ? (Real)1 : (Real)kLn2);", "(Real)1;", "row reductions"),
-    mutant("the maximum is of base 2", ROWS, "natural || kWide ? largest", "true ? largest", "row reductions"),
+    mutant("the maximum is of base 2", ROWS, "natural || kWide ? own", "true ? own", "row reductions"),
     mutant("every row has the first entropy", ROWS, "[row * params.entropy.row_stride]",
            "[0]", "row reductions"),
     # ---- common/softmax/row_reduction_gradients.cuh
