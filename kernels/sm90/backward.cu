@@ -366,7 +366,7 @@ struct Consumer {
         handed[i] = kKept == Kept::kDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
-    arrive_as_warp(shared.p_ring.full(p_at));
+    arrive_after_reads(shared.p_ring.full(p_at));  // of lse and biases
     p_at.advance();
   }
 
@@ -468,7 +468,7 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
       ptx::store_matrix_x4(line + ((k * 32 + lane() / 16 * 16) ^ (lane() % 8 * 16)), ds_operand[k].word);
-    if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
+    ptx::fence_async_proxy();  // of dS', for products; and of statistics and biases, which TMA overwrites
     arrive_as_warp(shared.ds_ring.full(ds_at));
     ds_at.advance();
   }

@@ -273,7 +273,7 @@ struct Consumer {
     wait_for<1>(s[0]);
     recompute_p(score, row, key, of_scores.stage, stats, masked, is_hidden);
     arrive_as_warp(shared.ring.empty(of_scores));
-    if (last) arrive_as_warp(shared.bias_ring.empty(bias_at));
+    if (last) arrive_after_reads(shared.bias_ring.empty(bias_at));
     wait_for<0>(dp);
     arrive_as_warp(shared.ring.empty(at));
     at.advance();

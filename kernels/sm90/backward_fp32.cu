@@ -376,6 +376,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
       }
     }
     if (kScaleInExponent || !large) hand_over([](int, float lse) { return PlainRow{lse}; });
+    ptx::fence_async_proxy();  // lse has been read where TMA writes next
     shared.handed.p_full(buffer).arrive();
 
     if constexpr (kHasValues) {
@@ -486,7 +487,9 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     Operand operand;
     split(ds, operand);
 
-    // Once all threads have read P', dS' is stored in its memory. There, rows are keys.
+    // Once all threads have read P', dS' is stored in its memory. There, rows are keys. The statistics have been read,
+    // too, where TMA writes next.
+    ptx::fence_async_proxy();
     ptx::sync_named(kDkWarpgroup, 128);
     store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
     add_product(  // [GEMM 6] dK += dS' Q

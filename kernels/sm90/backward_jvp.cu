@@ -352,7 +352,7 @@ struct Consumer {
       ptx::store_shared_f32x4(handed_over() + n * 128 * 16, p[n]);
       ptx::store_shared_f32x4(handed_over() + kBytesP + n * 128 * 16, u[n]);
     }
-    arrive_as_warp(shared.p_ring.full(p_at));
+    arrive_after_reads(shared.p_ring.full(p_at));  // of the statistics
     p_at.advance();
   }
 
@@ -404,7 +404,7 @@ struct Consumer {
     };
     if constexpr (kSumsTdq) store(shared.tdx, tdx_operand);
     if constexpr (kSumsTdqOfDx) store(shared.dx, dx_operand);
-    if constexpr (kSumsTdq) ptx::fence_async_proxy();
+    ptx::fence_async_proxy();  // of these, for products; and of the statistics, which TMA overwrites
     if (kParts > 1 && part + 1 < kParts) return;
     arrive_as_warp(shared.dx_ring.full(dx_at));
     dx_at.advance();

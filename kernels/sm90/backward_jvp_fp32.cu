@@ -248,7 +248,7 @@ struct MakerOfP {
     shared.handed.dx_empty(buffer).wait(buffer.parity);
     make_p((Accumulator&)s_and_ktq, tx, pairs, masked, large);
     if constexpr (kSumsTdv) add_tdv(tdv, tx, shared.do_at(do_at));  // [3]
-    arrive_as_warp(shared.do_ring.empty(do_at));
+    arrive_after_reads(shared.do_ring.empty(do_at));
     q_at.advance(), do_at.advance(), buffer.advance();
     m_tile.advance(tile.queries);
   }
@@ -376,6 +376,7 @@ struct MakerOfDx {
     make_dp(dx, tdx);
     shared.handed.p_full(buffer).wait(buffer.parity);
     make_dx(dx, tdx);
+    ptx::fence_async_proxy();
     sync();  // all threads have read P' and u', which are overwritten, and the statistics
     if (thread == 0) shared.do_ring.empty(do_at).arrive();
     if constexpr (kReadsDx) store_terms(dx, shared.dx_at(buffer), thread);

@@ -303,7 +303,7 @@ struct MakerOfDx {
     store_terms(tdx, shared.dx, thread);
     hand_over();
     if constexpr (kSumsTdv) add_tdv(tdv, dx, shared.dout);  // [5]
-    arrive_as_warp(shared.do_ring.empty(do_at));
+    arrive_after_reads(shared.do_ring.empty(do_at));
     do_at.advance();
     m_tile.advance(tile.queries);
   }

@@ -60,6 +60,7 @@ struct PartialExchange {
 #pragma unroll
         for (int i = 0; i < 4; ++i) partial[n][i] += others[i];
       }
+      ptx::fence_async_proxy();  // as in arrive_after_reads
       ptx::sync_warp();
       if (lane_index() == 0) ptx::barrier_arrive_remote(shared.partial_ring.empty(at).address + other);
       at.advance();
@@ -167,7 +168,7 @@ struct Differentiator : ScoreProducts {
     }
     make_factor(Dropout(common, work.entry(), work.query_head(step)), lane, kept_scale_of(common));
     if constexpr (kRowsAreKeys) {
-      arrive_as_warp(shared.stats_ring.empty(stats_at));
+      arrive_after_reads(shared.stats_ring.empty(stats_at));
       stats_at.advance();
     }
     if (Work::kClears && work.valid(step) < kTile) clear_keys(lane, work.key_stop);

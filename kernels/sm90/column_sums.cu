@@ -25,8 +25,7 @@
 constexpr int kConsumers = kBlockN / 64;
 constexpr int kQueryTiles = kBlockM / 8;  // n-tiles of 8 queries
 static_assert(kNumWarps == 4 * kConsumers + 1, "the consumers and a producer");
-static_assert(kBlockM == 2 * kGroupRows,
-              "with 64 queries a first launch gave wrong sums, for a reason that was not found: sm90/tiles.py");
+static_assert(kBlockM % kGroupRows == 0, "whole groups of rows with row sums");
 static_assert(!kIsPacked, "rows of other sequences would have to be cleared");
 
 // Shared memory: K, the rings of Q and of row statistics, barriers.
@@ -118,7 +117,7 @@ CUFLASH_DEVICE void consume(const Params& params, const Shared& shared, const Co
       add_tile(weights, (float (&)[1][kTiles][4])p[kFirst / 8], shared.stats + at.stage * kBytesStats + kFirst * 8,
                row_sums, masked, tile.m_block * kBlockM + kFirst + fragment_column(), lane_key, columns);
     });
-    arrive_as_warp(shared.ring.empty(at));
+    arrive_after_reads(shared.ring.empty(at));
   }
   float* sums = per_key_values_of(params.dv, batch, head);
 #pragma unroll

@@ -217,7 +217,8 @@ struct Consumer {
       shared.q_ring.full(q_at).wait(q_at.parity);
       q.load(shared.q, division.first_row, work.rows);
       if constexpr (kNarrowsQueries) q.narrow(narrowed);
-      sync_consumer();  // what is handed over goes where they lie
+      ptx::fence_async_proxy();  // as in arrive_after_reads
+      sync_consumer();           // what is handed over goes where they lie
     }
     q_scale[0][0] *= narrowed[0], q_scale[0][1] *= narrowed[1];
 #pragma unroll 1
@@ -229,13 +230,13 @@ struct Consumer {
           softmax_step(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
       }
       shared.v_ring.full(at).wait(at.parity);
-      arrive_as_warp(shared.k_ring.empty(at));
-      arrive_as_warp(shared.v_ring.empty(at));
+      arrive_after_reads(shared.k_ring.empty(at));
+      arrive_after_reads(shared.v_ring.empty(at));
     }
     sums.softmax.finish();
     if (work.has_keys()) {
       merge(sums, division, shared);
-      release_by_warp(shared.q_ring.empty(q_at));
+      arrive_after_reads(shared.q_ring.empty(q_at));
       q_at.advance();
     }
     if (division.split == 0) store(scheduler, work, rows, v_scales.of_head(), sums);

@@ -238,6 +238,7 @@ struct Consumer {
   // Computes S once more, for this warp alone.
   CUFLASH_DEVICE void multiply_s_again() {
     multiply_again<kDim, kBlockM, kBlockN>(s, s_q + warp_row * kLineBytes, shared.k + key.stage * kBytesK);
+    ptx::fence_async_proxy();  // as in arrive_after_reads
   }
 
   // [GEMM 3] O += P V, with the values in stage `at`.
@@ -355,7 +356,10 @@ struct Consumer {
       all_started = !ptx::any_lane(!(largest_row_max <= kLargestFolded));
       softmax.exponentiate(s, scale_log2, sum, !all_started);
     }
-    release_by_warp(shared.k_ring.empty(key));
+    if constexpr (kBiasOfPairs)
+      arrive_after_reads(shared.k_ring.empty(key));
+    else
+      release_by_warp(shared.k_ring.empty(key));
     softmax.row_sum[0][0] += sum[0][0];
     softmax.row_sum[0][1] += sum[0][1];
     if constexpr (!kDropsLate) drop(n_block);

@@ -115,7 +115,7 @@ struct BiasTermStage {
     if constexpr (kLoadsBiasTerms) ring.full(at).wait(at.parity);
   }
   CUFLASH_DEVICE void release() {
-    if constexpr (kLoadsBiasTerms) arrive_as_warp(ring.empty(at)), at.advance();
+    if constexpr (kLoadsBiasTerms) arrive_after_reads(ring.empty(at)), at.advance();
   }
 };
 

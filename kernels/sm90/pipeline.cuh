@@ -17,6 +17,13 @@ CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
   if (ptx::thread_index() % 32 == 0) barrier.arrive();
 }
 
+// The same at the end of a stage that lanes have read themselves, by ld.shared or ldmatrix. TMA writes there next, in
+// another proxy: without the fence it may overtake reads that are still under way.
+CUFLASH_DEVICE void arrive_after_reads(const Barrier& barrier) {
+  ptx::fence_async_proxy();
+  arrive_as_warp(barrier);
+}
+
 // The position of a tile in a ring of `stages`: tile i of the loop is in stage i % stages, with parity i / stages % 2.
 template <int stages>
 struct Position {

@@ -126,6 +126,7 @@ CUFLASH_DEVICE void load_boxes_together(const Params& params) {
     ptx::barrier_wait(full, i & 1);
     drain_shared(destination_of<u32>(params) + (2 * i + ptx::cluster_rank<2>()) * kBytes / 4, shared, kBytes / 4,
                  kWarpgroup);
+    ptx::fence_async_proxy();
     ptx::sync_named(1, kWarpgroup);
     if (is_first) ptx::barrier_arrive_in_cluster<2>(empty);
   }
@@ -153,6 +154,7 @@ CUFLASH_DEVICE void exchange_parts(const Params& params) {
     ptx::store_remote_f32x4(place + other, part, full + other);
     ptx::barrier_wait(full, i & 1);
     ptx::load_shared_f32x4(place, part);
+    ptx::fence_async_proxy();
     ptx::barrier_arrive_remote(empty + other);
     for (u32 j = 0; j < 4; ++j) destination_of<float>(params)[first + j] = part[j];
   }

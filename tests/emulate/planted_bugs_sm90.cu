@@ -223,11 +223,26 @@ CUFLASH_DEVICE void load_over_tile_in_use(const Params& params) {
   load_box(params, shared);
   ptx::barrier_wait(shared.barrier, 0);
   const u16 value = read_box(shared);
+  ptx::fence_async_proxy();
   load_box(params, shared);
   ptx::barrier_wait(shared.barrier, 1);
   keep(params, value);
 }
 CUFLASH_DEFINE_KERNEL(tile_in_use, Params, kWarpgroup, 1, load_over_tile_in_use)
+
+// All threads have come past their reads, which may still be under way.
+CUFLASH_DEVICE void load_over_reads(const Params& params) {
+  Shared shared;
+  make_barrier(shared.barrier, 1);
+  load_box(params, shared);
+  ptx::barrier_wait(shared.barrier, 0);
+  const u16 value = read_box(shared);
+  ptx::sync_block();
+  load_box(params, shared);
+  ptx::barrier_wait(shared.barrier, 1);
+  keep(params, value);
+}
+CUFLASH_DEFINE_KERNEL(missing_fence_after_reads, Params, kWarpgroup, 1, load_over_reads)
 
 // Each warp's first lane frees the tile, but only half of the warps wait for their other lanes first.
 CUFLASH_DEVICE void free_tile_early(const Params& params) {
@@ -237,6 +252,7 @@ CUFLASH_DEVICE void free_tile_early(const Params& params) {
   load_box(params, shared);
   ptx::barrier_wait(shared.barrier, 0);
   const u16 value = read_box(shared);
+  ptx::fence_async_proxy();
   if (ptx::thread_index() < 64) ptx::any_lane(false);
   if (ptx::thread_index() % kWarp == 0) ptx::barrier_arrive(shared.other_barrier);
   if (ptx::thread_index() == 0) {
@@ -648,6 +664,7 @@ CUFLASH_DEVICE void replace_boxes(const Params& params) {
   load_boxes(params, shared);
   ptx::barrier_wait(shared.barrier, 0);
   keep(params, read_box(shared));
+  ptx::fence_async_proxy();
   ptx::sync_named(1, kWarpgroup);
   load_boxes(params, shared);
   ptx::barrier_wait(shared.barrier, 1);
@@ -682,6 +699,7 @@ CUFLASH_DEVICE void send_again(const Params& params) {
     send_part(shared, 1);
     ptx::barrier_wait(shared.barrier, i);
     keep(params, ptx::load_shared_b16(shared.a + 16 * ptx::thread_index()));
+    ptx::fence_async_proxy();
   }
   ptx::sync_cluster<2>();
 }

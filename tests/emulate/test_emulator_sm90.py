@@ -90,7 +90,8 @@ BUGS = [
     ("missing_fence_barrier_init", "missing fence_barrier_init"),
     ("tile_in_use", f"data race: writes .* which thread .* read at|{BOX_READ}"),
     ("tile_freed_early", "data race: writes .* which thread .* read at"),
-    ("missing_fence_before_load", "missing fence_async_proxy: overwrites"),
+    ("missing_fence_before_load", "missing fence_async_proxy: overwrites .* wrote at"),
+    ("missing_fence_after_reads", "missing fence_async_proxy: overwrites .* read at"),
     ("load_overrun", "invalid memory access|out of bounds"),
     ("load_misaligned", "misaligned shared address: .* multiple of 128"),
     ("load_of_odd_column", "column 4 of a tensor copy .* illegal instruction"),
@@ -227,7 +228,7 @@ def runnable(script):
 
 
 def is_wrong(script):
-    """Whether two accesses, one of them a write, are not ordered, or a copy overwrites what was not fenced."""
+    """Whether two accesses, one of them a write, are not ordered, or a copy overwrites what no fence follows."""
     known: list[set[int]] = [set() for _ in range(2 * WARP)]  # steps that happened before what the thread does next
     at_barrier = {}
     warps = [range(WARP), range(WARP, 2 * WARP)]
@@ -258,7 +259,7 @@ def is_wrong(script):
                 bytes_0 = set(range(offset_0, offset_0 + {LOAD: 2, STORE: 2, COPY: CELL_BYTES}.get(action_0, 0)))
                 if bytes_0 & touched and (action, action_0) != (LOAD, LOAD) and j not in known[actor]:
                     return True
-                if action == COPY and action_0 == STORE and bytes_0 & unfenced:
+                if action == COPY and action_0 in (LOAD, STORE) and bytes_0 & unfenced:
                     fences = (k for k in range(j + 1, i) if script[k][:2] == (FENCE, actor_0))
                     if not any(k in known[actor] for k in fences):
                         return True
@@ -295,6 +296,8 @@ def test_the_definition_tells_right_from_wrong():
     assert not is_wrong(copy_and_read)
     assert is_wrong([step for step in copy_and_read if step[0] != FENCE])
     assert is_wrong([step for step in copy_and_read if step[0] != WAIT])
+    assert is_wrong([*copy_and_read, (COPY, 32, 0, 2)])
+    assert not is_wrong([*copy_and_read, (FENCE, 32, 0, 0), (COPY, 32, 0, 2)])
 
 
 # ---- Tensor maps -----------------------------------------------------------------------------------------------------

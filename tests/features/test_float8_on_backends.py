@@ -241,7 +241,7 @@ DEVICE_PRODUCTS = [
     Row({"head_dim": 256, "causal": True, "score_spread": 6.0, "seqlen_q": 300}),
     Row({**POOL, "page_size": 128, "k_scale": "head", "causal": True}),
     Row({**POOL, "head_dim": 64, "page_size": 16, "v_scale": "tensor"}),
-    Row({"head_dim": 64, "q_scale": "token", "score_spread": 1e10, "distinct_keys": 2}),
+    Row({"head_dim": 64, "q_scale": "token", "k_scale": "head", "score_spread": 1e10, "distinct_keys": 2}),
     Row({"head_dim": 64, "block_mask": (1, 4), "block_size": (256, 64), "seqlen_q": 2048}),
 ]
 

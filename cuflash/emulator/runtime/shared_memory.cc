@@ -81,6 +81,16 @@ enum class Use { kRead, kWrite };
        file_name(write.site), write.site.line);
 }
 
+// Reads by ld.shared and ldmatrix may still be under way when their thread arrives at a barrier: only a fence keeps what
+// overwrites the place in the other proxy behind them.
+void check_read_fenced(const Access& read, const Access& now, const Thread& thread, u32 offset) {
+  if (is_fenced(read, thread)) return;
+  fail(thread, now.site,
+       "missing fence_async_proxy: overwrites shared memory at offset %u, which thread %u read at %s:%u and did not "
+       "fence before the barrier",
+       offset, read.actor * kWarpLanes + __builtin_ctz(read.lanes), file_name(read.site), read.site.line);
+}
+
 bool is_same_read(const Access& earlier, const Access& now) {
   return earlier.actor == now.actor && earlier.by_agent() == now.by_agent() &&
          (earlier.epoch == now.epoch || now.by_agent());
@@ -254,9 +264,12 @@ u8* write_matrix_row(u32 address, const Thread& thread, Site site) {
 void begin_agent_write(u32 offset, u32 bytes, const Access& write, const Thread& thread) {
   for (u32 at = offset; at < offset + bytes; at += kCellBytes) {
     for_each_record(at, kCellBytes, [&](Record& record, u32 place) {
-      const Access before = record.write;
+      const Record before = record;
       note_write(record, write, thread, place);
-      if (!is_fenced(before, thread)) fail_unfenced(before, write, Use::kWrite, thread, place);
+      if (!is_fenced(before.write, thread)) fail_unfenced(before.write, write, Use::kWrite, thread, place);
+      check_read_fenced(before.read, write, thread, place);
+      for (u32 i = before.more_reads; i != kNone; i = shared.more_reads[i].next)
+        check_read_fenced(shared.more_reads[i].read, write, thread, place);
       record.write.in_flight = true;
     });
     join_parts(at);

@@ -281,6 +281,12 @@ MUTANTS = (
     mutant("a turn is given to itself", PING_PONG, "ptx::arrive_named(first_barrier + (index + 1) % count, 256);",
            "ptx::arrive_named(first_barrier + index, 256);", "sm90"),
     # ---- sm90/pipeline.cuh
+    mutant("TMA may overtake reads of biases", PIPELINE, "  ptx::fence_async_proxy();\n  arrive_as_warp(barrier);",
+           "  arrive_as_warp(barrier);", "sm90 bias", "backward sm90 wide bias"),
+    mutant("TMA may overtake reads of statistics", PIPELINE, "  ptx::fence_async_proxy();\n  arrive_as_warp(barrier);",
+           "  arrive_as_warp(barrier);", "columns sm90"),
+    mutant("TMA may overtake the second product", FORWARD,
+           "    ptx::fence_async_proxy();  // as in arrive_after_reads\n", "", "sm90 spread"),
     mutant("barriers unknown to TMA", PIPELINE, "      ptx::fence_barrier_init();\n", "", "sm90"),
     mutant("barriers used before they are made", PIPELINE, "    ptx::sync_block();\n", "", "sm90"),
     mutant("a tile is full when two said so", PIPELINE, "full({i}).init(producers);",
