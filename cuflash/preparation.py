@@ -507,7 +507,7 @@ class BoundForward(Generic[ResultT]):
 
 def _form_of(name: str, x: Any, options: Options) -> str:
     """Shape and dtype of an array in words; of an axis of keys or of pages only that it is there."""
-    if not hasattr(x, "shape"):
+    if not hasattr(x, "dtype"):
         return f"a {type(x).__name__}"
     shape = [str(size) for size in x.shape]
     if name in INPUTS[1:] and len(shape) > 1:

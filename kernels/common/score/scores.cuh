@@ -81,8 +81,6 @@ struct RelativeScores {
   }
 
  private:
-  CUFLASH_DEVICE static float inverse_of(float x) { return ptx::reciprocal_approx(x); }
-  CUFLASH_DEVICE static double inverse_of(double x) { return 1 / x; }
   CUFLASH_DEVICE static float log_of(float x) { return ptx::log2_approx(x) * (kWide ? kLn2 : 1.0f); }
   CUFLASH_DEVICE static double log_of(double x) { return natural_log(x); }
 };

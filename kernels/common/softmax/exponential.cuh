@@ -71,6 +71,8 @@ struct Reduced<double> {
 };
 
 CUFLASH_DEVICE Real magnitude_of(Real x) { return x < 0 ? -x : x; }
+CUFLASH_DEVICE float inverse_of(float x) { return ptx::reciprocal_approx(x); }
+CUFLASH_DEVICE double inverse_of(double x) { return 1 / x; }
 
 // The exponential of an exponent. Results below the smallest normal number are 0.
 CUFLASH_DEVICE float exponential(float exponent) { return ptx::exp2_approx(kWide ? exponent * kLog2e : exponent); }

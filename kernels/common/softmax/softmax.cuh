@@ -169,7 +169,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   // Rounds exponents, and turns the differences from the row max into scores again, relative to 0.
   template <int n_tiles>
   CUFLASH_DEVICE void make_relative(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale) const {
-    const Real inverse = 1 / exponent_scale;
+    const Real inverse = inverse_of(exponent_scale);
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll

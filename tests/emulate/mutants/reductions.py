@@ -36,7 +36,7 @@ MUTANTS = (
            "columns sm90"),
     mutant("no wait for K", SM90, "  if (work.num_steps > 0) shared.k_full.wait(0);\n", "", "columns sm90"),
     mutant("no wait for Q", SM90, "    shared.ring.full(at).wait(at.parity);\n", "", "columns sm90"),
-    mutant("stages are not given back", SM90, "    arrive_as_warp(shared.ring.empty(at));\n", "", "columns sm90"),
+    mutant("stages are not given back", SM90, "    arrive_after_reads(shared.ring.empty(at));\n", "", "columns sm90"),
     mutant("a stage is filled too early", SM90, "shared.ring.empty(at).wait(at.parity ^ 1);\n",
            "shared.ring.empty(at).wait(at.parity);\n", "columns sm90"),
     mutant("rows of the first group", SM90, "tile.m_block * kBlockM + kFirst + fragment_column()",

@@ -11,7 +11,7 @@ MUTANTS = (
     mutant("a tile of bias is overwritten", BIAS, "        shared.bias_ring.empty(bias_at).wait(bias_at.parity ^ 1);\n",
            "", "dbias sm90"),
     mutant("each tile of pairs brings its bias", BIAS, "        has_bias = true;\n", "", "dbias sm90"),
-    mutant("the bias is given back at once", BIAS, "if (last) arrive_as_warp", "if (first) arrive_as_warp",
+    mutant("the bias is given back at once", BIAS, "if (last) arrive_after_reads", "if (first) arrive_after_reads",
            "dbias sm90"),
     mutant("nobody waits for the bias", BIAS,
            "    if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);\n", "", "dbias sm90"),

@@ -90,7 +90,7 @@ MUTANTS = (
     mutant("statistics are replaced before they are read", RING,
            "      shared.stats_ring.empty(stats).wait(stats.parity ^ 1);\n", "", "wide dk"),
     mutant("statistics are given back unread", BACKWARD,
-           "      arrive_as_warp(shared.stats_ring.empty(stats_at));\n", "",
+           "      arrive_after_reads(shared.stats_ring.empty(stats_at));\n", "",
            "wide dk"),
     mutant("statistics of one tile for all", BACKWARD, "shared.stats + stats_at.stage * kBytesStats", "shared.stats",
            "wide dk"),
