@@ -98,7 +98,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   }
 
   // Replaces scores by their exponentials and adds those of this lane to `sum`. `large` says whether some row max of the
-  // warp may be beyond kLargestFused.
+  // warp is beyond kLargestFused.
   template <int n_tiles>
   CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, Real (&sum)[m_tiles][2],
                                    bool large) {
