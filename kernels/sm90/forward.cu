@@ -25,8 +25,7 @@
 // A step computes the exponentials of a tile relative to the row maxima that it finds, without looking for
 // the maxima of the tile first. If a row max has become too small, a sum of exponentials is too large. Only then does
 // the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one row max are exact, whatever it is. The
-// same is done where row maxima are so large that such an exponent would be rounded too far
-// (kLargestFolded).
+// same is done where row maxima are so large that such an exponent would be rounded too far (kLargestFolded).
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/score/mask_bits.cuh"

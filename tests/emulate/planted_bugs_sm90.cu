@@ -217,30 +217,26 @@ CUFLASH_DEVICE void load_on_invisible_barrier(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(missing_fence_barrier_init, Params, kWarpgroup, 1, load_on_invisible_barrier)
 
-CUFLASH_DEVICE void load_over_tile_in_use(const Params& params) {
+template <class Between>
+CUFLASH_DEVICE void load_twice(const Params& params, Between between) {
   Shared shared;
   make_barrier(shared.barrier, 1);
   load_box(params, shared);
   ptx::barrier_wait(shared.barrier, 0);
   const u16 value = read_box(shared);
-  ptx::fence_async_proxy();
+  between();
   load_box(params, shared);
   ptx::barrier_wait(shared.barrier, 1);
   keep(params, value);
+}
+CUFLASH_DEVICE void load_over_tile_in_use(const Params& params) {
+  load_twice(params, [] { ptx::fence_async_proxy(); });
 }
 CUFLASH_DEFINE_KERNEL(tile_in_use, Params, kWarpgroup, 1, load_over_tile_in_use)
 
 // All threads have come past their reads, which may still be under way.
 CUFLASH_DEVICE void load_over_reads(const Params& params) {
-  Shared shared;
-  make_barrier(shared.barrier, 1);
-  load_box(params, shared);
-  ptx::barrier_wait(shared.barrier, 0);
-  const u16 value = read_box(shared);
-  ptx::sync_block();
-  load_box(params, shared);
-  ptx::barrier_wait(shared.barrier, 1);
-  keep(params, value);
+  load_twice(params, [] { ptx::sync_block(); });
 }
 CUFLASH_DEFINE_KERNEL(missing_fence_after_reads, Params, kWarpgroup, 1, load_over_reads)
 

@@ -116,6 +116,7 @@ def test_what_is_wrong_is_said():
         ((q, k[..., :8], v), ValueError, r"^k: got shape \(2, 4, keys, 8\)"),
         ((q.astype(np.float64), k, v), ValueError, r"^q: got .* dtype float64"),
         ((q.tolist(), k, v), ValueError, r"^q: got a list"),
+        ((memoryview(q), k, v), ValueError, r"^q: got a memoryview"),
         ((q, k, v[:, :, :9]), ValueError, r"^v: "),
         ((q, k, None), TypeError, r"^v: got None, expected an array, as in bind"),
     ):

@@ -80,7 +80,7 @@ def test_the_number_of_blocks_tells_their_length(keys, shift):
 
 
 def test_plans_say_what_is_served():
-    """Few queries run decode kernels, all others the sm80 kernels."""
+    """Decoding has kernels of its own, longer queries the sm80 kernels."""
     few, many = (
         dataclasses.replace(CASE, seqlen_k=4096, kv_lengths=None),
         dataclasses.replace(CASE, seqlen_q=1000, seqlen_k=1000, kv_lengths=None),
