@@ -25,8 +25,8 @@ MUTANTS = (
     mutant("no wait before a product", SM80, "    ptx::copy_async_wait<kNumStages - 1>();\n", "", "columns"),
     mutant("no barrier before a product", SM80, "wait<kNumStages - 1>();\n    ptx::sync_block();\n",
            "wait<kNumStages - 1>();\n", "columns"),
-    mutant("no barrier before the next load", SM80, "first_key + warp_key + fragment_row(), columns);\n"
-           "    ptx::sync_block();\n", "first_key + warp_key + fragment_row(), columns);\n", "columns"),
+    mutant("no barrier before the next load", SM80, "lane_key, columns);\n    ptx::sync_block();\n",
+           "lane_key, columns);\n", "columns"),
     mutant("the loop does not advance", SM80, "    current.advance(tiles);\n", "", "columns"),
     mutant("keys past the last are stored", SM80, "fragment_column() == 0 && key < stop", "fragment_column() == 0",
            "columns"),
