@@ -85,7 +85,7 @@ MUTANTS = (
     mutant("keys are replaced too early", TOP, "stage * kBytesK));\n      ptx::sync_block();\n", "stage * kBytesK));\n",
            "top"),
     mutant("warps share candidates", TOP, " + warp_index() * kBytesCandidates", "", "top"),
-    mutant("rows of the first warp", TOP, "head, first_row + warp_row, score", "head, first_row, score", "top"),
+    mutant("rows of the first warp", TOP, "tile.first_row + scan.warp_row,", "tile.first_row,", "top"),
     # ---- sm90/top_keys.cu
     mutant("queries of the first consumer", TOP_SM90, "shared.q + index * 64 * kLineBytes", "shared.q", "top sm90"),
     mutant("no wait for Q", TOP_SM90, "  if (tile.keys.start < tile.keys.stop) shared.q_full.wait(0);\n", "",

@@ -364,7 +364,7 @@ MUTANTS = (
            "factor_of(b[(i + 1) % (kFragmentsAhead + 1)], factor_b);", "forward"),
     mutant("the last step of A is not fetched", MMA, "if (n == 0 && k + kStepsAhead < k_steps)",
            "if (n == 0 && k + kStepsAhead < k_steps - 1)", "forward"),
-    mutant("halves of a fragment land on each other", MMA, "(16 * m + 8 * half) * row,", "16 * m * row,", "forward"),
+    mutant("halves of a fragment land on each other", MMA, "of_rows = (16 * m + 8 * half) * row;", "of_rows = 16 * m * row;", "forward"),
     mutant("warps share columns", MMA, "16 * (warp + n / 2 * warps)", "16 * (warp + n / 2)", "backward shared"),
     mutant("paired columns stay apart", MMA, "Real pair[2] = {first[i] * f, second[kPaired ? i : i + 1] * f};",
            "Real pair[2] = {first[i] * f, second[i] * f};", "backward float32"),
