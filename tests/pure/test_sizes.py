@@ -55,7 +55,6 @@ LONG_ROLES = {
     ("kernels/sm90/backward_dq.cuh", "accumulate_dq"),
     ("kernels/sm90/backward_fp32.cu", "make_dk"),
     ("kernels/sm90/backward_fp32.cu", "make_dv"),
-    ("kernels/sm90/forward_fp32.cu", "consume"),
 }
 NO_CODE = re.compile(r"//[^\n]*|^\s*#(?:[^\n]*\\\n)*[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.MULTILINE)
 NO_FUNCTION = re.compile(r"\b(struct|class|union|enum|namespace)\b|=\s*$|^[^(]*$")
