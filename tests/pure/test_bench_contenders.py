@@ -358,6 +358,7 @@ TAKES = {
     "fa2": {"window", "dropout"},
     "fa3": {"softcap", "window"},
     "fa4": {"softcap", "window"},
+    "cudnn-flex": {"blocks_kept", "window", "function"},
     "efficient": {"bias", "mask", "dropout"},
     "efficient-dbias": {"bias", "mask"},
     "cuequivariance": {"bias", "mask"},
@@ -441,6 +442,72 @@ def test_cuequivariance_gets_its_axes(changes, monkeypatch):
     for other in (replace(case, bias="qk", mask=""), replace(case, mask="qk")):
         with pytest.raises(Absent, match="needs a bias of axes hqk"):
             peers_torch.cuequivariance_calls(torch, other, None, None, None, None, {})
+
+
+def dense(q, k, v, pairs):
+    """Attention of (batch, seqlen, heads, dim) over the visible pairs; queries that see no key get zeros."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~pairs, float("-inf"))
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+
+
+def agrees(calls, case, inputs):
+    """Both passes of a peer are right."""
+    for pass_ in ("forward", "backward"):
+        results = tuple(x.detach().numpy() for x in calls[pass_]())
+        assert not any(error.wrong for error in Check(case, inputs).errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fold_attention_gets_its_layout(causal, monkeypatch):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+
+    def fold_attn_func(q, k, v, *, causal):
+        pairs = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        return dense(q, k, v, pairs.tril() if causal else pairs)
+
+    module: Any = types.ModuleType("fold_attention")
+    module.fold_attn_func = fold_attn_func
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    case = replace(PLAIN, batch=2, causal=causal)
+    inputs = make_inputs(np, case)
+    agrees(peers_torch.fold_calls(torch, case, *as_tensors(torch, inputs)), case, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 7},
+        {"function": "documents"},
+        {"function": "documents", "causal": True},
+        {"blocks_kept": 0.5, "seqlen_q": 512, "seqlen_k": 640},
+    ],
+    ids=str,
+)
+def test_cudnn_gets_intervals(changes, monkeypatch):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+
+    def create_mask_plan(ends, q, k, v, *, build_backward):
+        assert build_backward and ends.dtype == torch.int32 and ends.is_contiguous() and ends.shape[1] % 2 == 1
+        assert all(x.requires_grad for x in (q, k, v)) and ends.shape[::2] == (1, q.shape[0] * q.shape[1])
+        keys = torch.arange(k.shape[1])
+        bounds = [torch.zeros_like(ends[0, 0]), *ends[0]]
+        parts = zip(bounds[::2], bounds[1::2], strict=True)
+        pairs = sum((keys >= low[:, None]) & (keys < high[:, None]) for low, high in parts)
+        return (pairs > 0).view(q.shape[0], 1, q.shape[1], k.shape[1])
+
+    module: Any = types.ModuleType("cudnn.flex_attention")
+    module.create_mask_plan = create_mask_plan
+    module.flex_attn_func = lambda q, k, v, *, mask_plan: dense(q, k, v, mask_plan)
+    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    case = replace(PLAIN, batch=2, **changes)
+    inputs = make_inputs(np, case)
+    agrees(peers_torch.cudnn_flex_calls(torch, case, *as_tensors(torch, inputs)), case, inputs)
+    with pytest.raises(Absent, match="no functions of scores"):
+        peers_torch.cudnn_flex_calls(torch, replace(PLAIN, function="box"), *as_tensors(torch, inputs))
 
 
 @pytest.mark.one_in(1)
