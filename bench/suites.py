@@ -169,7 +169,7 @@ SUITES = {
     "targets": Suite(
         kind="gpu",
         cases=FA2 + GROUPED,
-        peers=("cuflash-deterministic", "cudnn", "fa2", "fa3", "fa4"),
+        peers=("cuflash-deterministic", "cudnn", "fa2", "fa3", "fa3-jax", "fa4"),
         about="the usual rows, and grouped heads",
     ),
     "deterministic": Suite(

@@ -357,6 +357,7 @@ TAKES = {
     "cudnn": {"bias", "mask", "dropout"},
     "fa2": {"window", "dropout"},
     "fa3": {"softcap", "window"},
+    "fa3-jax": {"window"},
     "fa4": {"softcap", "window"},
     "cudnn-flex": {"blocks_kept", "window", "function"},
     "efficient": {"bias", "mask", "dropout"},
@@ -560,7 +561,7 @@ def test_results_of_random_numbers_of_their_own_are_not_checked():
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas"])
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas", "fa3-jax"])
 def test_device_peers_are_absent_on_the_cpu(name):
     with pytest.raises(Absent, match=r"needs|torch"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
@@ -641,6 +642,35 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(Absent, match="jax: "):
         peers.jax_pallas(case, inputs)
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"causal": True, "window": 9}], ids=str)
+def test_flash_attention_3_in_jax_gets_its_layout_and_window(fake_cupy, monkeypatch, changes):
+    """On a stand-in for the library, and JAX's gradients of it."""
+    jax = pytest.importorskip("jax", reason="JAX")
+    case = Case(**{"head_dim": 16, "seqlen_q": 40, "batch": 2, "num_heads": 3, "dtype": "float32"} | changes)
+
+    def flash_mha(q, k, v, is_causal, window_size):
+        assert q.shape == k.shape == v.shape == (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
+        assert window_size == ((case.window - 1, 0) if case.window else (-1, -1))
+        scores = jax.numpy.einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
+        i, j = jax.numpy.mgrid[: case.seqlen_q, : case.seqlen_k]
+        hidden = (is_causal & (j > i)) | (j < i - case.window + 1 if case.window else False)
+        weights = jax.nn.softmax(jax.numpy.where(hidden, -jax.numpy.inf, scores), -1)
+        return jax.numpy.einsum("bhij,bjhd->bihd", weights, v)
+
+    library: Any = types.ModuleType("flash_attn3_jax")
+    library.flash_mha = flash_mha
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    fake_cupy.from_dlpack = np.from_dlpack
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    contender = peers.ADAPTERS["fa3-jax"](case, inputs)
+    assert contender.wait is jax.block_until_ready
+    for pass_ in ("forward", "backward"):
+        results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+        assert not any(error.wrong for error in Check(case, inputs).errors(pass_, results).values())
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():
