@@ -223,6 +223,13 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_FLOAT32, head_dim=72, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1),
         moved=(),
     ),
+    "wide jvp float32 of long sums": JvpFloat32WideSm90Trial(
+        case=replace(
+            _FLOAT32,
+            **{"seqlen_q": 128, "seqlen_k": 90, "num_heads": 4, "num_heads_kv": 2, "head_dim": 128, "head_dim_v": 128},
+            **{"causal": False, "score_spread": 12.0, "seed": 2},
+        )
+    ),
     "tangents float32": BackwardJvpFloat32Sm90Trial(case=_FEW),
     "tangents float32 with one stage": BackwardJvpFloat32Sm90Trial(
         case=_FEW, tile=replace(BACKWARD_JVP_FLOAT32_SM90_TILES[0], num_stages=1)
