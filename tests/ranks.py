@@ -3,6 +3,7 @@ and on devices."""
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -125,6 +126,20 @@ def compute_tangents(
     given |= {name: own[name] for name in ("dlse", *COTANGENTS) if name in own}
     gradients: dict[str, Any] = attn.backward_jvp(own["dout"], **given, **results, need=need)._asdict()
     return results | gradients
+
+
+def reduce_weights(
+    attn: Any, case: AnyCase, own: Mapping[str, Any], need: Sequence[str] | None = (), count: int = 3
+) -> dict[str, Any]:
+    """Reductions of the attention weights, with those gradients of column sums that are needed."""
+    others = {name: x for name, x in own.items() if name not in ("q", "k", "lse", "weights", "dsums")}
+    q, k, lse, weights = own["q"], own["k"], own["lse"], own.get("weights")
+    found = {"column_sums": attn.column_sums(q, k, lse, weights, **others)}
+    found["column_max"] = attn.column_max(q, k, lse, **others)
+    found["indices"], found["key_weights"] = attn.top_keys(q, k, lse, count, **others)
+    if need:
+        found |= attn.column_sums_backward(own["dsums"], q, k, lse, weights, need=need, **others)._asdict()
+    return found
 
 
 def on_ranks(comms: Sequence[Any], work: Callable[[int], Any]) -> list[Any]:
@@ -289,7 +304,7 @@ def emulated(arch: str) -> Iterator[Ranks]:
     from cuflash.shards import merge as merging
     from cuflash.spec import call
     from tests.emulate.launcher import launcher
-    from tests.emulate.slices import EmulatedSlices
+    from tests.emulate.slices import CUPY, EmulatedSlices
 
     def of_numpy(arrays: Any) -> list[Any]:
         return [x.view(np.ndarray) for x in arrays]
@@ -298,8 +313,9 @@ def emulated(arch: str) -> Iterator[Ranks]:
     with launcher(arch, computes=True) as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "merge", lambda outs, lses: merge(of_numpy(outs), of_numpy(lses)))
         patch.setattr(call.Call, "as_callers", lambda self, results, own: of_numpy(results))
+        patch.setattr(importlib.import_module("cuflash.gpu.reductions"), "module_of", lambda array: CUPY)
         patch.setattr(rank, "Slices", functools.partial(EmulatedSlices, module=found._module))
-        yield Ranks(timeout=300)
+        yield Ranks(to_numpy=np.asarray, timeout=300)
 
 
 @contextlib.contextmanager

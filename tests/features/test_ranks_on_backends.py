@@ -20,7 +20,9 @@ from cuflash.testing.tangents import everything
 from tests.backends import CORE, DEVICE, FALLBACK, on_backends
 from tests.judging import assert_same_bits
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import ON_CPU, WITHOUT_VALUES, AnyCase, Whole, judge, ranking
+from tests.ranks import ON_CPU, WITHOUT_VALUES, AnyCase, Whole, judge, ranking, reduce_weights
+from tests.reductions import given_of, gradient_problem, judge_gradients
+from tests.reductions import judge as judge_weights
 from tests.row_reductions import gap_is_clear
 from tests.scored import CONDITIONED, MASKS, SCORES_AND_TEXTS, Scored, score_args_of, scored
 from tests.second_derivatives import moved_by
@@ -235,6 +237,37 @@ def test_decoding_keeps_the_oracle_rule(backend, name):
     with ranking(backend.name) as ranks:
         for one, results in zip(cases, ranks.decoded(cases, uneven(case.problem.seqlen_k)), strict=True):
             judge(one, results)
+
+
+OF_WEIGHTS = {
+    "emulated 9.0": ("sinks", "dropout"),
+    "emulated 8.0": ("softcap", "float32", "products"),
+    DEVICE: ("bfloat16", "float32", "pairs"),
+}
+
+
+@on_backends(OF_WEIGHTS, of="name", emulated=8)
+def test_reductions_of_weights_keep_the_oracle_rule(backend, name):
+    case = CASES[backend.name][name]
+    whole = Whole.of(case)._replace(arrays=given_of(case))
+    with ranking(backend.name) as ranks:
+        pair = uneven(case.seqlen_q), uneven(case.seqlen_k)
+        found = ranks.results(whole, *pair, need=(), call=reduce_weights)
+    top = found["indices"], found["key_weights"]
+    judge_weights(case, whole.arrays["weights"], found["column_sums"], found["column_max"], top)
+
+
+OF_COLUMN_SUMS = {name: ("float16", "float32") for name in (CORE, "emulated 9.0", "emulated 8.0", DEVICE)}
+
+
+@on_backends(OF_COLUMN_SUMS, emulated=8)
+def test_gradients_of_column_sums_keep_the_oracle_rule(backend, dtype):
+    case, (dsums, q, k, lse, weights), need = gradient_problem(dtype)
+    arrays = {"q": q, "k": k, "lse": lse, "weights": weights, "dsums": dsums}
+    with ranking(backend.name) as ranks:
+        pair, whole = (cd.zigzag(150, 2), cd.zigzag(230, 2)), Whole.of(case)._replace(arrays=arrays)
+        found = ranks.results(whole, *pair, need=need, call=reduce_weights)
+    judge_gradients(case, weights, dsums, {name: found[name] for name in need})
 
 
 # ---- Drawn cases -----------------------------------------------------------------------------------------------------

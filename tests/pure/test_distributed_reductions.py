@@ -1,5 +1,6 @@
 """Reductions of attention weights over ranks that are threads, against the oracle, and bit for bit."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.features.test_ranks_on_backends import DRAWN, SMALL, is_clear
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Whole, on_threads, results_of
-from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
+from tests.ranks import Whole, on_threads, reduce_weights, results_of
+from tests.reductions import attention_of, given_of, inputs_of, judge, lse_of
 from tests.sampling import examples
 
 PACKED, AXES = DRAWN["packed"].cases, DRAWN["batch axes"].cases
@@ -23,26 +24,8 @@ CASES = DRAWN["options"].cases | PACKED
 
 def weights_of(case, split_q, split_k, arrays, count=3, need=(), **options):
     """The reductions of weights that ranks give, and gradients of column sums if some are needed."""
-
-    def reduce(attn, case, own, need):
-        q, k, lse, weights, dsums = (own.pop(name, None) for name in ("q", "k", "lse", "weights", "dsums"))
-        found = {"column_sums": attn.column_sums(q, k, lse, weights, **own)}
-        found["column_max"] = attn.column_max(q, k, lse, **own)
-        found["indices"], found["key_weights"] = attn.top_keys(q, k, lse, count, **own)
-        if need:
-            found |= attn.column_sums_backward(dsums, q, k, lse, weights, need=need, **own)._asdict()
-        return found
-
-    whole = Whole.of(case)._replace(arrays=arrays)
+    reduce, whole = functools.partial(reduce_weights, count=count), Whole.of(case)._replace(arrays=arrays)
     return results_of(whole, split_q, split_k, need=need, call=reduce, steps=2, **options)
-
-
-def given_of(case):
-    """The arrays of a case, with lse and weights."""
-    attn, arrays = attention_of(case), inputs_of(case)
-    lse = lse_of(attn, arrays)
-    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
-    return arrays | {"lse": lse, "weights": weights}
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -81,14 +64,6 @@ def test_all_results_are_those_of_one_device(data, case, ranks):
         if name != "indices" or case.dtype == "float64":
             size = float(np.abs(x).max(initial=1))
             np.testing.assert_allclose(found[name].astype(float), x.astype(float), 0, tolerance * size, err_msg=name)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gradients_keep_the_oracle_rule(dtype):
-    case, (dsums, q, k, lse, weights), need = gradient_problem(dtype)
-    arrays = {"q": q, "k": k, "lse": lse, "weights": weights, "dsums": dsums}
-    found = weights_of(case, cd.zigzag(150, 2), cd.zigzag(230, 2), arrays, need=need)
-    judge_gradients(case, weights, dsums, {name: found[name] for name in need})
 
 
 @settings(max_examples=examples(10), deadline=None)
