@@ -323,6 +323,7 @@ EVERY_ROW = [
     for tile in table
     for arch in archs_of(tile, table)
 ]
+FLOAT32_NARROW = next(tile for tile in FORWARD_FLOAT32_SM90_TILES if tile.serves == "any")
 # What may differ between problems and devices.
 OTHERS = [
     *(
@@ -401,6 +402,7 @@ OTHERS = [
         for table in (FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES)
         for tile in table
         for variant in ("softcap", "slopes", "bias", "keys", "bias and keys")
+        if getattr(tile, "serves", "") != "no values" or variant in ("softcap", "slopes", "keys")
     ),
     *(
         Target(tile=tile, arch="9.0", variant="bias and keys" if tile.serves == "bias" else "keys")
@@ -408,7 +410,7 @@ OTHERS = [
     ),
     *(Target(tile=tile, arch="9.0", variant="bias and keys") for tile in BACKWARD_TF32_SM90_TILES),
     *(
-        Target(tile=FORWARD_FLOAT32_SM90_TILES[0], arch="9.0", variant=variant)
+        Target(tile=FLOAT32_NARROW, arch="9.0", variant=variant)
         for variant in ("few columns", "few columns, bias and keys")
     ),
     *(
@@ -439,7 +441,7 @@ OTHERS = [
             *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
             *(tile for tile in FORWARD_SM90_TILES if tile.max_dim <= 128 and tile.block_n == 128),
             *BACKWARD_SM90_TILES,
-            *(FORWARD_FLOAT32_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]),
+            *(FLOAT32_NARROW, BACKWARD_FLOAT32_SM90_TILES[0]),
         )
     ),
     *(
