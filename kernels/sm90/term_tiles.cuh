@@ -192,7 +192,8 @@ CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply,
     multiply_boxes<term, columns>(reader, multiply);
     multiply_boxes<term, columns>(reader, multiply_next);
   } else {
-    u64 box[chunks_of(columns)], next[chunks_of(columns)];
+    constexpr int kCount = chunks_of(columns);
+    u64 box[kCount], next[kCount];
     const auto multiply_small = [&](const auto& boxes, auto own) __attribute__((always_inline)) {
 #pragma unroll
       for (int other = kLast; other > kHigh; --other) multiply_chunks<columns>(boxes, 0, other, false, own);
@@ -203,8 +204,9 @@ CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply,
     take_boxes(reader, next);
     multiply_small(next, multiply_next);
     multiply_chunks<columns>(box, 0, kHigh, false, multiply);
+    reader.template commit<kCount>();
     multiply_chunks<columns>(next, 0, kHigh, false, multiply_next);
-    reader.template commit<2 * chunks_of(columns)>();
+    reader.template commit<kCount>();
   }
 }
 
