@@ -4,6 +4,7 @@
 #include "core.cpp"
 
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <mutex>
 #include <set>
@@ -201,15 +202,17 @@ void test_forked_processes() {
     for (int n = 0; n < 5; ++n) {
         Plan before({9});
         before.work = 2000;
-        run(before, 3);  // has threads, which the child does not have
+        run(before, 3);      // has threads, which the child does not have
+        ++num_computing[n];  // another thread that computes
         const pid_t child = fork();
         if (child == 0) {
             Plan plan({7, 3});
             Plan of_long({7, 3});
-            const bool is_right =
-                run(plan, 4) == DONE && is_done_once(plan) && run_long(of_long, 4) == DONE && is_done_once(of_long);
+            const bool is_right = num_computing[n] == 0 && run(plan, 4) == DONE && is_done_once(plan) &&
+                                  run_long(of_long, 4) == DONE && is_done_once(of_long);
             _exit(is_right ? 0 : 1);
         }
+        --num_computing[n];
         int status = 1;
         waitpid(child, &status, 0);
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d of the child", status);
@@ -218,11 +221,74 @@ void test_forked_processes() {
     }
 }
 
+void test_a_call_does_without_threads_that_do_not_run() {
+    static Worker absent[3];  // which threads of other libraries keep from their cores, say: nobody is there
+    for (Worker &worker : absent) {
+        worker.is_started = true;
+        make_idle(worker);
+    }
+    for (const auto &shape : SHAPES) {
+        Plan plan(shape);
+        CHECK(run(plan, 4) == DONE && is_done_once(plan), "%ld of %ld jobs", plan.num_done.load(), plan.all());
+    }
+    for (Worker &worker : absent) CHECK(!worker.given && retire(worker), "still given a call, or lost");
+}
+
+#if defined(__linux__)
+int num_on_cores() {
+    int sum = 0;
+    for (const auto &count : num_computing) sum += count;
+    return sum;
+}
+
+void test_no_thread_is_counted_after_its_call() {
+    for (int n = 0; n < 200; ++n) {
+        Plan plan(SHAPES[n % 7]);
+        (n % 4 == 3 ? run_long : run)(plan, 1 + n % 5);
+    }
+    for (int n = 0; n < 1000 && num_on_cores(); ++n) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    CHECK(num_on_cores() == 0, "%d threads", num_on_cores());
+}
+
+void test_threads_leave_cores_that_are_taken() {
+    constexpr int TIMES = 100;
+    Cores own;
+    if (!own.load() || CPU_COUNT(&own.own) < 2) return;
+    int num_moved = 0;
+    for (int n = 0; n < TIMES; ++n) {
+        const int taken = enter_core();
+        std::thread([&] {
+            own.move_to(taken);
+            const int entered = enter_free_core();
+            num_moved += core_of_thread() == entered;
+            CHECK(entered != taken && num_computing[entered] == 1 && num_computing[taken] == 1, "core %d beside %d",
+                  entered, taken);
+            Cores now;
+            CHECK(now.load() && CPU_EQUAL(&now.own, &own.own), "other cores than before");
+            leave_core(entered);
+        }).join();
+        leave_core(taken);
+    }
+    CHECK(num_moved > TIMES / 2, "%d times of %d", num_moved, TIMES);  // the system may move a thread once more
+    // Where there is no free core, a thread stays.
+    for (int core = 0; core < MOST_CORES; ++core) num_computing[core] += own.has(core);
+    const int entered = enter_free_core();
+    CHECK(num_computing[entered] == 2, "%d threads on core %d", num_computing[entered].load(), entered);
+    leave_core(entered);
+    for (int core = 0; core < MOST_CORES; ++core) num_computing[core] -= own.has(core);
+    CHECK(num_on_cores() == 0, "%d threads", num_on_cores());
+}
+#else
+void test_no_thread_is_counted_after_its_call() {}
+void test_threads_leave_cores_that_are_taken() {}
+#endif
+
 }  // namespace
 
 extern const Kernels kernels_baseline = {prepare, nullptr, [] { ++begun; }, [] { --begun; }};
 
 int main() {
+    alarm(1800);  // for a call that does not end
     test_jobs_are_done_once();
     test_many_callers_at_once();
     test_rounding_is_that_of_the_caller();
@@ -230,5 +296,8 @@ int main() {
     test_no_memory();
     test_other_layouts_are_refused();
     test_forked_processes();
+    test_a_call_does_without_threads_that_do_not_run();
+    test_no_thread_is_counted_after_its_call();
+    test_threads_leave_cores_that_are_taken();
     return report();
 }

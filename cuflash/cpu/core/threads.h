@@ -25,6 +25,7 @@ struct Worker {
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
     int64_t index = 0;                      // among the workers of that call
     bool is_started = false;
+    int core = -1;           // that it is counted on
     Worker *next = nullptr;  // in a list of the pool
     void *scratch = nullptr;
     int64_t scratch_bytes = 0;
@@ -104,6 +105,44 @@ void compute(Running &running, char *scratch) {
     running.kernels->end();
 }
 
+// ---- cores ----------------------------------------------------------------------------------------------------------
+
+constexpr int MOST_CORES = 1024;
+
+// How many threads of calls are on each core. Where threads of other libraries spin on all other cores, Linux wakes a
+// thread on the core of the one that wakes it, and leaves both there: a call would take as long as on one thread. So a
+// worker leaves a core that another thread of a call is on for one that none is on, and shares it with what spins there.
+std::atomic<int32_t> num_computing[MOST_CORES];
+
+// Counts a thread that calls on its core. Returns the core, or -1 if it is not known.
+int enter_core() {
+    const int core = core_of_thread();
+    if (core < 0 || core >= MOST_CORES) return -1;
+    ++num_computing[core];
+    return core;
+}
+
+void leave_core(int core) {
+    if (core >= 0) --num_computing[core];
+}
+
+// The same for a worker, which first leaves a core that is taken, if it may use one that is not.
+int enter_free_core() {
+    const int core = enter_core();
+    if (core < 0 || num_computing[core].load() == 1) return core;
+    Cores own;
+    if (!own.load()) return core;
+    for (int i = 1; i < MOST_CORES; ++i) {
+        const int other = (core + i) % MOST_CORES;
+        int32_t none = 0;
+        if (!own.has(other) || !num_computing[other].compare_exchange_strong(none, 1)) continue;
+        leave_core(core);
+        own.move_to(other);
+        return other;
+    }
+    return core;
+}
+
 // ---- the pool -------------------------------------------------------------------------------------------------------
 
 void push(Worker *&list, Worker &worker) {
@@ -144,10 +183,15 @@ void wake_from(const Running &running, int64_t first) {
     for (int64_t i = first; i < first + FAN_OUT && i < running.num_idle; ++i) wake(*running.workers[i]);
 }
 
-// Accepts the call that a worker was given, so that `finish` can no longer take it back; null if there is none.
+// Accepts the call that a worker was given, so that `finish` can no longer take it back; null if there is none. Before
+// that it goes to its core, where it may have to wait for its time slice: no call waits for it then.
 Running *accept(Worker &worker) {
     Running *running = worker.given.load(std::memory_order_acquire);
-    return running && worker.given.compare_exchange_strong(running, nullptr) ? running : nullptr;
+    if (!running) return nullptr;
+    worker.core = enter_free_core();
+    if (worker.given.compare_exchange_strong(running, nullptr)) return running;
+    leave_core(worker.core);
+    return nullptr;
 }
 
 // The next call of a worker; null after a long time without one.
@@ -199,6 +243,7 @@ void run_worker(void *argument) {
     block_signals();
     while (Running *running = wait_for_call(worker)) {
         join(worker, *running);
+        leave_core(worker.core);
         make_idle(worker);  // before the call ends, so that the next call finds it
         running->mutex.lock();
         ++running->left;
@@ -214,7 +259,11 @@ void run_worker(void *argument) {
 
 // A child of fork has the thread that forked, and none of the pool.
 void forget_threads_in_children() {
-    at_fork([] { pool.mutex.lock(); }, [] { pool.mutex.unlock(); }, [] { new (&pool) Pool; });
+    at_fork([] { pool.mutex.lock(); }, [] { pool.mutex.unlock(); },
+            [] {
+                new (&pool) Pool;
+                for (std::atomic<int32_t> &count : num_computing) count = 0;
+            });
 }
 
 // Gives a call to `wanted` workers, or to as many as there can be.
