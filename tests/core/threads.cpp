@@ -258,7 +258,7 @@ void test_threads_leave_cores_that_are_taken() {
     for (int n = 0; n < TIMES; ++n) {
         const int taken = enter_core();
         std::thread([&] {
-            own.move_to(taken);
+            own.move(Thread::current(), taken);
             const int entered = enter_free_core();
             num_moved += core_of_thread() == entered;
             CHECK(entered != taken && num_computing[entered] == 1 && num_computing[taken] == 1, "core %d beside %d",
@@ -278,7 +278,54 @@ void test_threads_leave_cores_that_are_taken() {
     for (int core = 0; core < MOST_CORES; ++core) num_computing[core] -= own.has(core);
     CHECK(num_on_cores() == 0, "%d threads", num_on_cores());
 }
+void test_a_thread_that_waits_lends_its_core() {
+    Cores own;
+    if (!own.load()) return;
+    Running running;
+    running.cores = own;
+    Participant self, &other = running.caller;
+    std::mutex until_the_end;
+    until_the_end.lock();
+    std::atomic<bool> is_there{false};
+    std::thread thread([&] {
+        other.thread = Thread::current();
+        is_there = true;
+        until_the_end.lock();  // does not run
+        until_the_end.unlock();
+    });
+    while (!is_there) std::this_thread::yield();
+    auto lends_in_time = [&] {  // it looks twice, and at most that often if the thread is about to sleep
+        for (int n = 0; n < 1000; ++n) {
+            if (lend_core(running, self)) return true;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return false;
+    };
+    auto looks_again = [&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        return lend_core(running, self);
+    };
+    self.core = 3, other.core = 5;
+    CHECK(!lend_core(running, self) && !looks_again(), "a thread without jobs");
+    other.at_jobs_of = &running;
+    CHECK(!lend_core(running, self), "at the first look");
+    CHECK(lends_in_time() && self.core == 5 && other.core == 3, "cores %d and %d", self.core, other.core);
+    cpu_set_t cores;
+    CHECK(pthread_getaffinity_np(thread.native_handle(), sizeof cores, &cores) == 0 && CPU_EQUAL(&cores, &own.own),
+          "other cores than before");
+    self.core = -1;
+    CHECK(lends_in_time() && self.core == -1 && other.core == 3, "cores %d and %d", self.core, other.core);
+    other.seen_ns = INT64_MIN / 2;
+    CHECK(!looks_again(), "a thread that has run since");
+    CHECK(lends_in_time() && !lend_core(running, other), "itself");
+    Running next;
+    other.at_jobs_of = &next;
+    CHECK(!looks_again() && !looks_again(), "a thread of another call");
+    until_the_end.unlock();
+    thread.join();
+}
 #else
+void test_a_thread_that_waits_lends_its_core() {}
 void test_no_thread_is_counted_after_its_call() {}
 void test_threads_leave_cores_that_are_taken() {}
 #endif
@@ -289,6 +336,8 @@ extern const Kernels kernels_baseline = {prepare, nullptr, [] { ++begun; }, [] {
 
 int main() {
     alarm(1800);  // for a call that does not end
+    Cores before, after;
+    const bool has_cores = before.load();
     test_jobs_are_done_once();
     test_many_callers_at_once();
     test_rounding_is_that_of_the_caller();
@@ -299,5 +348,7 @@ int main() {
     test_a_call_does_without_threads_that_do_not_run();
     test_no_thread_is_counted_after_its_call();
     test_threads_leave_cores_that_are_taken();
+    test_a_thread_that_waits_lends_its_core();
+    if (has_cores) CHECK(after.load() && memcmp(&before, &after, sizeof before) == 0, "the caller's cores");
     return report();
 }

@@ -11,21 +11,31 @@
 namespace {
 
 constexpr int64_t AWAKE_NS = 200'000;  // with 50'000, calls of 0.1 to 2 ms take up to 10 % longer; more gains nothing
+constexpr int64_t LOOK_NS = 60'000;    // how often a thread that waits looks whether those that it waits for run
+constexpr int64_t LAST_LOOK_NS = 150'000;  // how long a worker without jobs does so before it leaves the call
 constexpr int64_t KEPT_MS = 1000;
 constexpr int64_t KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
 constexpr int64_t FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
 
 struct Running;
 
+// A thread that takes part in a call, and, under the lock of that call, what other threads of the call know of it.
+struct Participant {
+    Thread thread;
+    std::atomic<Running *> at_jobs_of{nullptr};
+    int core = -1;                     // that it is counted on
+    int64_t seen_at = 0, seen_ns = 0;  // when another thread looked at it, and how long it had run
+};
+
 // A thread of the pool. When the thread ends, this struct is kept for the next thread, because a call that is over may
 // still look at it.
-struct Worker {
+struct Worker : Participant {
     Mutex mutex;
     Condition woken;
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
     int64_t index = 0;                      // among the workers of that call
     bool is_started = false;
-    int core = -1;           // that it is counted on
+    bool has_lent = false;   // its core, to a thread of its last call
     Worker *next = nullptr;  // in a list of the pool
     void *scratch = nullptr;
     int64_t scratch_bytes = 0;
@@ -44,6 +54,7 @@ struct Running {
     const Kernels *kernels = nullptr;
     fenv_t rounding;  // of the thread that called
     Cores cores;      // that it may use
+    Participant caller;
     Mutex mutex;
     Condition changed;
     std::atomic<bool> out_of_memory{false};
@@ -54,56 +65,6 @@ struct Running {
 };
 
 void *allocate_scratch(int64_t bytes) { return allocate_aligned(64, bytes + 64); }
-
-// ---- a call ---------------------------------------------------------------------------------------------------------
-
-inline bool is_past(const Work &work, int phase) {
-    return work.done[phase].load(std::memory_order_acquire) >= work.phases[phase].num_jobs ||
-           work.stopped.load(std::memory_order_relaxed);
-}
-
-inline bool is_done(const Running &running) {
-    const int num_phases = running.work.num_phases;
-    return !num_phases || is_past(running.work, num_phases - 1);
-}
-
-void announce(Running &running) {
-    running.mutex.lock();
-    running.changed.notify_all();
-    running.mutex.unlock();
-}
-
-void stop(Running &running) {
-    running.work.stopped = true;
-    announce(running);
-}
-
-// Returns when the condition is met. Every change of it is announced.
-template <class Condition> void wait_until(Running &running, Condition is_met) {
-    const int64_t sleep_at = nanoseconds_now() + AWAKE_NS;
-    while (!is_met() && nanoseconds_now() < sleep_at) rest();
-    // The lock is taken even if there is nothing to wait for, because the announcing thread may still hold it.
-    running.mutex.lock();
-    while (!is_met()) running.changed.wait(running.mutex);
-    running.mutex.unlock();
-}
-
-// Computes jobs of a call until there are no more. All jobs of a phase are done before the next one begins.
-void compute(Running &running, char *scratch) {
-    Work &work = running.work;
-    running.kernels->begin();
-    for (int phase = 0; phase < work.num_phases; ++phase) {
-        if (phase) wait_until(running, [&] { return is_past(work, phase - 1); });
-        const int64_t num_jobs = work.phases[phase].num_jobs;
-        for (;;) {
-            const int64_t job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
-            if (job >= num_jobs || work.stopped.load(std::memory_order_relaxed)) break;
-            work.phases[phase].run(work, scratch, job);
-            if (work.done[phase].fetch_add(1, std::memory_order_acq_rel) + 1 == num_jobs) announce(running);
-        }
-    }
-    running.kernels->end();
-}
 
 // ---- cores ----------------------------------------------------------------------------------------------------------
 
@@ -137,10 +98,113 @@ int enter_free_core() {
         int32_t none = 0;
         if (!own.has(other) || !num_computing[other].compare_exchange_strong(none, 1)) continue;
         leave_core(core);
-        own.move_to(other);
+        own.move(Thread::current(), other);
         return other;
     }
     return core;
+}
+
+// Where a thread of a call waits for the last jobs of others: if one of these has a job and does not run, because the
+// system gave its core to another program for some milliseconds, it gets the core of this thread, which then sleeps. The
+// lock of the call is held. Returns whether there was such a thread.
+bool lend_core(Running &running, Participant &self) {
+    const int here = core_of_thread();
+    const int64_t now = nanoseconds_now();
+    auto lend = [&](Participant &other) {
+        if (&other == &self || other.at_jobs_of.load() != &running || now - other.seen_at < LOOK_NS / 2) return false;
+        const int64_t ran_ns = other.thread.nanoseconds_run();
+        const bool runs = ran_ns < 0 || !other.seen_at || ran_ns - other.seen_ns > (now - other.seen_at) / 2;
+        other.seen_at = now;
+        other.seen_ns = ran_ns;
+        if (runs || !running.cores.move(other.thread, here)) return false;
+        const int core = other.core;
+        if (self.core >= 0) other.core = self.core, self.core = core;
+        return true;
+    };
+    if (here < 0) return false;
+    for (int64_t i = 0; i < running.num_workers; ++i)
+        if (lend(*running.workers[i])) return true;
+    return lend(running.caller);
+}
+
+// ---- a call ---------------------------------------------------------------------------------------------------------
+
+inline bool is_past(const Work &work, int phase) {
+    return work.done[phase].load(std::memory_order_acquire) >= work.phases[phase].num_jobs ||
+           work.stopped.load(std::memory_order_relaxed);
+}
+
+inline bool is_done(const Running &running) {
+    const int num_phases = running.work.num_phases;
+    return !num_phases || is_past(running.work, num_phases - 1);
+}
+
+void announce(Running &running) {
+    running.mutex.lock();
+    running.changed.notify_all();
+    running.mutex.unlock();
+}
+
+void stop(Running &running) {
+    running.work.stopped = true;
+    announce(running);
+}
+
+// Polls until the condition is met, at most so long, or until this thread has lent its core; returns whether it has.
+template <class Condition> bool poll_until(Running &running, Participant &self, int64_t nanoseconds, Condition is_met) {
+    const int64_t begun = nanoseconds_now();
+    int64_t look_at = begun + LOOK_NS;
+    for (int64_t now = begun; !is_met() && now < begun + nanoseconds; now = nanoseconds_now()) {
+        rest();
+        if (now < look_at) continue;
+        look_at = now + LOOK_NS;
+        running.mutex.lock();
+        const bool is_lent = lend_core(running, self);
+        running.mutex.unlock();
+        if (is_lent) return true;
+    }
+    return false;
+}
+
+// Returns when the condition is met, and whether the thread has slept. Every change of it is announced.
+template <class Condition> bool wait_until(Running &running, Participant &self, Condition is_met) {
+    poll_until(running, self, AWAKE_NS, is_met);
+    bool has_slept = false;
+    // The lock is taken even if there is nothing to wait for, because the announcing thread may still hold it.
+    running.mutex.lock();
+    for (; !is_met(); has_slept = true)
+        if (!running.changed.wait(running.mutex, after_milliseconds(1))) lend_core(running, self);
+    running.mutex.unlock();
+    return has_slept;
+}
+
+// Sets whether a thread has jobs of a call. Others look at it under the lock.
+void set_at_jobs(Running &running, Participant &self, bool is_at_jobs) {
+    running.mutex.lock();
+    self.at_jobs_of = is_at_jobs ? &running : nullptr;
+    running.mutex.unlock();
+}
+
+// Computes jobs of a call until there are no more. All jobs of a phase are done before the next one begins.
+void compute(Running &running, Participant &self, char *scratch) {
+    Work &work = running.work;
+    running.kernels->begin();
+    for (int phase = 0; phase < work.num_phases; ++phase) {
+        if (phase && wait_until(running, self, [&] { return is_past(work, phase - 1); })) {
+            leave_core(self.core);  // it may have lent it
+            self.core = enter_free_core();
+        }
+        const int64_t num_jobs = work.phases[phase].num_jobs;
+        set_at_jobs(running, self, true);
+        for (;;) {
+            const int64_t job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
+            if (job >= num_jobs || work.stopped.load(std::memory_order_relaxed)) break;
+            work.phases[phase].run(work, scratch, job);
+            if (work.done[phase].fetch_add(1, std::memory_order_acq_rel) + 1 == num_jobs) announce(running);
+        }
+        set_at_jobs(running, self, false);
+    }
+    running.kernels->end();
 }
 
 // ---- the pool -------------------------------------------------------------------------------------------------------
@@ -189,6 +253,7 @@ Running *accept(Worker &worker) {
     Running *running = worker.given.load(std::memory_order_acquire);
     if (!running) return nullptr;
     worker.core = enter_free_core();
+    worker.seen_at = 0;
     if (worker.given.compare_exchange_strong(running, nullptr)) return running;
     leave_core(worker.core);
     return nullptr;
@@ -196,7 +261,7 @@ Running *accept(Worker &worker) {
 
 // The next call of a worker; null after a long time without one.
 Running *wait_for_call(Worker &worker) {
-    const int64_t sleep_at = nanoseconds_now() + AWAKE_NS;
+    const int64_t sleep_at = nanoseconds_now() + (worker.has_lent ? 0 : AWAKE_NS);
     for (;;) {
         if (Running *running = accept(worker)) return running;
         if (nanoseconds_now() >= sleep_at) break;
@@ -227,7 +292,10 @@ void join(Worker &worker, Running &running) {
     running.cores.use();
     fesetenv(&running.rounding);
     if (has_scratch(worker, running.work.scratch_bytes)) {
-        compute(running, (char *)worker.scratch);
+        compute(running, worker, (char *)worker.scratch);
+        set_at_jobs(running, worker, true);
+        worker.has_lent = poll_until(running, worker, LAST_LOOK_NS, [&] { return is_done(running); });
+        set_at_jobs(running, worker, false);
     } else {
         running.out_of_memory = true;
         stop(running);
@@ -241,6 +309,7 @@ void join(Worker &worker, Running &running) {
 void run_worker(void *argument) {
     Worker &worker = *(Worker *)argument;
     block_signals();
+    worker.thread = Thread::current();
     while (Running *running = wait_for_call(worker)) {
         join(worker, *running);
         leave_core(worker.core);
@@ -272,6 +341,7 @@ void give(Running &running, int64_t wanted) {
     once.run(forget_threads_in_children);
     fegetenv(&running.rounding);
     running.cores.load();
+    running.caller.thread = Thread::current();
     int64_t count = 0;
     pool.mutex.lock();
     while (count < wanted && pool.idle) running.workers[count++] = pop(pool.idle);
@@ -312,7 +382,7 @@ void finish(Running &running) {
         push(worker.is_started ? pool.idle : pool.ended, worker);
         pool.mutex.unlock();
     }
-    wait_until(running, [&] { return running.left == num_begun; });
+    wait_until(running, running.caller, [&] { return running.left == num_begun; });
 }
 
 }  // namespace

@@ -113,6 +113,23 @@ inline int core_of_thread() {
 #endif
 }
 
+// A thread, for others to look at while it is sure to live.
+struct Thread {
+    pthread_t own{};
+
+    static Thread current() { return {pthread_self()}; }
+    // How long it has run on a core, or -1 where the system does not say.
+    int64_t nanoseconds_run() const {
+#if defined(__linux__)
+        clockid_t clock;
+        timespec run;
+        if (pthread_getcpuclockid(own, &clock) == 0 && clock_gettime(clock, &run) == 0)
+            return run.tv_sec * INT64_C(1'000'000'000) + run.tv_nsec;
+#endif
+        return -1;
+    }
+};
+
 // The cores that a thread may use, where the system lets a program choose them.
 struct Cores {
 #if defined(__linux__)
@@ -126,18 +143,19 @@ struct Cores {
             sched_setaffinity(0, sizeof own, &own);
     }
     bool has(int core) const { return CPU_ISSET(core, &own); }
-    // Moves this thread to one of them. It may use the others all the same.
-    void move_to(int core) const {
+    // Moves a thread, which may use these cores, to one of them. It may use the others all the same.
+    bool move(Thread thread, int core) const {
         cpu_set_t one;
         CPU_ZERO(&one);
         CPU_SET(core, &one);
-        if (sched_setaffinity(0, sizeof one, &one) == 0) sched_setaffinity(0, sizeof own, &own);
+        return pthread_setaffinity_np(thread.own, sizeof one, &one) == 0 &&
+               pthread_setaffinity_np(thread.own, sizeof own, &own) == 0;
     }
 #else
     bool load() { return false; }
     void use() const {}
     bool has(int) const { return false; }
-    void move_to(int) const {}
+    bool move(Thread, int) const { return false; }
 #endif
 };
 

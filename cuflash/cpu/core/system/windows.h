@@ -90,7 +90,12 @@ inline void yield_core() { SwitchToThread(); }
 inline void block_signals() {}                              // Ctrl-C starts a thread of its own
 inline void at_fork(void (*)(), void (*)(), void (*)()) {}  // there is no fork
 
-inline int core_of_thread() { return -1; }  // the system moves threads to other cores by itself
+// The system moves threads to other cores by itself.
+inline int core_of_thread() { return -1; }
+struct Thread {
+    static Thread current() { return {}; }
+    int64_t nanoseconds_run() const { return -1; }
+};
 
 // The cores that a thread may use: of one group of up to 64, as threads are.
 struct Cores {
@@ -104,7 +109,7 @@ struct Cores {
             SetThreadGroupAffinity(GetCurrentThread(), &own, nullptr);
     }
     bool has(int) const { return false; }
-    void move_to(int) const {}
+    bool move(Thread, int) const { return false; }
 };
 
 // Memory of each thread, which goes when the thread ends.
