@@ -261,7 +261,7 @@ void test_threads_leave_cores_that_are_taken() {
             own.move(Thread::current(), taken);
             const int entered = enter_free_core();
             num_moved += core_of_thread() == entered;
-            CHECK(entered != taken && num_computing[entered] == 1 && num_computing[taken] == 1, "core %d beside %d",
+            CHECK(entered != taken && num_computing[entered] == 1 && num_computing[taken] == 1, "core %d, taken is %d",
                   entered, taken);
             Cores now;
             CHECK(now.load() && CPU_EQUAL(&now.own, &own.own), "other cores than before");
