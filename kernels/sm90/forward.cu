@@ -89,7 +89,7 @@ constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160
 // which are as large as a maximum lies above the row max: there it follows the maximum more closely.
 CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
-constexpr float kMaxSum = kReducesEntropy ? 256.0f : max_sum(Element{});
+constexpr float kMaxSum = kReducesEntropy ? 1024.0f : max_sum(Element{});
 
 // The tensor maps after those of q and k: v; then out, where TMA writes it; then the bias.
 constexpr int kMapV = 2, kMapOut = 3, kMapBias = kHasValues ? 3 + !kStoresByRows : 2;

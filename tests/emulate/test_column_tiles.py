@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import cuflash.testing as ct
-from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES
+from cuflash.plan.sm90.reduction_tiles import COLUMN_SM90_TILES
 from tests.emulate.reduced import reduced
 from tests.reductions import judge
 
