@@ -42,11 +42,10 @@ template <class T> inline const T *find_values(const KeySlice &values, T *v, int
 }
 
 // Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
-// time, or fast products of AVX-512, a transposition takes as long as a tenth of the products of a block.
-constexpr bool MAY_SHARE_PACKED = (NUM_REGISTERS == 16 || LANES<float> == 16) && !HAS_BF16X2;
-// All tiles, at most. With AVX-512, to map fresh memory takes as long as packed tiles save.
-constexpr int64_t PACKED_BYTES = NUM_REGISTERS == 16 ? 32 << 20 : LargeMemory::KEPT_BYTES;
-constexpr int64_t NARROW_WINDOW = 512;  // few blocks read a tile of narrower windows
+// time, a transposition takes as long as a tenth of the products of a block.
+constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
+constexpr int64_t PACKED_BYTES = 32 << 20;  // at most, of all tiles
+constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 
 // Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two.
 template <class T> struct PackedTiles {
