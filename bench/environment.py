@@ -13,6 +13,7 @@ from typing import Any
 
 PACKAGES = (
     *("cuflash", "numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax"),
+    *("fa3-fwd", "flash-attn3-jax", "flash-attn-4", "nvidia-cutlass-dsl", "fold-attention", "nvidia-cudnn-frontend"),
     *("scipy", "scikit-learn", "pykeops", "flash-sinkhorn", "onnxruntime", "openvino"),
 )
 ROOT = Path(__file__).resolve().parents[1]

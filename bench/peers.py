@@ -471,6 +471,37 @@ def empty_launch(case: Case, inputs: Inputs) -> Contender:
     return Contender({"forward": launch})
 
 
+def _jax_and(module: str) -> tuple[Any, Any]:
+    """JAX on a CUDA device, and a module that builds on it."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the device's memory
+    try:
+        jax, built_on_it = importlib.import_module("jax"), importlib.import_module(module)
+    except ImportError as error:
+        raise Absent(f"jax: {error}") from None
+    if jax.default_backend() != "gpu":
+        raise Absent("this jax has no CUDA device")
+    return jax, built_on_it
+
+
+def fa3_jax(case: Case, inputs: Inputs) -> Contender:
+    """Both passes of FlashAttention-3 (the flash-attn3-jax wheel); the layout is (batch, seqlen, heads, dim)."""
+    refuse(case, "window")
+    xp = inputs.xp
+    if xp.__name__ != "cupy":
+        raise Absent("needs CuPy arrays")
+    jax, library = _jax_and("flash_attn3_jax")
+    operands = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    q, k, v, dout = (jax.dlpack.from_dlpack(xp.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in operands)
+    window = (case.window - 1, 0) if case.window else (-1, -1)
+    forward = jax.jit(partial(library.flash_mha, is_causal=case.causal, window_size=window))
+    gradients = jax.jit(jax.vjp(forward, q, k, v)[1])
+    return Contender(
+        {"forward": lambda: (forward(q, k, v),), "backward": lambda: gradients(dout)},
+        to_array=lambda x: xp.from_dlpack(x).transpose(0, 2, 1, 3),
+        wait=jax.block_until_ready,
+    )
+
+
 def jax_pallas(case: Case, inputs: Inputs) -> Contender:
     """The attention of JAX Pallas for compute capability 9.0, forward, with the fastest of its tiles of keys.
 
@@ -484,14 +515,7 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
         raise Absent("needs float16, and one head dimension that is a multiple of 64")
     if case.seqlen_q % 128 or case.seqlen_k % 64:
         raise Absent("needs a multiple of 128 queries and of 64 keys")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the device's memory
-    try:
-        jax = importlib.import_module("jax")
-        pallas = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    except ImportError as error:
-        raise Absent(f"jax: {error}") from None
-    if jax.default_backend() != "gpu":
-        raise Absent("this jax has no CUDA device")
+    jax, pallas = _jax_and("jax.experimental.pallas.ops.gpu.attention_mgpu")
 
     scaled = (inputs.q.astype("float32") * case.head_dim**-0.5).astype(numpy_dtype(case.dtype))
     q, k, v = (
@@ -556,6 +580,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     **peers_second.ADAPTERS,
     "onnxruntime": peers_runtimes.onnxruntime,
     "openvino": peers_runtimes.openvino,
+    "fa3-jax": fa3_jax,
     "jax-pallas": jax_pallas,
     "naive": naive,
     "empty-launch": empty_launch,

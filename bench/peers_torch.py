@@ -294,6 +294,69 @@ def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: 
     return _autograd_calls(torch, run, q, k, v, dout)
 
 
+def fold_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """FoldAttention: the forward pass of FlashAttention-4, and a backward pass that adds integers in any order."""
+    try:
+        library = importlib.import_module("fold_attention")
+    except ImportError as error:
+        raise Absent(f"fold-attention: {error}") from None
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        operands = (x.transpose(1, 2) for x in (q, k, v))
+        return library.fold_attn_func(*operands, causal=case.causal).transpose(1, 2)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def cudnn_flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """Interval masks of the cuDNN frontend, whose layout is (batch, seqlen, heads, dim); the plan is made once."""
+    if case.function and not FUNCTIONS[case.function].is_mask:
+        raise Absent("takes masks, and no functions of scores")
+    try:
+        library = importlib.import_module("cudnn.flex_attention")
+    except ImportError as error:
+        raise Absent(f"nvidia-cudnn-frontend: {error}") from None
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+    ends = _interval_ends(torch, _visible_pairs(torch, case, terms, q.device)).repeat(1, case.batch)
+    leaves = (x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v))
+    plan = library.create_mask_plan(ends[None].contiguous(), *leaves, build_backward=True)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return library.flex_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), mask_plan=plan).transpose(1, 2)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
+def _visible_pairs(torch: Any, case: Case, terms: Terms, device: Any) -> Any:
+    """The pairs that are seen, (seqlen_q, seqlen_k), of a mask that all batch entries and heads share."""
+    i, j = torch.arange(case.seqlen_q, device=device)[:, None], torch.arange(case.seqlen_k, device=device)[None]
+    pairs = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=device)
+    tests = [_flex_pairs(torch, case, terms, device)]
+    if case.function:
+        tests.append(FUNCTIONS[case.function].flex(torch, terms))
+    for test in filter(None, tests):
+        pairs &= test(0, 0, i, j)
+    return pairs
+
+
+def _interval_ends(torch: Any, pairs: Any) -> Any:
+    """Ends F of the intervals [0, F0), [F1, F2), ... of the keys that each query sees, (ends, seqlen_q), int32.
+
+    Queries with fewer intervals than others have empty ones at their end.
+    """
+    padded = torch.nn.functional.pad(pairs, (1, 1))
+    rows, edges = (padded[:, 1:] != padded[:, :-1]).nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(pairs))
+    first = counts.cumsum(0) - counts
+    shift = torch.where(pairs[:, 0], -1, 1)  # the first interval begins at key 0, and is empty where that is hidden
+    places = torch.arange(len(rows), device=pairs.device) - first[rows] + shift[rows]
+    ends = torch.zeros(len(pairs), int((counts + shift).max()), dtype=torch.int32, device=pairs.device)
+    kept = places >= 0
+    ends[rows[kept], places[kept]] = edges[kept].to(torch.int32)
+    return ends.cummax(1).values.T
+
+
 def cuequivariance_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
     """cuEquivariance's triangle attention, whose rows of structures share a bias; its gradient is always computed.
 
@@ -392,6 +455,8 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "fa2": on_torch(fa2_calls, "window", "dropout"),
     "fa3": on_torch(fa3_calls, "softcap", "window"),
     "fa4": on_torch(fa4_calls, "softcap", "window"),
+    "fold": on_torch(fold_calls),
+    "cudnn-flex": on_torch(cudnn_flex_calls, "blocks_kept", "window", "function"),
     "efficient": on_torch(efficient_calls, "bias", "mask", "dropout"),
     "efficient-dbias": on_torch(functools.partial(efficient_calls, dbias=True), "bias", "mask", needs_bias=True),
     "math": on_torch(math_calls, device=None),

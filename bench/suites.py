@@ -145,6 +145,9 @@ SECOND_ROWS = (  # the most important first, in case that a run is cut off
     *(_row(256, 4096, causal) for causal in (False, True)),
     _fp("float64", 64, 1024),
 )
+FUNCTION_ROWS = tuple(
+    replace(_row(d, 4096, causal), function=name) for d in (64, 128) for name in FUNCTIONS for causal in (False, True)
+)
 HOST_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 SUITES = {
@@ -166,8 +169,14 @@ SUITES = {
     "targets": Suite(
         kind="gpu",
         cases=FA2 + GROUPED,
-        peers=("cuflash-deterministic", "cudnn", "fa2", "fa3", "fa4"),
+        peers=("cuflash-deterministic", "cudnn", "fa2", "fa3", "fa3-jax", "fa4"),
         about="the usual rows, and grouped heads",
+    ),
+    "deterministic": Suite(
+        kind="gpu",
+        cases=tuple(case for case in FA2 if case.head_dim < 256),
+        peers=("cuflash-deterministic", "fold", "cudnn", "fa4"),
+        about="gradients with the same bits in every run, of cuflash and of FoldAttention, compared with faster ones",
     ),
     "runtime": Suite(
         kind="gpu",
@@ -231,7 +240,7 @@ SUITES = {
             for d in (64, 128)
             for kept in (0.05, 0.125, 0.25, 0.5, 1.0)
         ),
-        peers=("cuflash-mask", "cuflash-dense", "flex"),
+        peers=("cuflash-mask", "cuflash-dense", "flex", "cudnn-flex"),
         about="time with a fraction of all blocks of 128 x 128, at random, as blocks and as pairs, and without a mask",
     ),
     "bias": Suite(
@@ -269,13 +278,9 @@ SUITES = {
     ),
     "functions": Suite(
         kind="gpu",
-        cases=tuple(
-            replace(_row(d, 4096, causal), function=name)
-            for d in (64, 128)
-            for name in FUNCTIONS
-            for causal in (False, True)
-        ),
-        peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "cuflash-deterministic", "flex"),
+        cases=FUNCTION_ROWS,
+        peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "cuflash-deterministic", "flex", "cudnn-flex"),
+        only={"cudnn-flex": tuple(case for case in FUNCTION_ROWS if FUNCTIONS[case.function].is_mask)},
         about="scores and masks as functions, compared with the plain call and FlexAttention: "
         + "; ".join(f"{name}, {function.about}" for name, function in FUNCTIONS.items()),
     ),

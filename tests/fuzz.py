@@ -49,9 +49,7 @@ from cuflash.testing.tangents import COTANGENTS, Moved
 from cuflash.testing.tangents import yardsticks_of as yardsticks_of_tangents
 from tests import scored
 from tests.pairs import Setting, assert_reductions, judge
-from tests.ranks import Shards, Whole, compute, on_threads
-from tests.ranks_with_tangents import WithTangents
-from tests.ranks_with_tangents import compute as compute_tangents
+from tests.ranks import Ranks, Whole, compute, compute_tangents
 from tests.row_reductions import gap_is_clear
 from tests.scored import Functions
 
@@ -475,12 +473,12 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
         name: ct.lay_out(x, trial.case.strides, np.asarray if name in on_host else convert)
         for name, x in _poisoned(trial).items()
     }
-    if trial.moved is not None and trial.ranks:
-        results = _tangents_by_ranks(trial, trial.moved, arrays)
+    if trial.ranks:
+        results = _by_ranks(trial, arrays)
     elif trial.moved is not None:
         results = _with_tangents(trial, trial.moved, arrays, given)
     else:
-        results = _by_ranks(trial, arrays) if trial.ranks else _by_calls(trial, arrays, given)
+        results = _by_calls(trial, arrays, given)
     for name, x in given.items():
         if name in results and results[name] is not x:
             return f"{name}: another array than the given one came back"
@@ -558,29 +556,12 @@ def served_need(trial: Trial, *, on_device: bool, arch: str = "9.0") -> tuple[st
 
 def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The same by ranks that are threads, which have shards of the rows."""
-    case = trial.case
-    splits = [cd.zigzag(n, trial.ranks) for n in (case.seqlen_q, case.seqlen_k)]
-    shards = Shards(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
-
-    def work(comm: cd.Transport) -> dict[str, Any]:
-        attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
-        return compute(attn, shards, arrays, trial.need)
-
-    return shards.whole(on_threads(trial.ranks, work))
-
-
-def _tangents_by_ranks(trial: Trial, moved: Moved, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of the passes with tangents by ranks that are threads."""
-    case = trial.case
-    splits = [cd.zigzag(n, trial.ranks) for n in (case.seqlen_q, case.seqlen_k)]
-    shards = WithTangents(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
-    need = served_need(trial, on_device=not isinstance(arrays["q"], np.ndarray))
-
-    def work(comm: cd.Transport) -> dict[str, Any]:
-        attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
-        return compute_tangents(attn, case, shards.of(comm.rank, arrays), need)
-
-    return shards.whole(on_threads(trial.ranks, work))
+    whole = Whole(trial.problem, dict(arrays), trial.keywords, trial.case.random)
+    splits = [cd.zigzag(n, trial.ranks) for n in (trial.case.seqlen_q, trial.case.seqlen_k)]
+    need, call = trial.need, compute
+    if trial.moved is not None:
+        need, call = served_need(trial, on_device=not isinstance(arrays["q"], np.ndarray)), compute_tangents
+    return Ranks(timeout=60).results(whole, *splits, need=need, call=call)
 
 
 def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:

@@ -12,27 +12,21 @@ import numpy as np
 from mpi4py import MPI
 
 import cuflash.distributed as cd
-import cuflash.testing as ct
 from cuflash.shards.slices import Slices as Calls
+from tests.backends import CORE
+from tests.features.test_ranks_on_backends import CASES
 from tests.ranks import Shards, Whole, compute, judge
-
-SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
-CASES = (
-    ct.Case(**SIZES, causal=True, dtype="float32"),
-    ct.Case(**SIZES, batch=2, dtype="bfloat16", window=(20, 3), sinks=True, kv_lengths=(0, 70)),
-    ct.Case(**SIZES, dtype="float64", causal=True, bias=(4, 61, 83), mask=(1, 83), alibi_slopes=(4,), dlse=True),
-    ct.Case(**SIZES, dtype="bfloat16", causal=True, axes=(2, 2), batch_axes=(("k", (1, 2)), ("v", (1, 2)))),
-)
 
 
 def right_results(comm: MPI.Comm) -> None:
     """All ranks compute cases; the first puts the results together and judges them."""
-    for number, case in enumerate(CASES):
-        split_q = cd.zigzag(case.seqlen_q, comm.size)
+    for number, case in enumerate(CASES[CORE].values()):
+        whole = Whole.of(case)
+        split_q = cd.zigzag(whole.problem.seqlen_q, comm.size)
         split_k = cd.Split([[(0, 5), (80, 83)], [(5, 80)], *[[] for _ in range(comm.size - 2)]])
-        shards = Shards(Whole.of(case), split_q, split_k)
-        attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=20, **case.keywords)
-        results = comm.gather(compute(attn, shards, case.arrays()))
+        shards = Shards(whole, split_q, split_k)
+        attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=20, **whole.keywords)
+        results = comm.gather(compute(attn, case, shards.of(comm.rank, whole.arrays)))
         if results is not None:
             judge(case, shards.whole(results))
             print(f"case {number} is right on {comm.size} ranks", flush=True)

@@ -183,6 +183,14 @@ def weights_reduced(case, convert=np.asarray, keys_of=lambda k: k, count=16, **o
     return weights, sums, largest, attn.top_keys(*inputs, count, **others)
 
 
+def given_of(case):
+    """The arrays of a case, with lse and weights of its rows."""
+    arrays = inputs_of(case)
+    lse = lse_of(attention_of(case), arrays)
+    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
+    return arrays | {"lse": lse, "weights": weights}
+
+
 def gradient_problem(dtype):
     """A case, dsums, q, k, lse and weights, and the gradients that `judge_gradients` knows."""
     case = ct.Case(

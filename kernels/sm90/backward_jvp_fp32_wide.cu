@@ -192,18 +192,21 @@ struct MakerOfDx {
     const u64 keys = descriptor_of(shared.k), tangents = descriptor_of(shared.tk);
     ptx::fence_operand(s);
     if constexpr (kMovesProducts) ptx::fence_operand(tx);
+    const auto by_tangents = [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+      ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
+    };
+    const auto by_queries = [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+      ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
+      if constexpr (kMovesK)
+        ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tangents, other, kTermK), k), box,
+                                 kMovesQ || !first);
+    };
     repeat<kBf16Terms>([&](auto n) __attribute__((always_inline)) {
       constexpr int kOwn = kLast - decltype(n)::value;
       if constexpr (kMovesQ)
-        multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
-        });
-      multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-        ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(keys, other, kTermK), k), box, !first);
-        if constexpr (kMovesK)
-          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tangents, other, kTermK), k), box,
-                                   kMovesQ || !first);
-      });
+        multiply_boxes<kOwn, kDim>(reader, by_tangents, by_queries);
+      else
+        multiply_boxes<kOwn, kDim>(reader, by_queries);
     });
     reader.finish();
     ptx::fence_operand(s);

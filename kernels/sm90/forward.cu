@@ -89,7 +89,7 @@ constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160
 // which are as large as a maximum lies above the row max: there it follows the maximum more closely.
 CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
-constexpr float kMaxSum = kReducesEntropy ? 256.0f : max_sum(Element{});
+constexpr float kMaxSum = kReducesEntropy ? 1024.0f : max_sum(Element{});
 
 // The tensor maps after those of q and k: v; then out, where TMA writes it; then the bias.
 constexpr int kMapV = 2, kMapOut = 3, kMapBias = kHasValues ? 3 + !kStoresByRows : 2;
@@ -351,7 +351,7 @@ struct Consumer {
       scores.score.cap(s);
       scores.complete(s, n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
-      softmax.exponentiate(s, scale_log2, sum, softmax.has_large(grows));
+      softmax.exponentiate(s, scale_log2, sum, softmax.has_unfused(grows));
       const float largest_row_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
       all_started = !ptx::any_lane(!(largest_row_max <= kLargestFolded));
     }

@@ -47,6 +47,9 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 constexpr bool kSplitsOperands = CUFLASH_SPLITS_OPERANDS;
 constexpr int kProducers = kSplitsOperands ? 4 : 1;  // warps, each of which announces what it has brought
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
+// Whether consumers keep the terms of Q in registers, so that products S read K alone from shared memory. O takes these
+// registers otherwise.
+constexpr bool kHoldsQ = !kHasValues && kBf16Terms * kDim / 4 <= (kConsumers == 2 ? 96 : 48);
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = max_of(kDimV / 8, 2);
 
@@ -252,10 +255,33 @@ CUFLASH_DEVICE void produce_split(const P& params, const Shared& shared) {
   SplittingProducer<P>(params, shared, ptx::thread_index() % 128).run();
 }
 
+// The terms of 64 rows of Q as operands: in shared memory, or in registers (kHoldsQ).
+struct QueryTerms {
+  u32 rows;  // of the highest term
+  FragmentOf<BFloat16> held[kHoldsQ ? kBf16Terms : 1][kDim / 16];
+
+  // Warp. Loads those of its rows, once they are there.
+  CUFLASH_DEVICE void load(int warp_row) {
+    if constexpr (kHoldsQ) {
+#pragma unroll
+      for (int term = 0; term < kBf16Terms; ++term)
+        load_fragments_chunked<kBlockM>(rows + term * kTermQ, warp_row, held[term]);
+    }
+  }
+  // Issues s += a b over columns [16 k, 16 k + 16), of which `a` is one of these terms.
+  CUFLASH_DEVICE void issue(float (&s)[kNTiles][4], int term, int k, u64 b, bool adds) const {
+    if constexpr (kHoldsQ)
+      ptx::wgmma<false>(BFloat16{}, s, held[term][k].word, along_k<kBlockN>(b, k), adds);
+    else
+      ptx::wgmma<false, false>(BFloat16{}, s, along_k<kBlockM>(descriptor_of(rows) + term * kTermQ / 16, k),
+                               along_k<kBlockN>(b, k), adds);
+  }
+};
+
 // [GEMM 1] S = Q K^T. The products with one term of K wait for that term. They are one group of wgmma, for which
 // release_terms waits. The same holds for the terms of V in issue_o.
-CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& shared, const Position<kNumStages>& key) {
-  const u64 a = descriptor_of(s_q);
+CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], const QueryTerms& q, const Shared& shared,
+                            const Position<kNumStages>& key) {
   ptx::fence_operand(s);
 #pragma unroll
   for (int n = 0; n < kBf16Terms; ++n) {
@@ -267,9 +293,7 @@ CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& share
     for (int i = 0; i < kTermProducts; ++i)
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
-        if (term_product(i).b == term_at(n))
-          ptx::wgmma<false, false>(BFloat16{}, s, along_k<kBlockM>(a + term_product(i).a * kTermQ / 16, k),
-                                   along_k<kBlockN>(b, k), i + k > 0);
+        if (term_product(i).b == term_at(n)) q.issue(s, term_product(i).a, k, b, i + k > 0);
     ptx::wgmma_commit();
   }
 }
@@ -407,8 +431,7 @@ struct ConsumerStages {
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index() % 128;
-  const u32 s_q = shared.q + consumer * 64 * kLineBytes;
-
+  QueryTerms q{shared.q + consumer * 64 * kLineBytes};
   const ConsumerPingPong ping_pong(consumer);
 
   Position<kNumStages> key;
@@ -435,7 +458,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       float s[1][kNTiles][4], sum[kColumnTiles][4];
       u32 p[kBlockN / 16][kBf16Terms][4];
       ping_pong.wait();
-      issue_s(s[0], s_q, shared, key);
+      issue_s(s[0], q, shared, key);
       ping_pong.pass();
       stages.release_terms(shared.k_ring);
       ptx::fence_operand(s[0]);
@@ -447,7 +470,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       bias_terms.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       const bool raised = softmax.update(s, factor, exponent_scale);
-      softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_large(raised));
+      softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_unfused(raised));
       if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
       to_weights(s[0], p);
 
@@ -463,6 +486,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
 
     shared.q_ring.full(query).wait(query.parity);
+    q.load(thread / 32 * 16);
     int n_block = tile.keys.stop - 1;
     for (; n_block >= keys.stop; --n_block) stages.skip();
     if (keys.start == keys.stop) {

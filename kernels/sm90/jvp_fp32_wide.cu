@@ -155,18 +155,20 @@ struct MakerOfP : TangentRows {
     const u64 q = descriptor_of(shared.q), tq = descriptor_of(shared.q + kBytesQ);
     ptx::fence_operand(s);
     if constexpr (kMovesX) ptx::fence_operand(tx);
+    const auto by_keys = [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+      ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(q, other, kTermQ), k), box, !first);
+      if constexpr (kMovesQ)
+        ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tq, other, kTermQ), k), box, !first);
+    };
+    const auto by_tangents = [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
+      ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(q, other, kTermQ), k), box, kMovesQ || !first);
+    };
     repeat<kBf16Terms>([&](auto n) __attribute__((always_inline)) {
       constexpr int kOwn = kLast - decltype(n)::value;
-      multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-        ptx::wgmma<false, false>(BFloat16{}, s, along_k<kRows>(term_of(q, other, kTermQ), k), box, !first);
-        if constexpr (kMovesQ)
-          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(tq, other, kTermQ), k), box, !first);
-      });
       if constexpr (kMovesK)
-        multiply_boxes<kOwn, kDim>(reader, [&](int other, int k, u64 box, bool first) __attribute__((always_inline)) {
-          ptx::wgmma<false, false>(BFloat16{}, tx, along_k<kRows>(term_of(q, other, kTermQ), k), box,
-                                   kMovesQ || !first);
-        });
+        multiply_boxes<kOwn, kDim>(reader, by_keys, by_tangents);
+      else
+        multiply_boxes<kOwn, kDim>(reader, by_keys);
     });
     reader.finish();
     ptx::fence_operand(s);

@@ -147,29 +147,67 @@ struct BoxReader {
   }
 };
 
-// Takes the boxes of a term, of `columns` columns. Calls multiply(other, k, box, first) for all terms of the other
-// operand that count, and all steps k along the columns: `box` describes those of the step in the box, `first` says
-// whether nothing has been summed yet. The boxes of the highest term are multiplied together, so that the products of
-// the highest terms come last.
+template <int count, int stages>
+CUFLASH_DEVICE void take_boxes(BoxReader<stages>& reader, u64 (&box)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) box[i] = descriptor_of(reader.take());
+  ptx::wgmma_fence();
+}
+
+// Calls multiply(other, k, box, first) for all steps k along the columns of boxes, from chunk `first_chunk` on: `box`
+// describes those of the step in the box, `first` says whether nothing has been summed yet.
+template <int columns, int count, class Multiply>
+CUFLASH_DEVICE void multiply_chunks(const u64 (&box)[count], int first_chunk, int other, bool begins,
+                                    Multiply multiply) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int c = first_chunk + i;
+#pragma unroll
+    for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
+      multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), begins && c == 0 && k == 0);
+  }
+}
+
+// Takes the boxes of a term, of `columns` columns. Calls `multiply` as above for all terms of the other operand that
+// count. The boxes of the highest term are multiplied together, so that the products of the highest terms come last.
 template <int term, int columns, int stages, class Multiply>
 CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply) {
   constexpr int kCount = chunks_of(columns), kOthers = kBf16Terms - term, kTogether = term == kHigh ? kCount : 1;
   repeat<kCount / kTogether>([&](auto group) __attribute__((always_inline)) {
     u64 box[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) box[i] = descriptor_of(reader.take());
-    ptx::wgmma_fence();
+    take_boxes(reader, box);
 #pragma unroll
     for (int other = kOthers - 1; other >= 0; --other)
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int c = decltype(group)::value * kTogether + i;
-#pragma unroll
-        for (int k = 0; k < min_of(columns - c * kChunk, kChunk) / 16; ++k)
-          multiply(other, c * (kChunk / 16) + k, along_k<kRows>(box[i], k), term == kLast && c == 0 && k == 0);
-      }
+      multiply_chunks<columns>(box, decltype(group)::value * kTogether, other, term == kLast, multiply);
     reader.template commit<kTogether>();
   });
+}
+
+// The same of an operand and of another one, whose boxes follow, where both add to one sum. Of the highest terms the
+// products with the highest ones of the other operands come last of all: tensor cores truncate each sum to the bits of
+// its size, so products that come after large ones lose what they have below these.
+template <int term, int columns, int stages, class Multiply, class MultiplyNext>
+CUFLASH_DEVICE void multiply_boxes(BoxReader<stages>& reader, Multiply multiply, MultiplyNext multiply_next) {
+  if constexpr (term != kHigh) {
+    multiply_boxes<term, columns>(reader, multiply);
+    multiply_boxes<term, columns>(reader, multiply_next);
+  } else {
+    constexpr int kCount = chunks_of(columns);
+    u64 box[kCount], next[kCount];
+    const auto multiply_small = [&](const auto& boxes, auto own) __attribute__((always_inline)) {
+#pragma unroll
+      for (int other = kLast; other > kHigh; --other) multiply_chunks<columns>(boxes, 0, other, false, own);
+    };
+    take_boxes(reader, box);
+    multiply_small(box, multiply);
+    reader.template commit<0>();  // gives back the boxes of the terms before; these stay
+    take_boxes(reader, next);
+    multiply_small(next, multiply_next);
+    multiply_chunks<columns>(box, 0, kHigh, false, multiply);
+    reader.template commit<kCount>();
+    multiply_chunks<columns>(next, 0, kHigh, false, multiply_next);
+    reader.template commit<kCount>();
+  }
 }
 
 // The n-tiles of chunk `c` of an accumulator.

@@ -63,8 +63,8 @@ CUFLASH_DEVICE void load_fragment_chunked(u32 tile, int r, int k, Operand& opera
   ptx::load_matrix_x4(operand.word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
 }
 // Loads all `count` operands of these rows.
-template <int rows, int count>
-CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
+template <int rows, class Operand, int count>
+CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Operand (&operand)[count]) {
 #pragma unroll
   for (int k = 0; k < count; ++k) load_fragment_chunked<rows>(tile, r, k, operand[k]);
 }

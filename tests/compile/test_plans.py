@@ -95,7 +95,7 @@ class Target:
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile) else (64, 64)
         dim = tile.max_dim - 3 * (self.variant == "odd rows")
         sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim}
-        sizes["has_values"] = getattr(tile, "serves", "") != "no values"
+        sizes["has_values"] = takes_values(tile)
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
         is_tf32 = bf16_terms_of(tile) == 2 if bf16_terms_of(tile) else self.variant == "full"
@@ -240,13 +240,18 @@ def is_sm90(tile):
     return isinstance(tile, types | ForwardFloat8Sm90Tile | ForwardWideSm90Tile | BackwardWideSm90Tile)
 
 
+def takes_values(tile):
+    """Whether the row serves calls with values, which take shared memory."""
+    return getattr(tile, "serves", "") != "no values"
+
+
 def fits(tile, arch):
     """Whether the blocks that the row wants resident fit on an SM, at its largest head dimensions."""
     if is_sm90(tile) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)
     dim = round_up(tile.max_dim, tile.dim_multiple)
-    shared_bytes = tile.shared_bytes(dim, dim)
+    shared_bytes = tile.shared_bytes(dim, dim if takes_values(tile) else 0)
     resident = tile.min_blocks * (shared_bytes + device.shared_bytes_reserved)
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
@@ -318,6 +323,7 @@ EVERY_ROW = [
     for tile in table
     for arch in archs_of(tile, table)
 ]
+FLOAT32_NARROW = next(tile for tile in FORWARD_FLOAT32_SM90_TILES if tile.serves == "any")
 # What may differ between problems and devices.
 OTHERS = [
     *(
@@ -396,6 +402,7 @@ OTHERS = [
         for table in (FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES)
         for tile in table
         for variant in ("softcap", "slopes", "bias", "keys", "bias and keys")
+        if getattr(tile, "serves", "") != "no values" or variant in ("softcap", "slopes", "keys")
     ),
     *(
         Target(tile=tile, arch="9.0", variant="bias and keys" if tile.serves == "bias" else "keys")
@@ -403,7 +410,7 @@ OTHERS = [
     ),
     *(Target(tile=tile, arch="9.0", variant="bias and keys") for tile in BACKWARD_TF32_SM90_TILES),
     *(
-        Target(tile=FORWARD_FLOAT32_SM90_TILES[0], arch="9.0", variant=variant)
+        Target(tile=FLOAT32_NARROW, arch="9.0", variant=variant)
         for variant in ("few columns", "few columns, bias and keys")
     ),
     *(
@@ -434,7 +441,7 @@ OTHERS = [
             *(first_that_fits(table, "9.0", 2) for table in TABLES[:3]),
             *(tile for tile in FORWARD_SM90_TILES if tile.max_dim <= 128 and tile.block_n == 128),
             *BACKWARD_SM90_TILES,
-            *(FORWARD_FLOAT32_SM90_TILES[0], BACKWARD_FLOAT32_SM90_TILES[0]),
+            *(FLOAT32_NARROW, BACKWARD_FLOAT32_SM90_TILES[0]),
         )
     ),
     *(

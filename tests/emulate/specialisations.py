@@ -285,11 +285,12 @@ SEVERAL_STAGES = tuple(replace(FORWARD_TILES[0], num_stages=n) for n in (2, 3))
 
 
 # What that kernel has and no row may use: turns, two consumers of short rows, one stage and several.
+_NARROW = next(tile for tile in FORWARD_FLOAT32_SM90_TILES if tile.serves == "any")
 FLOAT32_SM90_VARIANTS = (
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=64, num_stages=3, ping_pong=True),
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_m=192, block_n=64, num_stages=2, ping_pong=True),
-    replace(FORWARD_FLOAT32_SM90_TILES[0], block_n=80, num_stages=2, ping_pong=False),
+    replace(_NARROW, block_n=64, num_stages=3, ping_pong=True),
+    replace(_NARROW, block_m=192, block_n=64, num_stages=2, ping_pong=True),
+    replace(_NARROW, block_n=80, num_stages=2, ping_pong=False),
     # The producer splits so few columns itself.
-    replace(FORWARD_FLOAT32_SM90_TILES[0], max_dim=32),
-    replace(FORWARD_FLOAT32_SM90_TILES[0], max_dim=32, block_n=48, num_stages=2, ping_pong=True),
+    replace(_NARROW, max_dim=32),
+    replace(_NARROW, max_dim=32, block_n=48, num_stages=2, ping_pong=True),
 )

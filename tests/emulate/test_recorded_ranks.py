@@ -23,14 +23,12 @@ from cuflash.distributed.streams import CudaStreams
 from cuflash.gpu import replay
 from cuflash.gpu.replay import Recording
 from cuflash.testing.float8 import assert_float8
+from cuflash.testing.tangents import everything
 from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.interrupts import Interrupt, of_package
-from tests.ranks import OfRank, Shards, Whole, compute, judge, on_threads
-from tests.ranks_with_tangents import WithTangents, everything
-from tests.ranks_with_tangents import compute as compute_tangents
-from tests.ranks_with_tangents import judge as judge_tangents
+from tests.ranks import Ranks, Shards, Whole, compute, judge, on_threads
 from tests.sampling import examples
 
 pytestmark = pytest.mark.one_in(8)
@@ -86,29 +84,34 @@ def on_device(x: Any) -> Any:
     return array
 
 
-def judge_calls(name, case, *, together=False, need=("dq", "dk", "dv"), **options):
+def placed(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: on_device(x) for name, x in arrays.items()}
+
+
+def placed_together(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values as columns of one array."""
+    both, columns = on_device(np.concatenate([arrays["k"], arrays["v"]], axis=-1)), arrays["k"].shape[-1]
+    return placed(arrays) | {"k": both[..., :columns], "v": both[..., columns:]}
+
+
+def own_of(whole: Whole, split: cd.Split, rank: int) -> dict[str, Any]:
+    """The arrays of a rank on the stand-in for a device."""
+    return placed(Shards(whole, split, split).of(rank, whole.arrays))
+
+
+def judge_calls(name, case, *, moved=None, place=placed, need=("dq", "dk", "dv"), **options):
     """Hold three calls of both passes, on other numbers and in other memory, against the oracle."""
-    split = cd.zigzag(case.seqlen_q, 2, multiple=16 if case.dropout else 1)
-    shards = [Shards(Whole.of(replace(case, seed=seed)), split, split) for seed in range(3)]
-
-    def work(comm):
-        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords, **options)
-        found = []
-        for x in shards:
-            arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
-            if together:
-                rows = [arrays[n].get() for n in "kv"]
-                both = on_device(np.concatenate(rows, axis=-1))
-                arrays |= {"k": both[..., : rows[0].shape[-1]], "v": both[..., rows[0].shape[-1] :]}
-            results = compute(attn, OfRank(x.whole_problem), arrays, need)
-            found.append({n: array.get() for n, array in results.items()})
-        return found
-
+    split, seeded = cd.zigzag(case.seqlen_q, 2, multiple=16 if case.dropout else 1), seeds_of(case)
     with launcher(name[:3], computes=True):
         extend(sys.modules["cupy"])
-        of_ranks = on_threads(2, work)
-    for x, results, seed in zip(shards, zip(*of_ranks, strict=True), range(3), strict=True):
-        judge(replace(case, seed=seed), x.whole(results))
+        ranks = Ranks(place, lambda x: x.get())
+        found = ranks.each(seeded, split, split, moved=moved, need=need, steps=2, **options)
+    for one, results in zip(seeded, found, strict=True):
+        judge(one, results, moved)
+
+
+def seeds_of(case):
+    return [replace(case, seed=seed) for seed in range(3)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -121,28 +124,8 @@ def test_repeated_calls_keep_the_oracle_rule(name, deterministic, repeated):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["9.0 odd", "8.0 window"])
 def test_repeated_calls_with_tangents_keep_the_oracle_rule(name, deterministic, repeated):
-    """Three calls of both passes, on other numbers and in other memory."""
-    case = CASES[name]
-    split, moved = cd.zigzag(case.seqlen_q, 2), everything(case)
-    seeded = [replace(case, seed=seed) for seed in range(3)]
-    shards = [WithTangents(Whole.of(one), split, split) for one in seeded]
-
-    def work(comm):
-        attn: Any = cd.ContextParallel(
-            comm, split=split, steps=2, **case.keywords, deterministic=deterministic, chunks=4
-        )
-        found = []
-        for one, own in zip(seeded, shards, strict=True):
-            arrays = own.of(comm.rank, one.arrays() | moved.arrays(one))
-            results = compute_tangents(attn, one, {n: on_device(x) for n, x in arrays.items()}, ("tdq", "tdk", "tdv"))
-            found.append({n: x.get() for n, x in results.items()})
-        return found
-
-    with launcher(name[:3], computes=True):
-        extend(sys.modules["cupy"])
-        of_ranks = on_threads(2, work)
-    for one, own, results in zip(seeded, shards, zip(*of_ranks, strict=True), strict=True):
-        judge_tangents(one, moved, own.whole(results))
+    case, need = CASES[name], ("tdq", "tdk", "tdv")
+    judge_calls(name, case, moved=everything(case), need=need, deterministic=deterministic, chunks=4)
     assert len(repeated) == 12  # three calls of two passes on two ranks
 
 
@@ -155,7 +138,7 @@ def test_rows_of_large_scores_keep_the_oracle_rule(name, repeated):
 
 
 def test_keys_and_values_of_one_array_are_told_apart(repeated):
-    judge_calls("9.0", CASES["9.0"], together=True)
+    judge_calls("9.0", CASES["9.0"], place=placed_together)
     assert len(repeated) == 12
 
 
@@ -163,7 +146,6 @@ def test_keys_and_values_of_one_array_are_told_apart(repeated):
 def test_what_is_recorded_holds_no_memory(deterministic, repeated, monkeypatch):
     case, allocate = CASES["9.0"], device._memory
     split, taken, attns = cd.zigzag(case.seqlen_q, 2), [], []
-    x = Shards(Whole.of(case), split, split)
 
     def memory(nbytes):
         found = allocate(nbytes)
@@ -173,9 +155,9 @@ def test_what_is_recorded_holds_no_memory(deterministic, repeated, monkeypatch):
     def work(comm):
         attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords, deterministic=deterministic)
         attns.append(attn)
-        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        arrays = own_of(Whole.of(case), split, comm.rank)
         for _ in range(2):
-            compute(attn, OfRank(x.whole_problem), arrays, ("dq", "dk", "dv"))
+            compute(attn, case, arrays, ("dq", "dk", "dv"))
 
     monkeypatch.setattr(device, "_memory", memory)
     with launcher("9.0", computes=False):
@@ -196,28 +178,12 @@ def test_what_is_not_recorded_is_not_repeated(name, repeated):
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
     case, options = DECODING[name]
-    split = cd.zigzag(case.seqlen_k, 2, multiple=16 if case.dropout else 1)
-    seeded = [replace(case, seed=seed) for seed in range(3)]
-
-    def work(comm):
-        attn: Any = cd.ContextParallel(comm, split=split, **case.keywords, **options)
-        found = []
-        for one in seeded:
-            own = dict(one.arrays())
-            own |= {n: split.part(own[n], comm.rank, -3 if case.layout == "bshd" else -2) for n in "kv"}
-            own |= {n: split.part(own[n], comm.rank, -1) for n in ("bias", "mask") if n in own}
-            q, k, v = (on_device(own[n]) for n in "qkv")
-            optional = {n: on_device(x) for n, x in ct.optional(own).items()}
-            found.append([x.get() for x in attn.decode(q, k, v, **optional, **one.random)])
-        return found
-
+    split, seeded = cd.zigzag(case.seqlen_k, 2, multiple=16 if case.dropout else 1), seeds_of(case)
     with launcher(name[:3], computes=True):
         extend(sys.modules["cupy"])
-        of_ranks = on_threads(2, work)
-    for one, first, second in zip(seeded, *of_ranks, strict=True):
-        ct.assert_forward(one, *first)
-        for x, y in zip(first, second, strict=True):
-            np.testing.assert_array_equal(x, y)
+        found = Ranks(placed, lambda x: x.get()).decoded(seeded, split, **options)
+    for one, results in zip(seeded, found, strict=True):
+        judge(one, results)
     assert len(repeated) == 6  # three calls on two ranks
 
 
@@ -228,23 +194,12 @@ def test_float8_travels_as_bytes(arch, layout, q_float8, repeated):
     """Partial outputs are rounded to its dtype before they are merged, because kernels of float8 give no other."""
     sizes: dict[str, Any] = {**SIZES, "layout": layout, "dtype": "bfloat16", "causal": True}
     case = ct.Case(**sizes, kv_dtype="float8_e4m3fn", k_scale="head", v_scale="tensor", q_float8=q_float8)
-    split = cd.zigzag(128, 2)
-    x = Shards(Whole.of(case), split, split)
-
-    def work(comm):
-        own = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
-        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords)
-        found = [attn.forward(*ct.qkv(own), **ct.optional(own)) for _ in range(2)]
-        own["q"] = on_device(x.whole_problem.arrays["q"])
-        found.append(attn.decode(*ct.qkv(own), **ct.optional(own)))
-        return [{"out": out.get(), "lse": lse.get()} for out, lse in found]
-
+    split, own = cd.zigzag(128, 2), Ranks(placed, lambda x: x.get())
     with launcher(arch, computes=True):
         extend(sys.modules["cupy"])
-        of_ranks = on_threads(2, work)
-    *forward, decoded = zip(*of_ranks, strict=True)
+        found = own.each([case] * 2, split, split, need=(), steps=2) + own.decoded([case], split)
     judge_float8 = assert_float8 if q_float8 and arch == "9.0" else ct.assert_forward  # of fp8 products
-    for results in (*map(x.whole, forward), *decoded):
+    for results in found:
         judge_float8(case, results["out"], results["lse"])
     assert len(repeated) == 6  # three calls on two ranks
 
@@ -304,12 +259,10 @@ def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, mon
     optional: dict[str, Any] = {name: (101, 101)}
     case = ct.Case(**ODD, dtype="float16", **optional)
     split = cd.zigzag(101, 2)
-    x = Shards(Whole.of(case), split, split)
 
     def work(comm):
-        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
         attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords)
-        compute(attn, OfRank(x.whole_problem), arrays, ("dq", "dk", "dv"))
+        compute(attn, case, own_of(Whole.of(case), split, comm.rank), ("dq", "dk", "dv"))
 
     monkeypatch.setattr(device.Event, "record", record)
     monkeypatch.setattr(device.Stream, "wait_event", wait_event)
@@ -344,7 +297,6 @@ def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, na
     case = (CASES | UNRECORDED)[name]
     split = cd.zigzag(case.seqlen_q, 2)
     pasts: dict[Any, set[object]] = defaultdict(set)  # by stream, the work that its later work comes after
-    x = Shards(Whole.of(case), split, split)
     counted, interrupt = Interrupt(of_package(*names)), Interrupt(of_package(*names))
 
     def record(event, stream=None):
@@ -360,7 +312,7 @@ def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, na
     def work(comm, interrupt):
         main, device._of_thread.allocator = device.Stream(), None
         main.use()
-        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        arrays = own_of(Whole.of(case), split, comm.rank)
         attn: Any = cd.ContextParallel(comm, split=split, steps=2, timeout=5, **case.keywords)
         inputs, optional = ct.qkv(arrays), ct.optional(arrays)
         out, lse = attn.forward(*inputs, **optional)

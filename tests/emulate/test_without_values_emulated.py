@@ -22,10 +22,12 @@ from cuflash.plan.sm80.tiles import (
     BackwardChunkedTile,
 )
 from cuflash.plan.sm90.chunked import BACKWARD_CHUNKED_SM90_TILES, FORWARD_CHUNKED_SM90_TILES
+from cuflash.plan.sm90.tiles import FORWARD_FLOAT32_SM90_TILES, FORWARD_SM90_TILES, FORWARD_TF32_SM90_TILES
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.tangents import everything
 from tests.emulate import merges
+from tests.emulate.attention import assert_tf32_split
 from tests.emulate.tangents import check as check_tangents
 from tests.sampling import examples, sample
 
@@ -81,7 +83,7 @@ OF_SM90: tuple[dict[str, Any], ...] = (
     {"dtype": "float32", "causal": True, "sinks": True, "seqlen_k": 200},  # blocks skip tiles of keys
     {"bias": (4, 200, 1), "softcap": 5.0, "window": (60, 20)},
     {"dtype": "float32", "bias": (1, 4, 200, 1)},
-    {"dtype": "float32", "head_dim": 3, "bias": (1, 1, 1, 260)},  # the producer splits operands
+    {"dtype": "float32", "head_dim": 12, "bias": (1, 1, 1, 260)},  # the producer splits operands
     {"dtype": "float32", "head_dim": 128, "bias": (1, 4, 200, 260), "dropout": 0.2},
 )
 
@@ -96,6 +98,47 @@ def test_wgmma_kernels(options, deterministic):
         main = [kernel.source for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_).kernels]
         assert deterministic or any(f"sm90/{pass_}" in source for source in main), main
     check(case, "9.0", deterministic=deterministic)
+
+
+ROWS = tuple(
+    (row, precision)
+    for table, precision in (
+        (FORWARD_SM90_TILES, "highest"),
+        (FORWARD_FLOAT32_SM90_TILES, "highest"),
+        (FORWARD_TF32_SM90_TILES, "tf32"),
+    )
+    for row in table
+    if row.serves == "no values"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "precision"), ROWS, ids=[f"{row.max_dim}-{row.block_m}x{row.block_n}-{name}" for row, name in ROWS]
+)
+@settings(max_examples=examples(16))
+@given(data=st.data())
+def test_rows_for_lse_alone(row, precision, data):
+    """Which the planner takes for longer problems only; where one has no space for a bias it serves none."""
+    features = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes", "gqa", "sinks", "kv_lengths")
+    dtypes = ("float32",) if row.element_bytes == 4 else ("float16", "bfloat16")
+    case = data.draw(
+        ct.cases(features=features, dtypes=dtypes, max_seqlen=400, max_head_dim=row.max_dim, max_scores=2**16)
+    )
+    bias = None if case.bias is not None and 1 not in case.bias[-2:] else case.bias
+    dim = case.head_dim if row.element_bytes == 4 else -(-case.head_dim // 8) * 8
+    case = replace(case, head_dim=dim, bias=bias, has_values=False, dlse=True)
+    given = {name: x for name, x in case.arrays().items() if name not in ("dout", "dlse")}
+    problem = replace(case.problem, precision=precision)
+    try:
+        plan = passes.plan_for(problem, FORWARD, given, "9.0", [row])
+    except NotImplementedError:  # arrays that TMA cannot read
+        assume(False)
+    assert plan.tiles[0].block_m == row.block_m
+    results = passes.forward(problem, given, arch="9.0", tiles=[row], **case.random)
+    if precision == "tf32":
+        assert_tf32_split(problem, given, {"lse": results[1]})
+    else:
+        ct.assert_forward(case, *results)
 
 
 # ---- Narrow heads ----------------------------------------------------------------------------------------------------

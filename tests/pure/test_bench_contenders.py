@@ -357,7 +357,9 @@ TAKES = {
     "cudnn": {"bias", "mask", "dropout"},
     "fa2": {"window", "dropout"},
     "fa3": {"softcap", "window"},
+    "fa3-jax": {"window"},
     "fa4": {"softcap", "window"},
+    "cudnn-flex": {"blocks_kept", "window", "function"},
     "efficient": {"bias", "mask", "dropout"},
     "efficient-dbias": {"bias", "mask"},
     "cuequivariance": {"bias", "mask"},
@@ -443,6 +445,72 @@ def test_cuequivariance_gets_its_axes(changes, monkeypatch):
             peers_torch.cuequivariance_calls(torch, other, None, None, None, None, {})
 
 
+def dense(q, k, v, pairs):
+    """Attention of (batch, seqlen, heads, dim) over the visible pairs; queries that see no key get zeros."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~pairs, float("-inf"))
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+
+
+def agrees(calls, case, inputs):
+    """Both passes of a peer are right."""
+    for pass_ in ("forward", "backward"):
+        results = tuple(x.detach().numpy() for x in calls[pass_]())
+        assert not any(error.wrong for error in Check(case, inputs).errors(pass_, results).values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fold_attention_gets_its_layout(causal, monkeypatch):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+
+    def fold_attn_func(q, k, v, *, causal):
+        pairs = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        return dense(q, k, v, pairs.tril() if causal else pairs)
+
+    module: Any = types.ModuleType("fold_attention")
+    module.fold_attn_func = fold_attn_func
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    case = replace(PLAIN, batch=2, causal=causal)
+    inputs = make_inputs(np, case)
+    agrees(peers_torch.fold_calls(torch, case, *as_tensors(torch, inputs)), case, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 7},
+        {"function": "documents"},
+        {"function": "documents", "causal": True},
+        {"blocks_kept": 0.5, "seqlen_q": 512, "seqlen_k": 640},
+    ],
+    ids=str,
+)
+def test_cudnn_gets_intervals(changes, monkeypatch):
+    torch = pytest.importorskip("torch", reason="a torch peer")
+
+    def create_mask_plan(ends, q, k, v, *, build_backward):
+        assert build_backward and ends.dtype == torch.int32 and ends.is_contiguous() and ends.shape[1] % 2 == 1
+        assert all(x.requires_grad for x in (q, k, v)) and ends.shape[::2] == (1, q.shape[0] * q.shape[1])
+        keys = torch.arange(k.shape[1])
+        bounds = [torch.zeros_like(ends[0, 0]), *ends[0]]
+        parts = zip(bounds[::2], bounds[1::2], strict=True)
+        pairs = sum((keys >= low[:, None]) & (keys < high[:, None]) for low, high in parts)
+        return (pairs > 0).view(q.shape[0], 1, q.shape[1], k.shape[1])
+
+    module: Any = types.ModuleType("cudnn.flex_attention")
+    module.create_mask_plan = create_mask_plan
+    module.flex_attn_func = lambda q, k, v, *, mask_plan: dense(q, k, v, mask_plan)
+    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    case = replace(PLAIN, batch=2, **changes)
+    inputs = make_inputs(np, case)
+    agrees(peers_torch.cudnn_flex_calls(torch, case, *as_tensors(torch, inputs)), case, inputs)
+    with pytest.raises(Absent, match="no functions of scores"):
+        peers_torch.cudnn_flex_calls(torch, replace(PLAIN, function="box"), *as_tensors(torch, inputs))
+
+
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize("case", BESIDE_PEERS, ids=lambda case: case.name)
 def test_flex_gets_the_options(case, monkeypatch):
@@ -493,7 +561,7 @@ def test_results_of_random_numbers_of_their_own_are_not_checked():
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas"])
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "efficient", "flex", "empty-launch", "jax-pallas", "fa3-jax"])
 def test_device_peers_are_absent_on_the_cpu(name):
     with pytest.raises(Absent, match=r"needs|torch"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
@@ -574,6 +642,35 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(Absent, match="jax: "):
         peers.jax_pallas(case, inputs)
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"causal": True, "window": 9}], ids=str)
+def test_flash_attention_3_in_jax_gets_its_layout_and_window(fake_cupy, monkeypatch, changes):
+    """On a stand-in for the library, and JAX's gradients of it."""
+    jax = pytest.importorskip("jax", reason="JAX")
+    case = Case(**{"head_dim": 16, "seqlen_q": 40, "batch": 2, "num_heads": 3, "dtype": "float32"} | changes)
+
+    def flash_mha(q, k, v, is_causal, window_size):
+        assert q.shape == k.shape == v.shape == (case.batch, case.seqlen_q, case.num_heads, case.head_dim)
+        assert window_size == ((case.window - 1, 0) if case.window else (-1, -1))
+        scores = jax.numpy.einsum("bihd,bjhd->bhij", q, k) * case.head_dim**-0.5
+        i, j = jax.numpy.mgrid[: case.seqlen_q, : case.seqlen_k]
+        hidden = (is_causal & (j > i)) | (j < i - case.window + 1 if case.window else False)
+        weights = jax.nn.softmax(jax.numpy.where(hidden, -jax.numpy.inf, scores), -1)
+        return jax.numpy.einsum("bhij,bjhd->bihd", weights, v)
+
+    library: Any = types.ModuleType("flash_attn3_jax")
+    library.flash_mha = flash_mha
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    fake_cupy.from_dlpack = np.from_dlpack
+    inputs = replace(make_inputs(np, case), xp=fake_cupy)
+    contender = peers.ADAPTERS["fa3-jax"](case, inputs)
+    assert contender.wait is jax.block_until_ready
+    for pass_ in ("forward", "backward"):
+        results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
+        assert not any(error.wrong for error in Check(case, inputs).errors(pass_, results).values())
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():

@@ -1,100 +1,29 @@
-"""Context parallel calls on threads against the oracle, and bit for bit over numbers of ranks."""
+"""Context parallel calls on threads: what they send when, their plans, and what ranks hear of each other.
+
+Results are in tests/features/test_ranks_on_backends.py.
+"""
 
 import contextlib
 import re
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import array_api_strict
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.arrays.memory_ranges import cut_evenly
-from cuflash.cpu import core
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
 from cuflash.shards import slices as slices_of_problems
-from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Shards, Whole, judge, on_threads, results_of
-from tests.sampling import examples
 
-# All gradients; those of which dq is sent as partial sums, and some whose dq is not.
-NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "notes" / "distributed.md"
-FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
-PLAIN = ("causal", "window", "softcap", "gqa", "head_dim_v", "sinks", "dlse", "layout")
-SMALL: dict[str, Any] = {
-    "features": FEATURES,
-    "max_seqlen": 65,
-    "max_head_dim": 24,
-    "max_scores": 2**13,
-    "score_spreads": (1.0, 8.0),
-}
 CASE = ct.Case(seqlen_q=13, seqlen_k=17, num_heads=4, num_heads_kv=2, head_dim=8, causal=True)
 SPLITS: dict[str, Any] = {"split_q": cd.zigzag(13, 2), "split_k": cd.zigzag(17, 2)}
-
-
-def is_clear(case, split):
-    """Whether an axis of queries of length 1 cannot be taken for that of a rank's own query."""
-    return case.seqlen_q == 1 or any(split.rows(rank) != 1 for rank in range(split.ranks))
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2), st.booleans())
-def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls, goes_on):
-    """Also of a second call, in which ranks begin before they hear of each other, and in the order of a device."""
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Streams, "goes_on", goes_on)
-        judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
-
-
-AXES = ct.with_axes(ct.cases(**{**SMALL, "features": (*FEATURES, "gqa"), "max_scores": 2**11}, ndims=(4,)))
-
-
-@settings(max_examples=examples(30), deadline=None)
-@given(st.data(), AXES, st.integers(1, 4), NEEDS)
-def test_batch_axes_keep_the_oracle_rule(data, case, ranks, need):
-    """They broadcast as those of one device do, and gradients are sums over what broadcasts."""
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    results = results_of(case, split_q, split_k, need=need)
-    arrays = case.arrays()
-    assert all(x.shape == arrays[name[1:]].shape for name, x in results.items() if name[1:] in arrays)
-    judge(case, results)
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(st.data(), ct.cases(**{**SMALL, "features": (*FEATURES, "gqa")}), st.integers(1, 4), NEEDS)
-def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data, case, ranks, need):
-    """Of dropout or a block mask: rows in front of a span have no weight in any sum."""
-    if case.block_mask is None or data.draw(st.booleans()):
-        case = replace(case, dropout=0.5)
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
-        judge(case, results_of(case, split_q, split_k, need=need))
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(st.data(), ct.cases(**{**SMALL, "features": PLAIN}), st.integers(2, 8), st.booleans(), NEEDS)
-def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, ranks, is_zigzag, need):
-    """Where nothing depends on numbers of rows."""
-    lengths = (case.seqlen_q, case.seqlen_k)
-    if is_zigzag:
-        split_q, split_k = (cd.zigzag(n, ranks) for n in lengths)
-    else:
-        split_q, split_k = (data.draw(splits(n, ranks)) for n in lengths)
-    judge(case, results_of(case, split_q, split_k, need=need))
 
 
 @pytest.mark.parametrize("full_rows", [0, 2**40])
@@ -131,49 +60,6 @@ def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_
     assert numbers == {"forward": {0, 1}, "backward": {0} if cache_bytes == full_rows == 0 else {0, 1}}
 
 
-@settings(max_examples=examples(12), deadline=None)
-@given(st.data(), ct.cases(**SMALL), st.integers(1, 8))
-def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
-    """Zigzag over 1, 2, 4 and 8 ranks, and chunks dealt to any number of ranks."""
-    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
-    pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4, 8)]
-    assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
-    expected = results_of(case, *pairs[0], deterministic=True)
-    judge(case, expected)
-    for split_q, split_k in (*pairs[1:], dealt):
-        for name, x in results_of(case, split_q, split_k, deterministic=True).items():
-            assert x.tobytes() == expected[name].tobytes(), f"{name} of {split_q.ranks} ranks"
-
-
-@settings(max_examples=examples(25), deadline=None)
-@given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}) | AXES, st.integers(1, 8), st.booleans())
-def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
-    if deterministic:
-        chosen = [data.draw(of_chunks(case.seqlen_k, ranks, 16)), cd.contiguous(case.seqlen_k, 1)]
-    else:
-        chosen = [data.draw(splits(case.seqlen_k, ranks))]
-    arrays, found = case.arrays(), []
-    for split in chosen:
-        axis = -3 if case.layout == "bshd" and case.ndim > 2 else -2
-
-        def work(comm, split=split, axis=axis):
-            k, v = (split.part(arrays[name], comm.rank, axis) for name in "kv")
-            optional = ct.optional(arrays)
-            for name in ("bias", "mask"):
-                if name in optional and optional[name].shape[-1] == case.seqlen_k != 1:
-                    optional[name] = split.part(optional[name], comm.rank, -1)
-            attn = cd.ContextParallel(comm, split=split, deterministic=deterministic, timeout=30, **case.keywords)
-            return attn.decode(arrays["q"], k, v, **optional, **case.random)
-
-        results = on_threads(split.ranks, work)
-        for result in results:
-            np.testing.assert_array_equal(result.out, results[0].out)
-            np.testing.assert_array_equal(result.lse, results[0].lse)
-        found.append(results[0])
-    ct.assert_forward(case, *found[0])
-    assert all(x.tobytes() == y.tobytes() for x, y in zip(found[0], found[-1], strict=True))
-
-
 def test_arrays_of_other_libraries_come_back_as_such():
     arrays = CASE.arrays()
     shards = Shards(Whole.of(CASE), **SPLITS)
@@ -190,16 +76,6 @@ def test_arrays_of_other_libraries_come_back_as_such():
     judge(CASE, shards.whole(results))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_rows_of_many_ranks_are_added_in_one_order(dtype):
-    """The same call gives the same bits; partial dq are added in the dtype of the softmax, not in 16 bits."""
-    case = replace(CASE, dtype=dtype, seqlen_q=160, seqlen_k=160)
-    splits = (cd.zigzag(160, 8), cd.zigzag(160, 8))
-    first, second = (results_of(case, *splits, need=("dq", "dk", "dv"), steps=2) for _ in range(2))
-    judge(case, first)
-    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
-
-
 def test_results_that_are_not_asked_for_are_not_computed():
     def work(comm):
         own = Shards(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
@@ -209,14 +85,6 @@ def test_results_that_are_not_asked_for_are_not_computed():
 
     for result in on_threads(2, work):
         assert result._fields == ("dv",)
-
-
-@settings(max_examples=examples(8), deadline=None)
-@given(st.booleans(), st.integers(1, 4))
-def test_without_check_two_splits_say_all(deterministic, ranks):
-    split_q, split_k = ([cut_evenly(n, 16)[r::ranks] for r in range(ranks)] for n in (13, 17))
-    case = replace(CASE, bias=(17,), sinks=True)
-    judge(case, results_of(case, cd.Split(split_q), cd.Split(split_k), check=False, deterministic=deterministic))
 
 
 def test_the_plan_is_that_of_the_call():

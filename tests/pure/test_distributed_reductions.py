@@ -1,5 +1,6 @@
-"""Reductions of attention weights and of rows over ranks that are threads, against the oracle, and bit for bit."""
+"""Reductions of attention weights over ranks that are threads, against the oracle, and bit for bit."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,54 +12,20 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from tests.pure.test_distributed import FEATURES, SMALL, is_clear
-from tests.pure.test_distributed_packed import PACKED
+from tests.features.test_ranks_on_backends import DRAWN, SMALL, is_clear
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Shards, Whole, on_threads
-from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
-from tests.row_reductions import gap_is_clear
+from tests.ranks import Whole, on_threads, reduce_weights, results_of
+from tests.reductions import attention_of, given_of, inputs_of, judge, lse_of
 from tests.sampling import examples
 
-CASES = ct.cases(**SMALL) | PACKED
-AXES = ct.with_axes(ct.cases(**{**SMALL, "features": (*FEATURES, "gqa"), "max_scores": 2**11}, ndims=(4,)))
-
-
-class OfWeights(Shards):
-    """Where the rows of a reduction's arrays and results are."""
-
-    def __init__(self, whole, split_q, split_k):
-        super().__init__(whole, split_q, split_k)
-        self.split_axes |= {name: (split_q, -1) for name in ("weights", "dweights")}
-        self.split_axes |= {name: (split_k, -1) for name in ("column_sums", "column_max", "dsums")}
-        self.split_axes |= {name: (split_q, -2) for name in ("indices", "key_weights")}
+PACKED, AXES = DRAWN["packed"].cases, DRAWN["batch axes"].cases
+CASES = DRAWN["options"].cases | PACKED
 
 
 def weights_of(case, split_q, split_k, arrays, count=3, need=(), **options):
     """The reductions of weights that ranks give, and gradients of column sums if some are needed."""
-    whole = Whole.of(case)
-    shards = OfWeights(whole, split_q, split_k)
-
-    def work(comm):
-        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 2, **whole.keywords, **options}
-        attn = cd.ContextParallel(comm, **keywords)
-        own = shards.of(comm.rank, arrays)
-        q, k, lse, weights, dsums = (own.pop(name, None) for name in ("q", "k", "lse", "weights", "dsums"))
-        found = {"column_sums": attn.column_sums(q, k, lse, weights, **own)}
-        found["column_max"] = attn.column_max(q, k, lse, **own)
-        found["indices"], found["key_weights"] = attn.top_keys(q, k, lse, count, **own)
-        if need:
-            found |= attn.column_sums_backward(dsums, q, k, lse, weights, need=need, **own)._asdict()
-        return found
-
-    return shards.whole(on_threads(split_q.ranks, work))
-
-
-def given_of(case):
-    """The arrays of a case, with lse and weights."""
-    attn, arrays = attention_of(case), inputs_of(case)
-    lse = lse_of(attn, arrays)
-    weights = np.random.default_rng(case.seed).standard_normal(lse.shape).astype(lse.dtype)
-    return arrays | {"lse": lse, "weights": weights}
+    reduce, whole = functools.partial(reduce_weights, count=count), Whole.of(case)._replace(arrays=arrays)
+    return results_of(whole, split_q, split_k, need=need, call=reduce, steps=2, **options)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -99,14 +66,6 @@ def test_all_results_are_those_of_one_device(data, case, ranks):
             np.testing.assert_allclose(found[name].astype(float), x.astype(float), 0, tolerance * size, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gradients_keep_the_oracle_rule(dtype):
-    case, (dsums, q, k, lse, weights), need = gradient_problem(dtype)
-    arrays = {"q": q, "k": k, "lse": lse, "weights": weights, "dsums": dsums}
-    found = weights_of(case, cd.zigzag(150, 2), cd.zigzag(230, 2), arrays, need=need)
-    judge_gradients(case, weights, dsums, {name: found[name] for name in need})
-
-
 @settings(max_examples=examples(10), deadline=None)
 @given(st.data(), CASES, st.integers(1, 6))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
@@ -139,76 +98,12 @@ def test_keys_weigh_what_they_do_where_scores_are_large(dtype, numbers):
     np.testing.assert_allclose(found["column_sums"], 70 / keys, rtol=units)
     np.testing.assert_allclose(found["column_max"], 1 / keys, rtol=units)
     np.testing.assert_allclose(found["key_weights"], 1 / keys, rtol=units)
-    rows = rows_of(case, arrays, split_q, split_k)
+    whole = Whole.of(case)._replace(arrays=arrays | {"v": arrays["k"], "dentropy": lse})  # which asks for entropy
+    rows = results_of(whole, split_q, split_k, need=())
     np.testing.assert_allclose(rows["entropy"], np.log(keys), rtol=units)
 
 
 # ---- Maxima and entropies of rows ------------------------------------------------------------------------------------
-
-
-def rows_of(case, arrays, split_q, split_k, need=(), **options):
-    """out, lse, row reductions that ranks give, and gradients if some are needed."""
-    whole = Whole.of(case)
-    shards = OfWeights(whole, split_q, split_k)
-    names = ("q", "k", "v", "dout", "dlse", "dmax", "dentropy")
-
-    def work(comm):
-        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 2, **whole.keywords, **options}
-        attn = cd.ContextParallel(comm, **keywords)
-        own = shards.of(comm.rank, arrays)
-        q, k, v, dout, dlse, dmax, dentropy = (own.pop(name, None) for name in names)
-        found = attn.forward(q, k, v, want=("max", "entropy"), **own, **whole.random)._asdict()
-        given = {"dlse": dlse, "dmax": dmax, "dentropy": dentropy}
-        given |= {} if dentropy is None else {"entropy": found["entropy"]}
-        if need:
-            gradients = attn.backward(
-                dout, q, k, v, found["out"], found["lse"], need=need, **given, **own, **whole.random
-            )
-            found |= gradients._asdict()
-        return {name: x for name, x in found.items() if x is not None}
-
-    return shards.whole(on_threads(split_q.ranks, work))
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    st.data(),
-    CASES | AXES,
-    st.integers(1, 6),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([("max", "entropy"), ("max",), ("entropy",)]),
-)
-def test_row_reductions_of_any_split_keep_the_oracle_rule(data, case, ranks, has_values, is_all, want):
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    case = replace(case, row_reductions=want, has_values=has_values)
-    assume(is_clear(case, split_q) and ("max" not in want or gap_is_clear(case)))
-    arrays = {name: x for name, x in case.arrays().items() if has_values or name not in ("v", "dout")}
-    need = ct.gradients_of(case.problem) if is_all else ("dq", "dk")
-    found = rows_of(case, arrays, split_q, split_k, need)
-    results = {name: x for name, x in found.items() if name in ("lse", "max", "entropy")}
-    out = found.get("out")
-    if out is None:
-        out = np.empty((*found["lse"].shape, 0), found["dq"].dtype)
-        out = out.swapaxes(-2, -3) if case.layout == "bshd" and case.ndim > 2 else out
-    ct.assert_forward(replace(case, row_reductions=("max", "entropy")), out, **results)
-    ct.assert_backward(case, **{name: x for name, x in found.items() if name in need})
-
-
-@settings(max_examples=examples(8), deadline=None)
-@given(st.data(), CASES, st.integers(1, 6))
-def test_bits_of_row_reductions_do_not_depend_on_the_number_of_ranks(data, case, ranks):
-    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in (case.seqlen_q, case.seqlen_k)]
-    pairs = [[cd.zigzag(n, ranks) for n in (case.seqlen_q, case.seqlen_k)] for ranks in (1, 2, 4)]
-    assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
-    case = replace(case, row_reductions=("max", "entropy"))
-    need = ct.gradients_of(case.problem)
-    expected, *others = (
-        rows_of(case, case.arrays(), own[0], own[1], need, deterministic=True) for own in (*pairs, dealt)
-    )
-    for found in others:
-        for name, x in found.items():
-            assert x.tobytes() == expected[name].tobytes(), name
 
 
 def test_the_first_of_equal_maxima_has_the_gradient():
@@ -218,7 +113,8 @@ def test_the_first_of_equal_maxima_has_the_gradient():
     case = replace(case, bias=(2, 40, 60), row_reductions=("max",), score_spread=1e-30)
     arrays = case.arrays()
     arrays["bias"][...], arrays["sinks"][...] = scores, 2000
-    found = rows_of(case, arrays, cd.zigzag(40, 2), cd.zigzag(60, 2), ("dbias",))
+    whole = Whole.of(case)._replace(arrays=arrays)
+    found = results_of(whole, cd.zigzag(40, 2), cd.zigzag(60, 2), need=("dbias",))
     expected = np.zeros(scores.shape)
     np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], arrays["dmax"][..., None], axis=-1)
     np.testing.assert_allclose(found["dbias"], expected, rtol=0, atol=1e-13)

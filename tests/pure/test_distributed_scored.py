@@ -1,27 +1,14 @@
-"""Scores and masks as functions over ranks that are threads: against the oracle, and bit for bit."""
+"""Scores and masks as functions over ranks that are threads: single properties, and what goes wrong."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
-from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Shards, Whole, judge, on_threads, results_of
-from tests.sampling import examples
-from tests.scored import CONDITIONED, MASKS, SCORES, Scored, score_args_of, scored
-
-
-def sizes_of(case):
-    return case.problem.seqlen_q, case.problem.seqlen_k
-
-
-def is_clear(case, split):
-    """Whether an axis of queries of length 1 cannot be taken for that of a rank's own query."""
-    return sizes_of(case)[0] == 1 or all(split.rows(rank) != 1 for rank in range(split.ranks))
+from tests.ranks import judge, on_threads, results_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 
 def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **options):
@@ -31,27 +18,6 @@ def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **option
     arrays = {name: random.standard_normal((1, 2, seqlen, 8)).astype(dtype) for name in ("q", "k", "v", "dout")}
     arrays |= score_args_of(functions, (1, 2, seqlen, seqlen), dtype, seed)
     return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], **options), arrays, {}, "")
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(st.data(), scored(max_seqlen=130, scores=(*CONDITIONED, "branching")), st.integers(1, 8), st.integers(1, 3))
-def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, steps):
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in sizes_of(case))
-    assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k, steps=steps))
-
-
-@settings(max_examples=examples(12), deadline=None)
-@given(st.data(), scored(max_seqlen=130, scores=CONDITIONED), st.integers(1, 8))
-def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
-    dealt = [data.draw(of_chunks(n, ranks, 16)) for n in sizes_of(case)]
-    pairs = [[cd.zigzag(n, ranks) for n in sizes_of(case)] for ranks in (1, 2, 8)]
-    assume(all(is_clear(case, split_q) for split_q, _ in (*pairs, dealt)))
-    expected = results_of(case, *pairs[0], deterministic=True)
-    judge(case, expected)
-    for chosen in (*pairs[1:], dealt):
-        for name, x in results_of(case, *chosen, deterministic=True).items():
-            assert x.tobytes() == expected[name].tobytes(), name
 
 
 def test_the_gradient_of_a_cap_is_summed_over_ranks():
@@ -65,7 +31,7 @@ def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded(score)
     case, name = case_of(score, dtype="bfloat16"), "table" if score == "t5" else "pairs"
     wide = replace(case, arrays=case.arrays | {name: case.arrays[name].astype(np.float32)})
     split, need = cd.zigzag(160, 8), (f"d{name}",)
-    narrow, exact = (results_of(x, split, split, need=need, chunks=80, deterministic=True) for x in (case, wide))
+    narrow, exact = (results_of(x, split, split, need=need, chunks=16, deterministic=True) for x in (case, wide))
     judge(case, narrow)
     np.testing.assert_array_equal(narrow[need[0]], exact[need[0]].astype(narrow[need[0]].dtype))
 
@@ -80,28 +46,6 @@ def test_rows_in_front_of_a_piece_have_no_weight():
     arrays["bias"] = np.linspace(990, 1000, 40, dtype=np.float32)
     case = Scored(cuflash.FlashAttention(dropout=0.3), arrays, {"seed": 3, "offset": 1}, "")
     judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(st.data(), scored(max_seqlen=40, packs=False, scores=CONDITIONED), st.integers(1, 8))
-def test_decoding_keeps_the_oracle_rule(data, case, ranks):
-    whole, split = Whole.of(case), data.draw(splits(sizes_of(case)[1], ranks))
-    shards = Shards(whole, cd.Split([[(0, sizes_of(case)[0])], *[[] for _ in range(ranks - 1)]]), split)
-
-    def work(comm):
-        own = {name: x for name, x in whole.arrays.items() if name not in ("dout", "dlse")}
-        own |= {name: shards.of(comm.rank, own)[name] for name in ("k", "v")}
-        for name in ("bias", "mask"):
-            if name in own and own[name].shape[-1] == split.seqlen != 1:
-                own[name] = split.part(own[name], comm.rank, -1)
-        attn = cd.ContextParallel(comm, split=split, **whole.keywords)
-        return attn.decode(own.pop("q"), own.pop("k"), own.pop("v"), **own, **whole.random)._asdict()
-
-    first, *others = on_threads(ranks, work)
-    judge(case, first)
-    for other in others:
-        for name, x in other.items():
-            np.testing.assert_array_equal(x, first[name])
 
 
 def spelled(s, i, j, *, head, slopes):

@@ -1,11 +1,10 @@
 """Rows of large lse over ranks and over streamed keys: a rounded lse does not say what a shard of the keys weighs."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -13,61 +12,31 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec import row_sums
-from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS
-from tests.pure.test_distributed import is_clear
-from tests.pure.test_schedule import splits
+from tests import ranks as of_ranks
+from tests.features.test_ranks_on_backends import DRAWN
 from tests.pure.test_streamed import chunks_for
-from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
+from tests.ranks import Whole, judge
 from tests.sampling import examples
+from tests.scored import Scored
 from tests.streams import ON_CPU, through
 from tests.ways import every_way
 
 pytestmark = [every_way, pytest.mark.usefixtures("way")]
 
-FEATURES = (*ct.FEATURES, "sinks", "dlse", "dropout", "block_mask")
-SIZES: dict[str, Any] = {"features": FEATURES, "max_seqlen": 65, "max_head_dim": 24, "max_scores": 2**13}
 MASKED = (-1e4, -1e9, float(np.finfo(np.float32).min))
 # Of the sum of weights of a row whose scores are equal: rounding of weights and of results.
 ROUNDED = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-18, "float64": 2.0**-46}
 dtypes = pytest.mark.parametrize("dtype", ROUNDED)
 
 
-@st.composite
-def large(draw, /, **sizes):
-    """A case with a finite mask of some rows and pairs, or with products around a large number."""
-    case = draw(ct.cases(**{**SIZES, **sizes}))
-    if case.bias is not None:
-        return replace(case, bias_mask=draw(st.sampled_from(BIAS_MASKS)))
-    return replace(case, score_mean=draw(st.sampled_from(SCORE_MEANS)), softcap=None)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data(), large(), st.integers(2, 4), st.booleans())
-def test_ranks_keep_the_oracle_rule(data, case, ranks, all_gradients):
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k, need=None if all_gradients else ("dq", "dk", "dv"), calls=2))
-
-
 @settings(max_examples=examples(15), deadline=None)
-@given(st.data(), ct.with_axes(large(features=(*FEATURES, "gqa"), max_scores=2**11, ndims=(4,))), st.integers(2, 3))
-def test_batch_axes_keep_the_oracle_rule(data, case, ranks):
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k))
+@given(st.data(), DRAWN["large batch axes"].cases)
+def test_batch_axes_keep_the_oracle_rule(data, case):
     judge(case, ON_CPU.results(case, chunks_for(data, case)))
 
 
-@settings(max_examples=examples(15), deadline=None)
-@given(st.data(), large(features=(*FEATURES, "packed")), st.integers(2, 4))
-def test_packed_sequences_keep_the_oracle_rule(data, case, ranks):
-    assume(case.cu_seqlens_q is not None)
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    judge(case, results_of(case, split_q, split_k))
-
-
 @settings(max_examples=examples(40), deadline=None)
-@given(data=st.data(), case=large(), has_device=st.booleans())
+@given(data=st.data(), case=DRAWN["large"].cases, has_device=st.booleans())
 def test_streamed_keys_keep_the_oracle_rule(data, case, has_device):
     with through({"late": True, "pinned": False} if has_device else None):
         judge(case, ON_CPU.results(case, chunks_for(data, case)))
@@ -105,13 +74,8 @@ def test_equal_scores_have_equal_weights_on_all_ranks(dtype, level, sinks, ranks
     arrays |= {"dout": np.ones_like(arrays["q"])}
     case = ct.Case(seqlen_q=50, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=16, dtype=dtype)
     whole = Whole(case.problem, arrays | optional, {}, {})
-    shards = Shards(whole, cd.zigzag(50, ranks), cd.zigzag(130, ranks))
     need = ("dq", "dk", "dv", *(["dsinks"] if sinks else []))
-
-    def work(comm: cd.Transport) -> dict[str, Any]:
-        return compute(cd.ContextParallel(comm, split="zigzag", timeout=30), shards, whole.arrays, need)
-
-    results = shards.whole(on_threads(ranks, work))
+    results = of_ranks.results_of(whole, cd.zigzag(50, ranks), cd.zigzag(130, ranks), need=need)
     check_equal_scores(dtype, arrays, results, 130 + sinks)
     if sinks:
         expected = -results["out"].astype(np.float64).sum(axis=(0, 2, 3)) / 131
@@ -134,17 +98,13 @@ def test_equal_scores_have_equal_weights_in_all_chunks(dtype, level, sinks):
 @pytest.mark.parametrize("level", MASKED)
 def test_equal_scores_have_equal_weights_in_decode(dtype, level):
     arrays, optional = equal_scores(dtype, level)
-    split = cd.contiguous(130, 3)
-
-    def work(comm: cd.Transport) -> Any:
-        k, v = (split.part(arrays[name], comm.rank, -2) for name in "kv")
-        bias = split.part(optional["bias"], comm.rank, -1)
-        return cd.ContextParallel(comm, split=split, timeout=30).decode(arrays["q"], k, v, bias=bias)
-
-    for out, lse in on_threads(3, work):
-        expected = arrays["v"].astype(np.float64).mean(axis=2, keepdims=True)
-        np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(expected, out.shape), atol=ROUNDED[dtype])
-        np.testing.assert_allclose(lse, level + np.log(130), rtol=2.0**-22)
+    case = ct.Case(seqlen_q=50, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=16, dtype=dtype)
+    whole = Whole(case.problem, arrays | optional, {}, {})
+    (found,) = of_ranks.ON_CPU.decoded([whole], cd.contiguous(130, 3))
+    expected = arrays["v"].astype(np.float64).mean(axis=2, keepdims=True)
+    out = found["out"].astype(np.float64)
+    np.testing.assert_allclose(out, np.broadcast_to(expected, out.shape), atol=ROUNDED[dtype])
+    np.testing.assert_allclose(found["lse"], level + np.log(130), rtol=2.0**-22)
 
 
 def with_level(s, i, j, *, level):
@@ -157,34 +117,11 @@ def test_functions_give_equal_weights_over_ranks(rows):
     arrays = {name: np.resize(x, (1, x.shape[1], rows, 16)) for name, x in arrays.items()}
     arrays["level"] = np.full((rows, rows), -1e9, np.float32)
     arrays["dout"] = np.ones_like(arrays["q"])
-    split = cd.contiguous(rows, 2)
-
-    def work(comm: cd.Transport) -> Any:
-        attn = cd.ContextParallel(comm, split=split, timeout=30, score=with_level)
-        own = {name: split.part(x, comm.rank, -2) if name != "level" else x for name, x in arrays.items()}
-        out, lse = attn.forward(*ct.qkv(own), level=own["level"])
-        return out, attn.backward(own["dout"], *ct.qkv(own), out, lse, level=own["level"]).dv
-
-    for out, dv in on_threads(2, work):
-        np.testing.assert_allclose(out, np.broadcast_to(arrays["v"].mean(axis=2, keepdims=True), out.shape), atol=1e-6)
-        np.testing.assert_allclose(dv, 2, rtol=ROUNDED["float32"])
-
-
-@settings(max_examples=examples(10), deadline=None)
-@given(st.sampled_from(MASKED), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 9))
-def test_deterministic_bits_do_not_depend_on_the_number_of_ranks(mask, dtype, seed):
-    case = ct.Case(
-        seqlen_q=48, seqlen_k=48, num_heads=2, num_heads_kv=1, head_dim=16, dtype=dtype, bias=(48, 48), bias_mask=mask,
-        sinks=True, seed=seed,
-    )  # fmt: skip
-    found = [
-        results_of(case, cd.contiguous(48, ranks), cd.contiguous(48, ranks), deterministic=True, chunks=6)
-        for ranks in (1, 2, 3)
-    ]
-    judge(case, found[0])
-    for others in found[1:]:
-        for name, x in others.items():
-            assert x.tobytes() == found[0][name].tobytes(), name
+    case = Scored(cuflash.FlashAttention(score=with_level), arrays, {}, "")
+    found = of_ranks.results_of(case, *[cd.contiguous(rows, 2)] * 2, need=("dv",))
+    expected = np.broadcast_to(arrays["v"].mean(axis=2, keepdims=True), found["out"].shape)
+    np.testing.assert_allclose(found["out"], expected, atol=1e-6)
+    np.testing.assert_allclose(found["dv"], 2, rtol=ROUNDED["float32"])
 
 
 def test_a_large_row_leaves_the_bits_of_others_alone():

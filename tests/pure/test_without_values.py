@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -16,12 +16,8 @@ import cuflash.testing as ct
 from cuflash.testing.tangents import assert_tangents, everything, tangents_by
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.pure import test_streamed
-from tests.pure.test_distributed import is_clear
-from tests.pure.test_schedule import splits
 from tests.pure.test_streamed import chunks_for
-from tests.ranks import judge as judge_ranks
-from tests.ranks import on_threads
-from tests.ranks import results_of as results_of_ranks
+from tests.ranks import judge, on_threads
 from tests.sampling import examples, sample
 from tests.second_derivatives import moved_by
 from tests.streams import ON_CPU, judge_tangents
@@ -64,17 +60,9 @@ def test_batch_axes_keep_the_oracle_rule(case):
 @settings(max_examples=examples(60))
 @given(data=st.data(), case=cases(test_streamed.FEATURES, max_seqlen=100, max_head_dim=24, score_spreads=(1.0, 8.0)))
 def test_streamed_keys_keep_the_oracle_rule(data, case):
-    judge_ranks(case, ON_CPU.results(case, chunks_for(data, case)))
+    judge(case, ON_CPU.results(case, chunks_for(data, case)))
     moved = data.draw(moved_by(case))
     judge_tangents(case, moved, ON_CPU.tangents(case, moved, chunks_for(data, case)))
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(data=st.data(), case=cases(test_streamed.FEATURES, max_seqlen=100, max_head_dim=24), ranks=st.integers(1, 5))
-def test_ranks_keep_the_oracle_rule(data, case, ranks):
-    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
-    assume(is_clear(case, split_q))
-    judge_ranks(case, results_of_ranks(case, split_q, split_k))
 
 
 # ---- The interface ---------------------------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_
                       address(results, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
     };
     clear_total();
+    long double of_all = 0;  // of a bias without rows and keys: one sum over many rows, as that of a sink
     const int64_t begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
     for (int64_t t = begin; t < end; ++t) {
         const int64_t first = t * work.keys_per_tile;
@@ -196,7 +197,10 @@ template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_
                             Vector<T> sum = {};
                             for (int64_t j = visible.keys.first; j < visible.keys.stop; j += LANES<T>)
                                 sum += load(ds + j);
-                            to[0] += sum_of_lanes<T>(sum);
+                            if (has_rows)
+                                to[0] += sum_of_lanes<T>(sum);
+                            else
+                                of_all += sum_of_lanes<T>(sum);
                         }
                     }
                 }
@@ -207,6 +211,7 @@ template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_
             clear_total();
         }
     }
+    if (!has_rows && !has_keys) total[0] = T(of_all);
     if (!has_keys) write_total(0, 1);
 }
 

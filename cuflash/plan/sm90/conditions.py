@@ -15,6 +15,7 @@ LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, 
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+THREE_CONSUMERS_OF_LSE = 1.35  # 192 x 128, float32 without values: 1.25 where queries are many
 # Under a causal mask, with so many tiles for each block, they end early enough; by arithmetic.
 CLAIMED_WAVES_OF_THREE = 4
 WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
@@ -24,7 +25,7 @@ _UNLESS_EARLIER = "unless smaller query tiles finish earlier"
 
 
 class ForwardFit(Fit):
-    """A row of the forward pass of 16-bit operands with a problem, as the row loads bias, masks and score."""
+    """A row of the forward pass with a problem, as the row loads bias, masks and score."""
 
     @functools.cached_property
     def seeing(self) -> ScoredTile:
@@ -183,7 +184,19 @@ FORWARD = by_name(
     ),
 )
 # Of `ForwardFloat32Sm90Tile`.
-FORWARD_FLOAT32 = by_name(ANY, Condition("bias", lambda fit: bias_by(fit.problem) == "pairs", BIAS_BY_TMA))
+FORWARD_FLOAT32 = by_name(
+    ANY,
+    Condition("bias", lambda fit: bias_by(fit.problem) == "pairs", BIAS_BY_TMA),
+    Condition(
+        "no values",
+        lambda fit: (
+            fit.problem.head_dim_v == 0
+            and fit.has_no_pair_bias
+            and (fit.tile.block_m == 128 or (_is_long(fit) and fit.pays(THREE_CONSUMERS_OF_LSE)))
+        ),
+        f"lse alone, without a per-pair bias; {_UNLESS_EARLIER}",
+    ),
+)
 # Of `ForwardFloat8Sm90Tile`.
 FORWARD_FLOAT8 = by_name(
     ANY,

@@ -5,7 +5,7 @@ The first row of a table that serves the problem, and whose shared memory fits, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from cuflash.arrays.array_info import ITEMSIZE
@@ -21,9 +21,6 @@ from cuflash.plan.sm90.scored import (
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
 from cuflash.plan.tiles import (
     ARITHMETIC,
-    FEW_CANDIDATES,
-    Tile,
-    candidate_bytes,
     chunked_bytes,
     float32,
     h200,
@@ -34,8 +31,15 @@ from cuflash.spec.problem import Problem
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
 
 
+class ForwardScoredTile(ScoredTile):
+    """A row of the forward pass, of operands of 16 bits or of float32."""
+
+    def fit(self, problem: Problem, device: DeviceSpec) -> ForwardFit:
+        return ForwardFit(self, problem, device)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ForwardSm90Tile(ScoredTile):
+class ForwardSm90Tile(ForwardScoredTile):
     """One way to cut the forward pass for compute capability 9.0. A consumer owns 64 of the block_m queries."""
 
     block_m: int
@@ -78,12 +82,9 @@ class ForwardSm90Tile(ScoredTile):
         bias += 4 * self.block_n * self.num_per_key
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
-    def fit(self, problem: Problem, device: DeviceSpec) -> ForwardFit:
-        return ForwardFit(self, problem, device)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardFloat32Sm90Tile(ScoredTile):
+class ForwardFloat32Sm90Tile(ForwardScoredTile):
     """One way to cut the forward pass of float32 for compute capability 9.0, of operands as bf16 terms.
 
     A consumer owns 64 of the block_m queries.
@@ -311,102 +312,6 @@ class BackwardSm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnSm90Tile(Tile):
-    """One way to cut a reduction over queries for compute capability 9.0. A consumer owns 64 of the block_n keys."""
-
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    min_blocks: int
-    origin: str = field(compare=False)
-
-    variations: ClassVar = {"block_n": (64, 128, 192, 256), "num_stages": (2, 3)}
-
-    element_bytes = 2
-    dim_multiple = 16
-    fragments_ahead = 0
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.block_n in (64, 128, 192, 256), "64 keys for each consumer"),
-            (self.block_m in (64, 128), "whole groups of rows with row sums"),
-        )
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and the producer."""
-        return 4 * self.block_n // 64 + 1
-
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        stage = chunked_bytes(self.block_m, dim) + self.block_m * 8
-        return chunked_bytes(self.block_n, dim) + self.num_stages * (stage + 16) + 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopSm90Tile(Tile):
-    """One way to find the strongest keys on compute capability 9.0. A consumer owns 64 of the block_m queries."""
-
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    min_blocks: int
-    capacity: int = FEW_CANDIDATES  # candidates of a row
-    origin: str = field(compare=False)
-
-    defined = ("capacity",)
-    variations: ClassVar = {"block_m": (64, 128, 192, 256), "block_n": (64, 128), "num_stages": (2, 3)}
-
-    element_bytes = 2
-    dim_multiple = 16
-    fragments_ahead = 0
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.block_m in (64, 128, 192, 256), "64 queries for each consumer"),)
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and the producer."""
-        return 4 * self.block_m // 64 + 1
-
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        tiles = chunked_bytes(self.block_m, dim) + self.num_stages * (chunked_bytes(self.block_n, dim) + 16)
-        return tiles + (self.num_warps - 1) * candidate_bytes(self.capacity, self.element_bytes) + 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaximaSm90Tile(Tile):
-    """One way to find the first key with the largest score of each row. A consumer owns 64 of the block_m queries."""
-
-    max_dim: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    origin: str = field(compare=False)
-
-    role = "maxima"
-    variations: ClassVar = {"block_m": (64, 128, 192, 256), "num_stages": (2, 3, 4)}
-
-    element_bytes = 2
-    dim_multiple = 16
-    fragments_ahead = 0
-    min_blocks = 1
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.block_m % 64 == 0 and self.block_n == 128, "64 queries for each consumer, and 128 keys"),)
-
-    @property
-    def num_warps(self) -> int:
-        """Four warps for each consumer, and the producer."""
-        return 4 * self.block_m // 64 + 1
-
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        queries = self.block_m // 64 * chunked_bytes(64, dim)
-        return queries + self.num_stages * (chunked_bytes(self.block_n, dim) + 16) + 16
-
-
-@dataclass(frozen=True, kw_only=True)
 class BiasSm90Tile(ScoredTile):
     """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
@@ -564,9 +469,6 @@ _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
-_columns_sm90 = maker(ColumnSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
-_top_sm90 = maker(TopSm90Tile, "max_dim block_m block_n num_stages min_blocks origin")
-_maxima_sm90 = maker(MaximaSm90Tile, "max_dim block_m block_n num_stages origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
 _backward_jvp_float32_sm90 = maker(BackwardJvpFloat32Sm90Tile, "max_dim num_stages do_stages num_buffers origin")
@@ -643,13 +545,24 @@ FORWARD_SM90_TILES = (
 
 FORWARD_FLOAT32_SM90_TILES = (
     #                    max_dim m   n   stages ping_pong
+    _forward_float32_sm90(64,  192, 128, 2,    True,
+                          "on an H200 2.36 and 2.45 ms (50,000 x 50,000 points, without and with a per-key bias), "
+                          "128 x 128 2.57 and 2.88", serves="no values"),
     _forward_float32_sm90(64,  128, 128, 1,    False, float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(128, 128, 64, 2,     True,
+                          "on an H200 1.13 ms (32 heads, seqlen 4096), one stage 1.31, 128 keys 1.20",
+                          serves="no values"),
     _forward_float32_sm90(128, 128, 64, 1,     True,  float32("123 / 112", "44.0 / 42.1")),
 )
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
+    _forward_float32_sm90(64,  192, 160, 1,    False,
+                          "on an H200 1.44 and 1.60 ms (as above), 192 x 128 in two stages 1.46 and 1.68, 128 x 192 "
+                          "1.76 and 1.92", bf16_terms=2, serves="no values"),
     _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_terms=2),
+    _forward_float32_sm90(128, 128, 128, 1,    True,
+                          "on an H200 0.67 ms (as above), with 112 keys 0.70", bf16_terms=2, serves="no values"),
     _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_terms=2, serves="bias"),
     _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_terms=2),
 )
@@ -774,24 +687,3 @@ BACKWARD_JVP_TF32_WIDE_SM90_TILES = (
                                     "159 (16 heads, batch 2, seqlen 4096)", bf16_terms=2),
 )
 # fmt: on
-
-# On an H200, in times of the forward pass, full / causal (bfloat16, batch 4, seqlen 4096, heads x head_dim 2048).
-COLUMN_SM90_TILES = (
-    _columns_sm90(64, 128, 128, 3, 2, "0.85 / 0.84; 256 keys and one block an SM 0.85 / 0.88; 64 queries 0.93 / 0.93"),
-    _columns_sm90(128, 128, 128, 2, 2, "0.64 / 0.62; 256 keys and one block an SM 0.63 / 0.64; 64 queries 0.79 / 0.74"),
-)
-
-# On an H200, as above, in times of the forward pass, full / causal, for the 16 strongest keys.
-# fmt: off
-TOP_SM90_TILES = (
-    _top_sm90(64, 128, 64, 3, 2, "2.1 / 3.1; 2 stages 2.2 / 3.0, 64 queries in 3 or 4 blocks 2.4 / 3.5"),
-    _top_sm90(128, 256, 64, 2, 1, "1.8 / 2.5; 192 x 128 2.1 / 2.8, 128 x 128 2.2 / 3.2, 192 x 64 2.3 / 2.9"),
-)
-# fmt: on
-
-# The products of four warpgroups fill the tensor cores while each of them looks for maxima.
-MAXIMA_SM90_TILES = (
-    _maxima_sm90(64, 256, 128, 4, ARITHMETIC),
-    _maxima_sm90(128, 256, 128, 3, ARITHMETIC),
-    _maxima_sm90(256, 128, 128, 2, ARITHMETIC),
-)

@@ -2,8 +2,8 @@
 
 from tests.emulate.mutants.mutant import mutant
 
-KERNEL, TERMS = "sm90/jvp_fp32_wide.cu", "sm90/jvp_terms.cuh"
-PLAIN, OPTIONS = "wide jvp float32", "wide jvp float32 of options"
+KERNEL, TERMS, TILES = "sm90/jvp_fp32_wide.cu", "sm90/jvp_terms.cuh", "sm90/term_tiles.cuh"
+PLAIN, OPTIONS, SUMS = "wide jvp float32", "wide jvp float32 of options", "wide jvp float32 of long sums"
 
 # fmt: off
 MUTANTS = (
@@ -12,8 +12,9 @@ MUTANTS = (
            "                                      batch_of(tile, kBf16Terms + term));\n                }\n",
            "                                      batch_of(tile, term));\n                }\n", PLAIN),
     # ---- weights
-    mutant("Q tK' replaces tQ K'", KERNEL, "                                   kMovesQ || !first);",
-           "                                   !first);", PLAIN),
+    mutant("Q tK' replaces tQ K'", KERNEL, "box, kMovesQ || !first);", "box, !first);", PLAIN),
+    mutant("small products of tK after the highest terms of K", TILES, "  if constexpr (term != kHigh) {",
+           "  if constexpr (true) {", SUMS),
     mutant("tQ K' is forgotten", KERNEL, "term_of(tq, other, kTermQ)", "term_of(q, other, kTermQ)", PLAIN),
     mutant("Q is given back with the first tile of keys", KERNEL,
            "if (n_block == tile.keys.start) arrive_as_warp(empty);",

@@ -180,6 +180,8 @@ _GROUPS = Case(
     dtype="bfloat16", seqlen_q=190, seqlen_k=230, head_dim=72, head_dim_v=80, num_heads=2, num_heads_kv=1, causal=True
 )
 _FLOAT32 = replace(_GROUPS, dtype="float32", head_dim=64, head_dim_v=40)
+_LONG_SUMS = replace(_FLOAT32, head_dim=128, head_dim_v=128, causal=False, score_spread=12.0, seed=2)
+_LONG_SUMS = replace(_LONG_SUMS, seqlen_q=128, seqlen_k=90, num_heads=4, num_heads_kv=2)
 _FEW = Case(**{**SIZES, "dtype": "float32", "num_heads": 2, "num_heads_kv": 1, "head_dim_v": 40}, causal=True)
 _OF_PAIRS = replace(_FEW, softcap=1.5, scale=0.3, alibi_slopes=(2,), dropout=0.2)
 _OF_BOXES = replace(_FEW, seqlen_q=135, seqlen_k=150, head_dim=128, head_dim_v=72, batch=1)
@@ -223,6 +225,7 @@ TRIALS: dict[str, AnyTrial] = {
         case=replace(_FLOAT32, head_dim=72, softcap=2.0, sinks=True, dropout=0.3, kv_lengths=(111,), num_heads=1),
         moved=(),
     ),
+    "wide jvp float32 of long sums": JvpFloat32WideSm90Trial(case=_LONG_SUMS),
     "tangents float32": BackwardJvpFloat32Sm90Trial(case=_FEW),
     "tangents float32 with one stage": BackwardJvpFloat32Sm90Trial(
         case=_FEW, tile=replace(BACKWARD_JVP_FLOAT32_SM90_TILES[0], num_stages=1)
