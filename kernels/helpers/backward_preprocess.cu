@@ -49,6 +49,13 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
   return sum;
 }
 
+// The sum of a value of each of the kLanes lanes of a row.
+CUFLASH_DEVICE Real sum_of_lanes(Real value) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) value += ptx::shuffle_xor(value, mask);
+  return value;
+}
+
 #if CUFLASH_TANGENTS
 // The tangents of lse and of delta - dlse of a row: rowsum(dO * tO + tdO * O) - tdlse. tdO and tdlse may be absent.
 struct DeltaTangents {
@@ -78,8 +85,7 @@ struct DeltaTangents {
           tdelta += dot<Element>(out + row * params.out.row_stride + c, tdout + row * params.tdout.row_stride + c);
       }
     }
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) tdelta += ptx::shuffle_xor(tdelta, mask);
+    tdelta = sum_of_lanes(tdelta);
     if (lane != 0) return;
     if (row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
       row_tlse = tlse[row * params.tlse.row_stride];
@@ -181,8 +187,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   reductions.store_maxima(batch, head, m_block * kBlockM, row_stop);
 #endif
 
-  // What [3] begins with is loaded ahead of [2].
-  const int first = thread / 32 * 16;  // of the rows of this warp
+  const int first = thread / 32 * 16;  // of the rows of this warp, whose lse are loaded ahead of [2]
   const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, first < kBlockM ? row_stop : 0);
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
@@ -195,8 +200,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
       if (dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity())
         row_dlse = dlse[row * params.dlse.row_stride];
     }
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
+    delta = sum_of_lanes(delta);
 #if CUFLASH_ROW_REDUCTIONS
     reductions.store(row, row_stop, lane, delta);
 #endif

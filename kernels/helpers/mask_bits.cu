@@ -142,6 +142,46 @@ CUFLASH_DEVICE u32 transpose(u32 line) {
   return line;
 }
 
+// Warp. Clears what is hidden of a block of `rows` lines, and returns what is visible of it.
+CUFLASH_DEVICE TileClass hide_lines(const Mask& mask, int first_row, int first_key, int rows, Lines& own) {
+  u32 shown = 0, hidden = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int line = 32 * half + (int)lane_index();
+    // Past the last query it does not matter what is visible.
+    if (!kHasMask || line >= rows) own[half][0] = own[half][1] = ~0u;
+    if (line < rows) {
+      hide(mask, first_row + line, first_key, own[half]);
+      shown |= own[half][0] | own[half][1];
+      hidden |= ~(own[half][0] & own[half][1]);
+    }
+  }
+  const bool any_shown = ptx::any_lane(shown != 0), any_hidden = ptx::any_lane(hidden != 0);
+  return !any_shown ? TileClass::kEmpty : any_hidden ? TileClass::kPartial : TileClass::kFull;
+}
+
+// Warp. Stores the words of a block, whose lines are keys with kTransposes.
+CUFLASH_DEVICE void store_words(const Params& params, u32 index, Lines& own) {
+  if constexpr (kTransposes) {
+    const u32 right_upper = own[0][1];
+    own[0][0] = transpose(own[0][0]);
+    own[0][1] = transpose(own[1][0]);
+    own[1][0] = transpose(right_upper);
+    own[1][1] = transpose(own[1][1]);
+  }
+  u32* words = (u32*)params.mask_words + (i64)index * kBitsWords + lane_index();
+#pragma unroll
+  for (int strip = 0; strip < 4; ++strip) {
+    u32 line[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int columns = 0; columns < 2; ++columns)
+        line[half][columns] = ptx::shuffle(own[strip / 2][columns], strip % 2 * 16 + half * 8 + fragment_row());
+    words[strip * 32] = word_of(line[0], line[1]);
+  }
+}
+
 CUFLASH_DEVICE void mask_bits(const Params& params) {
   const MaskBits bits(params);
   const u32 index = ptx::block_index() * kNumWarps + warp_index();
@@ -161,40 +201,9 @@ CUFLASH_DEVICE void mask_bits(const Params& params) {
       mask.read_bytes(first_row, first_key, rows, keys, own);
   }
   const Mask mask(params, batch, head, key_stop_of(params, batch));
-  u32 shown = 0, hidden = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int line = 32 * half + (int)lane_index();
-    // Past the last query it does not matter what is visible.
-    if (!kHasMask || line >= rows) own[half][0] = own[half][1] = ~0u;
-    if (line < rows) {
-      hide(mask, first_row + line, first_key, own[half]);
-      shown |= own[half][0] | own[half][1];
-      hidden |= ~(own[half][0] & own[half][1]);
-    }
-  }
-  const bool any_shown = ptx::any_lane(shown != 0), any_hidden = ptx::any_lane(hidden != 0);
-  const TileClass pairs = !any_shown ? TileClass::kEmpty : any_hidden ? TileClass::kPartial : TileClass::kFull;
+  const TileClass pairs = hide_lines(mask, first_row, first_key, rows, own);
   if (lane_index() == 0) ((u8*)params.mask_blocks)[index] = (u8)pairs;
-
-  if constexpr (kTransposes) {
-    const u32 right_upper = own[0][1];
-    own[0][0] = transpose(own[0][0]);
-    own[0][1] = transpose(own[1][0]);
-    own[1][0] = transpose(right_upper);
-    own[1][1] = transpose(own[1][1]);
-  }
-  u32* words = (u32*)params.mask_words + (i64)index * kBitsWords + lane_index();
-#pragma unroll
-  for (int strip = 0; strip < 4; ++strip) {
-    u32 line[2][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int columns = 0; columns < 2; ++columns)
-        line[half][columns] = ptx::shuffle(own[strip / 2][columns], strip % 2 * 16 + half * 8 + fragment_row());
-    words[strip * 32] = word_of(line[0], line[1]);
-  }
+  store_words(params, index, own);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, mask_bits)

@@ -53,10 +53,10 @@ struct RowFragments {
 
 // Warp. S = Q K^T of 16 queries and 16 keys, to the bit as the main kernel makes it: the tensor cores cut sums off, so
 // that the order of additions decides the last bits, and the weights of large scores are sensitive to these.
+#if CUFLASH_BF16_TERMS > 1
 CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, int first_row, int first_key,
                                   Real (&s)[1][2][4]) {
   set_zero(s);
-#if CUFLASH_BF16_TERMS > 1
   const auto load = [](auto of_a, const RowFragments& rows, int first, int step, int term,
                        FragmentOf<BFloat16>& fragment) {
 #pragma unroll
@@ -80,7 +80,11 @@ CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, 
 #pragma unroll
       for (int n = 0; n < 2; ++n) ptx::mma_m16n8k16(BFloat16{}, s[0][n], a.word, b.word[2 * n], b.word[2 * n + 1]);
     }
+}
 #else
+CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, int first_row, int first_key,
+                                  Real (&s)[1][2][4]) {
+  set_zero(s);
   // Where blocks divide columns, each has its own sum.
   constexpr int kSteps = kDim / kStep;
   constexpr int kStepsOfBlock = kColumnBlocks > 1 ? ceil_div(ceil_div(kDim, 64), kColumnBlocks) * (64 / kStep) : kSteps;
@@ -98,8 +102,8 @@ CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, 
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[0][n][i] += of_block[0][n][i];
   }
-#endif
 }
+#endif
 
 struct ExactProducts {
   const RowFragments q, k;

@@ -29,36 +29,104 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// [3] and [4]: replaces S by dS = P * (dP - delta), times the derivatives of the scores by the scaled products.
-template <class Masked>
-CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
-                            const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
-                            const RowStats (&stats)[kDqMTiles][2], const RowReductionGradients& reductions,
-                            Real kept_scale) {
-  [[maybe_unused]] KeptWeights<false> kept;
-#pragma unroll
-  for (int m = 0; m < kDqMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-      if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-        const RowStats& own = stats[m][i / 2];
-        Real derivative;
-        const Real p = weights.of(s[m][n][i], row, key, masked, own, derivative);
-        const bool keeps = !kHasDropout || kept.keeps(n, i);
-        const Real delta = reductions.delta_of(own.delta, p, row);
-        const Real of_score = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta);
-        s[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
-      }
+// The ring of tiles of keys and values.
+struct KeyRing : KeyLoader<kBytesK, kBytesV> {
+  using KeyLoader<kBytesK, kBytesV>::KeyLoader;
+  int stage = 0;  // of the tile in use
+
+  // Loads the last tile, with Q and dO in one group of copies.
+  CUFLASH_DEVICE void fill() const {
+    if (tile.keys.start < tile.keys.stop) load_k(tile.keys.stop - 1, 0), load_v(tile.keys.stop - 1, 0);
+    ptx::copy_async_commit();
+  }
+  // Waits for a tile. With two stages, the next one arrives while it is used.
+  CUFLASH_DEVICE void wait(int n_block) const {
+    ptx::copy_async_wait<0>();
+    ptx::sync_block();
+    if constexpr (kNumStages == 2) {
+      if (n_block > tile.keys.start) load_k(n_block - 1, 1 - stage), load_v(n_block - 1, 1 - stage);
+      ptx::copy_async_commit();
     }
-}
+  }
+  // After the last use of a tile.
+  CUFLASH_DEVICE void advance(int n_block) {
+    if constexpr (kNumStages == 2) {
+      stage = 1 - stage;
+    } else {
+      ptx::sync_block();
+      if (n_block > tile.keys.start) load_k(n_block - 1, 0), load_v(n_block - 1, 0);
+      ptx::copy_async_commit();
+    }
+  }
+};
+
+using ScoreTile = Real[kDqMTiles][kNTiles][4];
+using DqTile = Real[kDqMTiles][kDqNTiles][4];
+
+// The numbered steps of a warp at work on a tile of keys. The accumulator is an argument, as in backward.cu.
+struct DqSteps {
+  const KeyRing& ring;
+  const RowMajorA<kRow> operand_q;
+  const RowMajorA<kRowV> operand_do;
+  const Weights weights;
+  const Dropout dropout;
+  const RowReductionGradients reductions;
+  const Real kept_scale;
+  const int lane_row;
+
+  CUFLASH_DEVICE DqSteps(const Params& params, const QueryTile& tile, const KeyRing& ring_, u32 s_q, int warp_row)
+      : ring(ring_),
+        operand_q(s_q, warp_row),
+        operand_do(s_q + kBytesQ, warp_row),
+        weights(params, tile.work.batch, tile.work.head, tile.key_stop),
+        dropout(params, tile.work.batch, tile.work.head),
+        reductions(params, tile.work.batch, tile.work.head),
+        kept_scale(kept_scale_of(params)),
+        lane_row(tile.first_row + warp_row + fragment_row()) {}
+
+  // [GEMM 1] S = Q K', [GEMM 2] dP = dO V'.
+  CUFLASH_DEVICE void multiply_scores(ScoreTile& s, ScoreTile& dp) const {
+    set_zero(s);
+    multiply<kDim / kStep>(s, operand_q, ColumnMajorB<kRow, 1>(ring.s_k + ring.stage * kBytesK));
+    set_zero(dp);
+    multiply<kDimV / kStep>(dp, operand_do, ColumnMajorB<kRowV, 1>(ring.s_v + ring.stage * kBytesV));
+  }
+
+  // [3] P = exp(S - lse), [4] dS = P * (dP - delta): replaces S by dS, times the derivatives of the scores by the scaled
+  // products.
+  template <class Masked>
+  CUFLASH_DEVICE void make_ds(ScoreTile& s, const ScoreTile& dp, const RowStats (&stats)[kDqMTiles][2], int lane_key,
+                              Masked masked) const {
+    [[maybe_unused]] KeptWeights<false> kept;
+#pragma unroll
+    for (int m = 0; m < kDqMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+          const RowStats& own = stats[m][i / 2];
+          Real derivative;
+          const Real p = weights.of(s[m][n][i], row, key, masked, own, derivative);
+          const bool keeps = !kHasDropout || kept.keeps(n, i);
+          const Real delta = reductions.delta_of(own.delta, p, row);
+          const Real of_score = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta);
+          s[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
+        }
+      }
+  }
+
+  // [GEMM 5] dQ += dS K.
+  CUFLASH_DEVICE void add_to_dq(const ScoreTile& ds, const RowMajorB<kRow, kDqWarpsD>& rows_k, DqTile& dq) const {
+    add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(ds[m], k, a); }, rows_k);
+  }
+};
 
 // Stores rows of dq: rounded, through the shared memory of Q; or as they were summed, to be added to other partial sums
 // of them.
 CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_q, int warp_row, int warp_d,
-                             const Real (&dq)[kDqMTiles][kDqNTiles][4], int first_row, int seqlen_q) {
+                             const DqTile& dq, int first_row, int seqlen_q) {
   const auto scale = [factor = scale_of(params)](int, int) { return factor; };
   if constexpr (CUFLASH_DQ_WIDE) {
     store_sums<kHeadDim, kDqWarpsD>(dq, warp_row, warp_d, scale, row_values_of(params.dq, batch, head),
@@ -82,67 +150,32 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const int first_row = tile.first_row;
 
   const u32 s_q = ptx::dynamic_shared(), s_do = s_q + kBytesQ;
-  const KeyLoader<kBytesK, kBytesV> loader(params, tile, s_do + kBytesDo);
+  KeyRing ring(params, tile, s_do + kBytesDo);
   const int warp_row = warp_index() / kDqWarpsD * 16 * kDqMTiles, warp_d = warp_index() % kDqWarpsD;
 
   load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
   load_tile<kBlockM, kHeadDimV>(s_do, queries_of(params.dout, batch, head), params.dout.row_stride, first_row,
                                 seqlen_q);
-  if (tile.keys.start < tile.keys.stop) loader.load_k(tile.keys.stop - 1, 0), loader.load_v(tile.keys.stop - 1, 0);
-  ptx::copy_async_commit();
+  ring.fill();
 
-  const Weights weights(params, batch, head, tile.key_stop);
-  const Dropout dropout(params, batch, head);
-  const RowReductionGradients reductions(params, batch, head);
-  const Real kept_scale = kept_scale_of(params);
-  const int lane_row = first_row + warp_row + fragment_row();
-
+  const DqSteps own(params, tile, ring, s_q, warp_row);
   RowStats stats[kDqMTiles][2];
 #pragma unroll
   for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) stats[m][half] = RowStats(params, batch, head, lane_row + 16 * m + 8 * half);
-
-  const RowMajorA<kRow> operand_q(s_q, warp_row);
-  const RowMajorA<kRowV> operand_do(s_do, warp_row);
-  Real dq[kDqMTiles][kDqNTiles][4];
+    for (int half = 0; half < 2; ++half)
+      stats[m][half] = RowStats(params, batch, head, own.lane_row + 16 * m + 8 * half);
+  DqTile dq;
   set_zero(dq);
-
-  int stage = 0;
-  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
-    ptx::copy_async_wait<0>();
-    ptx::sync_block();
-    if constexpr (kNumStages == 2) {
-      if (n_block > tile.keys.start) loader.load_k(n_block - 1, 1 - stage), loader.load_v(n_block - 1, 1 - stage);
-      ptx::copy_async_commit();
-    }
-
-    // [GEMM 1] S = Q K', [GEMM 2] dP = dO V'.
-    const ColumnMajorB<kRow, 1> columns_k(loader.s_k + stage * kBytesK);
-    const ColumnMajorB<kRowV, 1> columns_v(loader.s_v + stage * kBytesV);
-    const RowMajorB<kRow, kDqWarpsD> rows_k(loader.s_k + stage * kBytesK, warp_d);
-    Real s[kDqMTiles][kNTiles][4], dp[kDqMTiles][kNTiles][4];
-    set_zero(s);
-    multiply<kDim / kStep>(s, operand_q, columns_k);
-    set_zero(dp);
-    multiply<kDimV / kStep>(dp, operand_do, columns_v);
-
-    // [3] P = exp(S - lse), [4] dS = P * (dP - delta).
-    const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, reductions, kept_scale);
-
-    // [GEMM 5] dQ += dS K.
-    add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
-    if constexpr (kNumStages == 2) {
-      stage = 1 - stage;
-    } else {
-      ptx::sync_block();
-      if (n_block > tile.keys.start) loader.load_k(n_block - 1, 0), loader.load_v(n_block - 1, 0);
-      ptx::copy_async_commit();
-    }
-  };
-
-  for_each_tile<false>(tile.keys, step);
+  for_each_tile<false>(tile.keys, [&](int n_block, auto masked) __attribute__((always_inline)) {
+    ScoreTile s, dp;
+    ring.wait(n_block);
+    const RowMajorB<kRow, kDqWarpsD> rows_k(ring.s_k + ring.stage * kBytesK, warp_d);
+    own.multiply_scores(s, dp);
+    own.make_ds(s, dp, stats, tile.keys.at(n_block) * kBlockN + fragment_column(), masked);
+    own.add_to_dq(s, rows_k, dq);
+    ring.advance(n_block);
+  });
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();

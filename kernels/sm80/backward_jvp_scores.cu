@@ -7,7 +7,6 @@
 //
 // Blocks own what those of backward_scores.cu own (sm80/score_sums.cuh), and gradients of score_mod args have sums that
 // do not depend on the order of additions. common/score/gradient_tangents.cuh has what is made of the products.
-#include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
@@ -117,88 +116,60 @@ CUFLASH_DEVICE void add_to_sums(Real (&sums)[kNumSums], const GradientTangents& 
                            made.ds * pairs.tangents.of_softcap_derivative(score, product, tangent);
 }
 
-CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
-  const int splits = splits_of(params), split = ptx::block_index() % splits;
-  const u32 index = ptx::block_index() / splits;
-  const ScoreTiles result(params, index);
-  ScoreTiles now = result;
-  now.take_split(params, split, splits);
-  ScoreTiles next = now;
+// Adds the terms of a tile of pairs to the sums.
+CUFLASH_DEVICE void add_pairs(const Params& params, const ScoreTiles& now, int lane_row, int lane_key,
+                              const RowWithTangents (&rows)[kMTiles][2], const Products& tile, Sums& sums,
+                              [[maybe_unused]] ScoreArgs& score_args) {
+  const int key_stop = key_stop_of(params, now.batch);
+  const GradientTangents pairs(params, now.batch, now.head, key_stop);
+  const Dropout dropout(params, now.batch, now.head);
+  const bool masked = now.needs_mask(params, key_stop);
+  [[maybe_unused]] KeptWeights<false> kept;
+  [[maybe_unused]] Real of_tile[kNumSums] = {};
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+        const Real product = tile.s[m][n][i], tangent = tile.ts[m][n][i];
+        const PairTangents made = pairs.of(product, tangent, tile.dp[m][n][i], tile.tdp[m][n][i], row, key, masked,
+                                           !kHasDropout || kept.keeps(n, i), rows[m][i / 2]);
+        if (made.p == 0) continue;  // what is hidden may be infinite
+        if constexpr (kNeedsDbias) sums.dbias[m][n][i] += made.tds;
+        add_to_sums(of_tile, pairs, made, product, tangent, row, key);
+#if CUFLASH_NEEDS_SCORE_ARGS
+        score_args.add(pairs.weights.score.functions, product * pairs.weights.score.scale,
+                       pairs.tangents.scaled(pairs.weights.score, product, tangent), row, key, made.ds, made.tds);
+#endif
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < kNumSums; ++i) sums.of[i] += of_tile[i];
+}
 
+CUFLASH_DEVICE void backward_jvp_scores(const Params& params) {
   const bool has_tdout = params.tdout.data != nullptr;
   const int warp_row = warp_index() * 16 * kMTiles;
-  const auto load = [&](int stage) {
-    load_tiles(params, next, Stage(stage), has_tdout);
-    next.advance(params);
-  };
-#pragma unroll
-  for (int i = 0; i < kNumStages; ++i) {
-    if (next.left > 0) load(i);
-    ptx::copy_async_commit();
-  }
-
+  const auto load = [&](const ScoreTiles& tile, int stage) { load_tiles(params, tile, Stage(stage), has_tdout); };
+  ScoreRing ring(params, load);
   Sums sums;
   sums.clear();
-#if CUFLASH_NEEDS_SCORE_ARGS
-  ScoreArgSums score_args(params);
-#endif
-
-  int stage = 0;
+  ScoreArgs score_args(params);
 #pragma unroll 1
-  for (; now.left > 0; now.advance(params)) {
-    const Entry batch = now.batch;
-    const int head = now.head, key_stop = key_stop_of(params, batch);
-    const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
-    const int lane_key = now.n_block * kBlockN + fragment_column();
-
+  for (; ring.now.left > 0; ring.advance()) {
+    const int lane_row = ring.now.m_block * kBlockM + warp_row + fragment_row();
+    const int lane_key = ring.now.n_block * kBlockN + fragment_column();
     RowWithTangents rows[kMTiles][2];
-    load_rows(params, batch, head, lane_row, rows);
-
-    ptx::copy_async_wait<kNumStages - 1>();
-    ptx::sync_block();
-    const Products tile(Stage(stage), warp_row, has_tdout);
-    ptx::sync_block();
-    if (next.left > 0) load(stage);
-    ptx::copy_async_commit();
-
-    const GradientTangents pairs(params, batch, head, key_stop);
-    const Dropout dropout(params, batch, head);
-    const TileRange tiles = now.visible_keys(params, key_stop);
-    const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||
-                        kHasMaskFunction || (kHasBlockMask && now.class_left(params) != TileClass::kFull);
-    [[maybe_unused]] KeptWeights<false> kept;
-    [[maybe_unused]] Real of_tile[kNumSums] = {};
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-          const Real product = tile.s[m][n][i], tangent = tile.ts[m][n][i];
-          const PairTangents made = pairs.of(product, tangent, tile.dp[m][n][i], tile.tdp[m][n][i], row, key, masked,
-                                             !kHasDropout || kept.keeps(n, i), rows[m][i / 2]);
-          if (made.p == 0) continue;  // what is hidden may be infinite
-          if constexpr (kNeedsDbias) sums.dbias[m][n][i] += made.tds;
-          add_to_sums(of_tile, pairs, made, product, tangent, row, key);
-#if CUFLASH_NEEDS_SCORE_ARGS
-          score_args.add(pairs.weights.score.functions, product * pairs.weights.score.scale,
-                         pairs.tangents.scaled(pairs.weights.score, product, tangent), row, key, made.ds, made.tds);
-#endif
-        }
-      }
-#pragma unroll
-    for (int i = 0; i < kNumSums; ++i) sums.of[i] += of_tile[i];
-    if constexpr (kNumStages == 2) stage = 1 - stage;
+    load_rows(params, ring.now.batch, ring.now.head, lane_row, rows);
+    ring.wait();
+    const Products tile(Stage(ring.stage), warp_row, has_tdout);
+    ring.refill();
+    add_pairs(params, ring.now, lane_row, lane_key, rows, tile, sums, score_args);
   }
-  ptx::copy_async_wait<0>();
-#if CUFLASH_NEEDS_SCORE_ARGS
-  score_args.finish();
-  return;
-#endif
-  ptx::sync_block();
-  finish(params, result, index, split, sums);
+  finish(params, ring, sums, score_args);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_jvp_scores)

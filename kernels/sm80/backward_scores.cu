@@ -16,7 +16,6 @@
 // they leave. Gradients of arrays that a score_mod or mask_mod reads are made in the same loop, by sums that do not
 // depend on the order of additions (common/score/score_args_gradients.cuh).
 #include "common/softmax/backward.cuh"
-#include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/operands.cuh"
@@ -113,103 +112,77 @@ CUFLASH_DEVICE void load_stats(const Params& params, const Entry& batch, int hea
     }
 }
 
-CUFLASH_DEVICE void backward_scores(const Params& params) {
-  const int splits = splits_of(params), split = ptx::block_index() % splits;
-  const u32 index = ptx::block_index() / splits;
-  const ScoreTiles result(params, index);
-  ScoreTiles now = result;
-  now.take_split(params, split, splits);
-  ScoreTiles next = now;
+// [3] to [5] of a tile of pairs.
+CUFLASH_DEVICE void add_pairs(const Params& params, const ScoreTiles& now, int lane_row, int lane_key,
+                              const RowStats (&stats)[kMTiles][2], const ScoreTile& s, const ScoreTile& dp, Sums& sums,
+                              [[maybe_unused]] ScoreArgs& score_args) {
+  const Entry batch = now.batch;
+  const int head = now.head, key_stop = key_stop_of(params, batch);
+  const Score score(params, batch, head, key_stop);
+  const Mask mask(params, batch, head, key_stop);
+  const Dropout dropout(params, batch, head);
+  const RowReductionGradients reductions(params, batch, head);
+  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
+  const bool masked = now.needs_mask(params, key_stop);
+  [[maybe_unused]] KeptWeights<false> kept;
+  [[maybe_unused]] Real of_tile[kNumSums] = {};
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+        // [3] P = exp(S - lse).
+        const Real product = s[m][n][i];
+        Real derivative;
+        const Real x = masked_score(score, mask, product, row, key, masked, derivative);
+        const RowStats& own = stats[m][i / 2];
+        const Real p = weight_of(x, exponent_scale, own, derivative);
 
+        // [4] dS = P * (dP - delta).
+        const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
+        const Real delta = reductions.delta_of(own.delta, p, row, own.exists());
+        const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key, own.exists());
+
+      // [5] The sums.
+#if CUFLASH_NEEDS_SCORE_ARGS
+        if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
+#endif
+        if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
+        add_to_sums(of_tile, score, ds, derivative, product, row, key);
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < kNumSums; ++i) sums.of[i] += of_tile[i];
+}
+
+CUFLASH_DEVICE void backward_scores(const Params& params) {
   const u32 s_ring = ptx::dynamic_shared();
   const int warp_row = warp_index() * 16 * kMTiles;
-  const auto load = [&](int stage) {
-    load_tiles(params, next, s_ring + stage * kBytesStage);
-    next.advance(params);
-  };
-#pragma unroll
-  for (int i = 0; i < kNumStages; ++i) {
-    if (next.left > 0) load(i);
-    ptx::copy_async_commit();
-  }
-
+  const auto load = [&](const ScoreTiles& tile, int stage) { load_tiles(params, tile, s_ring + stage * kBytesStage); };
+  ScoreRing ring(params, load);
   Sums sums;
   sums.clear();
-#if CUFLASH_NEEDS_SCORE_ARGS
-  ScoreArgSums score_args(params);
-#endif
-
-  int stage = 0;
+  ScoreArgs score_args(params);
 #pragma unroll 1
-  for (; now.left > 0; now.advance(params)) {
-    const Entry batch = now.batch;
-    const int head = now.head, key_stop = key_stop_of(params, batch);
-    const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
-    const int lane_key = now.n_block * kBlockN + fragment_column();
+  for (; ring.now.left > 0; ring.advance()) {
+    const int lane_row = ring.now.m_block * kBlockM + warp_row + fragment_row();
+    const int lane_key = ring.now.n_block * kBlockN + fragment_column();
     RowStats stats[kMTiles][2];
-    load_stats(params, batch, head, lane_row, stats);
+    load_stats(params, ring.now.batch, ring.now.head, lane_row, stats);
     ScoreTile s, dp;
 #if CUFLASH_CHUNK_COLUMNS
-    multiply_chunks(params, now, s_ring, warp_row, s, dp);
+    multiply_chunks(params, ring.now, s_ring, warp_row, s, dp);
 #else
-    ptx::copy_async_wait<kNumStages - 1>();
-    ptx::sync_block();
-    multiply_tiles(s_ring + stage * kBytesStage, warp_row, s, dp);
-    ptx::sync_block();
-    if (next.left > 0) load(stage);
-    ptx::copy_async_commit();
+    ring.wait();
+    multiply_tiles(s_ring + ring.stage * kBytesStage, warp_row, s, dp);
+    ring.refill();
 #endif
-
-    const Score score(params, batch, head, key_stop);
-    const Mask mask(params, batch, head, key_stop);
-    const Dropout dropout(params, batch, head);
-    const RowReductionGradients reductions(params, batch, head);
-    const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
-    const TileRange tiles = now.visible_keys(params, key_stop);
-    const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||
-                        kHasMaskFunction || (kHasBlockMask && now.class_left(params) != TileClass::kFull);
-    [[maybe_unused]] KeptWeights<false> kept;
-    [[maybe_unused]] Real of_tile[kNumSums] = {};
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        if (kHasDropout && n % 2 == 0) kept = dropout.of(lane_row + 16 * m, lane_key, n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
-          // [3] P = exp(S - lse).
-          const Real product = s[m][n][i];
-          Real derivative;
-          Real x = score.of(product, row, key, derivative);
-          if (masked && !mask.visible(row, key)) x = -ptx::infinity();
-          const RowStats& own = stats[m][i / 2];
-          const Real p = weight_of(x, exponent_scale, own, derivative);
-
-          // [4] dS = P * (dP - delta).
-          const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
-          const Real delta = reductions.delta_of(own.delta, p, row, own.exists());
-          const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key, own.exists());
-
-        // [5] The sums.
-#if CUFLASH_NEEDS_SCORE_ARGS
-          if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
-#endif
-          if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
-          add_to_sums(of_tile, score, ds, derivative, product, row, key);
-        }
-      }
-#pragma unroll
-    for (int i = 0; i < kNumSums; ++i) sums.of[i] += of_tile[i];
-    if constexpr (kNumStages == 2) stage = 1 - stage;
+    add_pairs(params, ring.now, lane_row, lane_key, stats, s, dp, sums, score_args);
   }
-  ptx::copy_async_wait<0>();
-#if CUFLASH_NEEDS_SCORE_ARGS
-  score_args.finish();
-  return;
-#endif
-  ptx::sync_block();
-  finish(params, result, index, split, sums);
+  finish(params, ring, sums, score_args);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_scores)

@@ -160,67 +160,125 @@ CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int fi
   }
 }
 
-// Sums over the keys that the warp group has of a head.
-CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
-                           KeyTileIterator tiles, Sums& sums) {
-  const u32 s_q = ptx::dynamic_shared(), s_k = group.ring, s_v = s_k + kNumStages * kBytesK;
-  const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
-  const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
-  int tile[kNumStages + 1];  // the one that is used next, and those after it; kNone where there is none
+// The ring of a warp group. The tiles of its keys are numbered from the one in use on; K and V of each are a group of
+// copies.
+struct GroupRing {
+  const Params& params;
+  const HeadWork& work;
+  const WarpGroup& group;
+  const u32 s_k, s_v;
+  const KeyHead g_k, g_v;
+  KeyTileIterator& tiles;
+  // Those that are loaded, or are loaded next; kNone where there is none. With the array as a member the struct would
+  // stay in memory until loops are unrolled.
+  int (&tile)[kNumStages + 1];
+  int stage = 0;  // of the tile in use
+
+  CUFLASH_DEVICE GroupRing(const Params& params_, const HeadWork& work_, const WarpGroup& group_,
+                           KeyTileIterator& tiles_, int (&tile_)[kNumStages + 1])
+      : params(params_),
+        work(work_),
+        group(group_),
+        s_k(group.ring),
+        s_v(s_k + kNumStages * kBytesK),
+        g_k(keys_of(params, params.k, work.batch, work.head_kv)),
+        g_v(keys_of(params, params.v, work.batch, work.head_kv)),
+        tiles(tiles_),
+        tile(tile_) {
 #pragma unroll
-  for (int i = 0; i <= kNumStages; ++i) tile[i] = tiles.next();
-  // Each is a group of copies.
-  const auto load_k = [&](int i, int stage) {
+    for (int i = 0; i <= kNumStages; ++i) tile[i] = tiles.next();
+  }
+
+  CUFLASH_DEVICE bool more() const { return tile[0] != KeyTileIterator::kNone; }
+  CUFLASH_DEVICE int first_key() const { return tile[0] * kBlockN; }
+  CUFLASH_DEVICE bool needs_mask() const {
+    return kHasBlockMask || tile[0] < work.keys.full_start || tile[0] >= work.keys.full_stop;
+  }
+
+  CUFLASH_DEVICE void fill() const {
+#pragma unroll
+    for (int i = 0; i < kNumStages; ++i) {
+      load_k(i, i);
+      if (i + 1 < kNumStages) load_v(i, i);
+    }
+  }
+  // Waits for K of the tile in use, or for its V, and begins a load into the stage that is free since the last step.
+  CUFLASH_DEVICE void wait_for_k() const {
+    ptx::copy_async_wait<2 * kNumStages - 2>();
+    group.sync();
+    load_v(kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
+  }
+  CUFLASH_DEVICE void wait_for_v() const {
+    ptx::copy_async_wait<2 * kNumStages - 2>();
+    group.sync();
+    load_k(kNumStages, stage);
+  }
+  CUFLASH_DEVICE void advance() {
+#pragma unroll
+    for (int i = 0; i < kNumStages; ++i) tile[i] = tile[i + 1];
+    tile[kNumStages] = tiles.next();
+    stage = stage == kNumStages - 1 ? 0 : stage + 1;
+  }
+
+ private:
+  CUFLASH_DEVICE void load_k(int i, int stage) const {
     if (tile[i] != KeyTileIterator::kNone)
       load_keys<kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tile[i] * kBlockN, work.key_stop,
                           group.thread);
     ptx::copy_async_commit();
-  };
-  const auto load_v = [&](int i, int stage) {
+  }
+  CUFLASH_DEVICE void load_v(int i, int stage) const {
     if (tile[i] != KeyTileIterator::kNone)
       load_keys<kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tile[i] * kBlockN, work.key_stop,
                            group.thread);
     ptx::copy_async_commit();
-  };
-
-  ptx::sync_block();  // with the head before, whose sums lie in the rings
-  load_queries<kBlockM, kHeadDim>(s_q, GroupRows<QueryStorage>(params, params.q, work), 0, 0, work.rows);
-  ptx::copy_async_commit();
-#pragma unroll
-  for (int i = 0; i < kNumStages; ++i) {
-    load_k(i, i);
-    if (i + 1 < kNumStages) load_v(i, i);
   }
-  ptx::copy_async_wait<2 * kNumStages - 1>();
-  ptx::sync_block();
+};
 
-  const RowMajorA<row_bytes(kDim)> operand_q(s_q, group.row);
-  const KeysOperand<kDim, 1> operand_k(s_k);
-  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, group.warp_d);
-  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, work.batch, work.head_kv);
-  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv);
-  const float k_scale = k_scales.of_head();
-  float q_scale[1][2];
-  rows.load_scales(params, work, group.lane_row, q_scale[0]);
-  const LaneDropout dropout(params, work, group.lane_row);
-  int stage = 0;
-#pragma unroll 1
-  while (tile[0] != KeyTileIterator::kNone) {
-    ptx::copy_async_wait<2 * kNumStages - 2>();
-    group.sync();
-    load_v(kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
-    Real s[1][kNTiles][4];
+// The numbered steps of a warp at work on a tile of keys:
+//
+//   [GEMM 1] S = Q K^T     [2] P = exp(S - m), l += rowsum(P)     [GEMM 3] O += P V
+using ScoreTile = Real[1][kNTiles][4];
+struct DecodeSteps {
+  const HeadWork& work;
+  const LaneRows& rows;
+  const GroupRing& ring;
+  const RowMajorA<row_bytes(kDim)> operand_q;
+  const KeysOperand<kDim, 1> operand_k;
+  const ValuesOperand<kDimV, kWarpsD> operand_v;
+  const HeadScales<kKScale> k_scales;
+  const HeadScales<kVScale> v_scales;
+  const float k_scale;
+  const LaneDropout dropout;
+
+  CUFLASH_DEVICE DecodeSteps(const Params& params, const HeadWork& work_, const LaneRows& rows_, const GroupRing& ring_,
+                             u32 s_q, const WarpGroup& group)
+      : work(work_),
+        rows(rows_),
+        ring(ring_),
+        operand_q(s_q, group.row),
+        operand_k(ring.s_k),
+        operand_v(ring.s_v, group.warp_d),
+        k_scales(params, params.k_scale, params.k_scale_shift, work.batch, work.head_kv),
+        v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv),
+        k_scale(k_scales.of_head()),
+        dropout(params, work, group.lane_row) {}
+
+  // [GEMM 1] S = Q K^T.
+  CUFLASH_DEVICE void multiply_scores(ScoreTile& s) const {
     set_zero(s);
     multiply<kDim / kStep>(s, operand_q,
-                           [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
+                           [&](int n, int k, Fragment& b) { shifted(operand_k, ring.stage * kBytesK)(n, k, b); });
+  }
 
-    const int n_block = tile[0], lane_key = n_block * kBlockN + fragment_column();
-    const bool masked = kHasBlockMask || n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+  // [2] P = exp(S - m), l += rowsum(P).
+  CUFLASH_DEVICE void make_p(const float (&q_scale)[1][2], ScoreTile& s, Sums& sums) const {
+    const int lane_key = ring.first_key() + fragment_column();
     float scale[kNTiles][2];  // of the keys, then of the values
     k_scales.load(scale, lane_key, work.key_stop);
     multiply_columns<kKScale>(s, scale, k_scale);
     if constexpr (kQScale) multiply_rows(s, q_scale);
-    to_scores(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
+    to_scores(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, ring.needs_mask());
     sums.softmax.update(s, sums.out, rows.score[0].exponent_scale());
     if constexpr (kHasDropout) dropout.drop(s[0], rows, lane_key);
     if constexpr (kVScale == 2) {
@@ -228,19 +286,42 @@ CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const Lan
       sums.value_scales.update(scale, sums.out);
       multiply_columns<kVScale>(s, scale, 1.0f);
     }
+  }
 
-    ptx::copy_async_wait<2 * kNumStages - 2>();
-    group.sync();
-    load_k(kNumStages, stage);
+  // [GEMM 3] O += P V.
+  CUFLASH_DEVICE void add_values(const ScoreTile& p, Sums& sums) const {
     if constexpr (kHasValues) {
       add_product<kBlockN / kStep>(
-          sums.out, [&](int, int k, Fragment& a) { to_operand(s[0], k, a); },
-          [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+          sums.out, [&](int, int k, Fragment& a) { to_operand(p[0], k, a); },
+          [&](int n, int k, Fragment& b) { shifted(operand_v, ring.stage * kBytesV)(n, k, b); });
     }
-#pragma unroll
-    for (int i = 0; i < kNumStages; ++i) tile[i] = tile[i + 1];
-    tile[kNumStages] = tiles.next();
-    stage = stage == kNumStages - 1 ? 0 : stage + 1;
+  }
+};
+
+// Sums over the keys that the warp group has of a head.
+CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
+                           KeyTileIterator tiles, Sums& sums) {
+  const u32 s_q = ptx::dynamic_shared();
+  int tile[kNumStages + 1];
+  GroupRing ring(params, work, group, tiles, tile);
+  ptx::sync_block();  // with the head before, whose sums lie in the rings
+  load_queries<kBlockM, kHeadDim>(s_q, GroupRows<QueryStorage>(params, params.q, work), 0, 0, work.rows);
+  ptx::copy_async_commit();
+  ring.fill();
+  ptx::copy_async_wait<2 * kNumStages - 1>();
+  ptx::sync_block();
+
+  const DecodeSteps own(params, work, rows, ring, s_q, group);
+  float q_scale[1][2];
+  rows.load_scales(params, work, group.lane_row, q_scale[0]);
+#pragma unroll 1
+  for (; ring.more(); ring.advance()) {
+    ScoreTile s;
+    ring.wait_for_k();
+    own.multiply_scores(s);
+    own.make_p(q_scale, s, sums);
+    ring.wait_for_v();
+    own.add_values(s, sums);
   }
   sums.softmax.finish();
 }

@@ -5,7 +5,7 @@
 // A block owns kBlockM queries of one head and iterates over the tiles of keys from the last to the first; a warp owns
 // 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V
 // stream through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice
-// of the columns of O; every one of them computes S. The steps of a tile of keys are numbered [GEMM 1] to [GEMM 3].
+// of the columns of O; every one of them computes S. The steps of a tile of keys are numbered.
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/float8.cuh"
@@ -40,6 +40,7 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES
 // The ring of tiles of keys and values.
 struct KeyRing : KeyLoader<kBytesK, kBytesV> {
   using KeyLoader<kBytesK, kBytesV>::KeyLoader;
+  int stage = 0;  // of the tile in use
 
   // Fills the ring: tile i of the loop goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   CUFLASH_DEVICE void fill() const {
@@ -58,7 +59,7 @@ struct KeyRing : KeyLoader<kBytesK, kBytesV> {
 
   // Waits for K of a tile, and begins the next load. One stage: V arrives during S = Q K^T, the next K during P V. More
   // stages: a whole tile arrives ahead.
-  CUFLASH_DEVICE void wait_for_k(int n_block, int stage) const {
+  CUFLASH_DEVICE void wait_for_k(int n_block) const {
     if constexpr (kNumStages == 1) {
       ptx::copy_async_wait<0>();
       ptx::sync_block();
@@ -82,6 +83,7 @@ struct KeyRing : KeyLoader<kBytesK, kBytesV> {
       ptx::copy_async_commit();
     }
   }
+  CUFLASH_DEVICE void advance() { stage = stage == kNumStages - 1 ? 0 : stage + 1; }
 };
 
 using ScoreTile = Real[kMTiles][kNTiles][4];
@@ -126,6 +128,66 @@ struct Float8Scales {
   }
 };
 
+// The numbered steps of a warp at work on a tile of keys:
+//
+//   [GEMM 1] S = Q K^T     [2] P = exp(S - m), l += rowsum(P)     [GEMM 3] O += P V
+//
+// Accumulators are arguments, as in backward.cu. The stage is read from the ring where it is needed: an argument would
+// be a copy, which takes a register for the whole step.
+struct ForwardSteps {
+  const KeyRing& ring;
+  const RowMajorA<kRowQ> operand_q;
+  const KeysOperand<kDim, 1> operand_k;
+  const ValuesOperand<kDimV, kWarpsD> operand_v;
+  const Score score;
+  const Mask mask;
+  const Dropout dropout;
+  const Real exponent_scale;
+  const int lane_row;
+
+  CUFLASH_DEVICE ForwardSteps(const Params& params, const QueryTile& tile, const KeyRing& ring_, u32 s_q, int warp_row,
+                              int warp_d)
+      : ring(ring_),
+        operand_q(s_q, warp_row),
+        operand_k(ring.s_k),
+        operand_v(ring.s_v, warp_d),
+        score(params, tile.work.batch, tile.work.head, tile.key_stop),
+        mask(params, tile.work.batch, tile.work.head, tile.key_stop),
+        dropout(params, tile.work.batch, tile.work.head),
+        exponent_scale(score.exponent_scale()),
+        lane_row(tile.first_row + warp_row + fragment_row()) {}
+
+  // [GEMM 1] S = Q K^T.
+  CUFLASH_DEVICE void multiply_scores(ScoreTile& s) const {
+    set_zero(s);
+    multiply<kDim / kStep>(s, operand_q,
+                           [&](int n, int k, Fragment& b) { shifted(operand_k, ring.stage * kBytesK)(n, k, b); });
+  }
+
+  // [2] P = exp(S - m), l += rowsum(P).
+  template <class Masked>
+  CUFLASH_DEVICE void make_p(int lane_key, Masked masked, ScoreTile& s, Float8Scales& scales,
+                             OnlineSoftmax<kMTiles>& softmax, OutTile& o) const {
+    scales.multiply_scores(s, lane_key);
+    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
+    softmax.update(s, o, exponent_scale);
+    if constexpr (kHasDropout) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, lane_key);
+    }
+    scales.multiply_weights(s, o, lane_key);
+  }
+
+  // [GEMM 3] O += P V.
+  CUFLASH_DEVICE void add_values(const ScoreTile& p, OutTile& o) const {
+    if constexpr (kHasValues) {
+      add_product<kBlockN / kStep>(
+          o, [&](int m, int k, Fragment& a) { to_operand(p[m], k, a); },
+          [&](int n, int k, Fragment& b) { shifted(operand_v, ring.stage * kBytesV)(n, k, b); });
+    }
+  }
+};
+
 // O / l, through the shared memory of Q so that the stores to global memory are wide.
 template <class RowFactor>
 CUFLASH_DEVICE void store_out(const Params& params, const QueryTile& tile, u32 s_q, int warp_row, int warp_d,
@@ -162,76 +224,45 @@ CUFLASH_DEVICE void forward(const Params& params) {
   if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int head = work.head;
-  const Entry batch = work.batch;
-  const int seqlen_q = seqlen_q_of(params, batch);
+  const int seqlen_q = seqlen_q_of(params, work.batch);
   const QueryTile tile(params, work);
-  const int first_row = tile.first_row, key_stop = tile.key_stop;
 
   const u32 s_q = ptx::dynamic_shared();
-  const KeyRing ring(params, tile, s_q + kBytesQ);
+  KeyRing ring(params, tile, s_q + kBytesQ);
   const int warp_row = warp_index() / kWarpsD * 16 * kMTiles, warp_d = warp_index() % kWarpsD;
 
-  load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, batch, head), params.q.row_stride, first_row,
-                                  seqlen_q);
+  load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, work.batch, work.head), params.q.row_stride,
+                                  tile.first_row, seqlen_q);
   ring.fill();
 
-  const RowMajorA<kRowQ> operand_q(s_q, warp_row);
-  const KeysOperand<kDim, 1> operand_k(ring.s_k);
-  const ValuesOperand<kDimV, kWarpsD> operand_v(ring.s_v, warp_d);
-  const Score score(params, batch, head, key_stop);
-  const Mask mask(params, batch, head, key_stop);
-  const Dropout dropout(params, batch, head);
-  const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
-  const int lane_row = first_row + warp_row + fragment_row();
-  Float8Scales scales(params, tile, lane_row);
+  const ForwardSteps own(params, tile, ring, s_q, warp_row, warp_d);
+  const Real kept_scale = kept_scale_of(params);
+  Float8Scales scales(params, tile, own.lane_row);
   OnlineSoftmax<kMTiles> softmax;
   OutTile o;
   set_zero(o);
 
-  int stage = 0;
-  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
-    // [GEMM 1] S = Q K^T.
-    ring.wait_for_k(n_block, stage);
+  for_each_tile<kWide>(tile.keys, [&](int n_block, auto masked) __attribute__((always_inline)) {
     ScoreTile s;
-    set_zero(s);
-    multiply<kDim / kStep>(s, operand_q,
-                           [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
-
+    ring.wait_for_k(n_block);
+    own.multiply_scores(s);
     ring.wait_for_v(n_block);
-
-    // [2] P = exp(S - m), l += rowsum(P).
-    const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-    scales.multiply_scores(s, lane_key);
-    to_scores(score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; }, lane_key, masked);
-    softmax.update(s, o, exponent_scale);
-    if constexpr (kHasDropout) {
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) dropout.drop(s[m], lane_row + 16 * m, lane_key);
-    }
-    scales.multiply_weights(s, o, lane_key);
-
-    // [GEMM 3] O += P V.
-    if constexpr (kHasValues) {
-      add_product<kBlockN / kStep>(
-          o, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); },
-          [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
-    }
-    stage = stage == kNumStages - 1 ? 0 : stage + 1;
-  };
-  for_each_tile<kWide>(tile.keys, step);
+    own.make_p(tile.keys.at(n_block) * kBlockN + fragment_column(), masked, s, scales, softmax, o);
+    own.add_values(s, o);
+    ring.advance();
+  });
 
   // The epilogue.
   softmax.finish();
-  if (kHasSinks && !is_left_over(params, batch))
-    softmax.add_sinks(o, [&](int, int) { return to_row_max(sink_of(params, head)); });
+  if (kHasSinks && !is_left_over(params, work.batch))
+    softmax.add_sinks(o, [&](int, int) { return to_row_max(sink_of(params, work.head)); });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   const auto factor_of = [&](int m, int half) {
     return scales.relative.row_factor(softmax.inverse_sum(m, half) * kept_scale, scales.of_values);
   };
   store_out(params, tile, s_q, warp_row, warp_d, o, seqlen_q, factor_of);
-  store_rows(params, work, softmax, lane_row, warp_d, seqlen_q);
+  store_rows(params, work, softmax, own.lane_row, warp_d, seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward)

@@ -11,7 +11,6 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
 #include "common/softmax/softmax.cuh"
-#include "common/softmax/store_lse.cuh"
 #include "sm80/chunks.cuh"
 #include "sm80/merge_warps.cuh"
 
@@ -30,27 +29,27 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
   if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int head = work.head, head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int head = work.head;
   const Entry batch = work.batch;
-  const int first_row = work.block * kBlockM, seqlen_q = seqlen_q_of(params, batch);
-  const int key_stop = key_stop_of(params, batch);
-  const KeyTiles tiles(params, work, key_stop);
+  const int seqlen_q = seqlen_q_of(params, batch);
+  const QueryTile tile(params, work);
+  const KeyTiles& tiles = tile.keys;
   const Storage* g_q = queries_of(params.q, batch, head);
-  const auto g_k = keys_of(params, params.k, batch, head_kv);
+  const auto g_k = keys_of(params, params.k, batch, tile.head_kv);
   const u32 s_ring = ptx::dynamic_shared();
 
   const auto load = [&](int step, int stage) {
     const u32 s_q = s_ring + stage * kBytesStage;
     const int chunk = step % kChunks, n_block = tiles.at(tiles.stop - 1 - step / kChunks);
-    load_chunk<kBlockM>(s_q, g_q, params.q.row_stride, first_row, seqlen_q, chunk);
-    load_chunk<kBlockN>(s_q + kBytesQ, g_k, params.k.row_stride, n_block * kBlockN, key_stop, chunk);
+    load_chunk<kBlockM>(s_q, g_q, params.q.row_stride, tile.first_row, seqlen_q, chunk);
+    load_chunk<kBlockN>(s_q + kBytesQ, g_k, params.k.row_stride, n_block * kBlockN, tile.key_stop, chunk);
   };
   ChunkRing ring(load, (tiles.stop - tiles.start) * kChunks);
 
   const int warp_row = warp_index() / kWarpsN * 16 * kMTiles, warp_n = warp_index() % kWarpsN;
-  const int lane_row = first_row + warp_row + fragment_row();
-  const Score score(params, batch, head, key_stop);
-  const Mask mask(params, batch, head, key_stop);
+  const int lane_row = tile.first_row + warp_row + fragment_row();
+  const Score score(params, batch, head, tile.key_stop);
+  const Mask mask(params, batch, head, tile.key_stop);
   const Real exponent_scale = score.exponent_scale();
   const RowMajorA<kRow> operand_q(s_ring, warp_row);
   const ColumnMajorB<kRow, 1> operand_k(s_ring + kBytesQ + warp_n * kNTiles * 8 * kRow);
@@ -61,12 +60,7 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
 #pragma unroll 1
   for (int n_block = tiles.stop - 1; n_block >= tiles.start; --n_block) {
     Real s[kMTiles][kNTiles][4];
-    set_zero(s);
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const u32 stage = ring.next() * kBytesStage;
-      multiply_chunk(s, shifted(operand_q, stage), shifted(operand_k, stage));
-    }
+    multiply_chunks(ring, kBytesStage, s, operand_q, operand_k);
     to_scores(
         score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; },
         tiles.at(n_block) * kBlockN + warp_n * kNTiles * 8 + fragment_column(),
@@ -74,20 +68,7 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
     softmax.update(s, no_output, exponent_scale);
   }
   ring.finish();
-  softmax.finish();
-  if constexpr (kWarpsN > 1) merge_warps<kWarpsN>(softmax, s_ring, warp_row, warp_n);
-  if (kHasSinks && !is_left_over(params, batch))
-    softmax.add_sinks(no_output, [&](int, int) { return to_row_max(sink_of(params, head)); });
-
-  Real* g_lse = row_values_of(params.lse, batch, head);
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 16 * m + 8 * half;
-      if (warp_n == 0 && fragment_column() == 0 && row < seqlen_q)
-        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
-    }
+  finish_lse<kWarpsN>(params, work, softmax, s_ring, warp_row, warp_n, seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward_chunked)

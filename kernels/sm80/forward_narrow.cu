@@ -13,7 +13,6 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
 #include "common/softmax/softmax.cuh"
-#include "common/softmax/store_lse.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/merge_warps.cuh"
 
@@ -104,75 +103,67 @@ CUFLASH_DEVICE void add_bias(const Score& score, const Mask& mask, Real (&s)[kMT
     }
 }
 
+// S of this lane's keys of a tile, which lie at `s_keys`.
+template <class RowOf, class Masked>
+CUFLASH_DEVICE void make_scores(const Score& score, const Mask& mask, const Queries& queries, u32 s_keys, int lane_key,
+                                RowOf row_of, Masked masked, Real (&s)[kMTiles][kNTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    const u32 s_pair = s_keys + 8 * n * (u32)sizeof(Real);
+    queries.multiply(s, n, s_pair);
+    if constexpr (kBiasOfKeys) {
+      Real bias[2];
+      ptx::load_shared_x2(s_pair + kHeadDim * kBytesColumn, bias);
+      add_bias(score, mask, s, n, bias, row_of, lane_key, masked);
+    }
+  }
+  if constexpr (!kBiasOfKeys) to_scores(score, mask, s, row_of, lane_key, masked);
+}
+
 CUFLASH_DEVICE void forward_narrow(const Params& params) {
   if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
-  const int head = work.head, head_kv = head / (params.num_heads / params.num_heads_kv);
+  const int head = work.head;
   const Entry batch = work.batch;
-  const int first_row = work.block * kBlockM, seqlen_q = seqlen_q_of(params, batch);
-  const int key_stop = key_stop_of(params, batch);
-  const KeyTiles tiles(params, work, key_stop);
-  const auto g_k = keys_of(params, params.k, batch, head_kv);
+  const int seqlen_q = seqlen_q_of(params, batch);
+  const QueryTile tile(params, work);
+  const KeyTiles& tiles = tile.keys;
+  const auto g_k = keys_of(params, params.k, batch, tile.head_kv);
   const u32 s_ring = ptx::dynamic_shared();
-  const Score score(params, batch, head, key_stop);
-  const Mask mask(params, batch, head, key_stop);
+  const Score score(params, batch, head, tile.key_stop);
+  const Mask mask(params, batch, head, tile.key_stop);
   const Real exponent_scale = score.exponent_scale();
 
   const auto load = [&](int n_block, int stage) {
-    load_keys(s_ring + stage * kBytesStage, g_k, params.k.row_stride, score, tiles.at(n_block) * kBlockN, key_stop);
+    load_keys(s_ring + stage * kBytesStage, g_k, params.k.row_stride, score, tiles.at(n_block) * kBlockN,
+              tile.key_stop);
   };
   if (tiles.start < tiles.stop) load(tiles.stop - 1, 0);
   ptx::copy_async_commit();
 
-  const int lane_row = first_row + fragment_row(), warp_key = warp_index() * kWarpKeys + fragment_column();
+  const int lane_row = tile.first_row + fragment_row(), warp_key = warp_index() * kWarpKeys + fragment_column();
   const auto row_of_element = [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; };
   const Queries queries(queries_of(params.q, batch, head), params.q.row_stride, lane_row, seqlen_q);
   OnlineSoftmax<kMTiles> softmax;
   Real no_output[kMTiles][1][4];
   set_zero(no_output);
-
   int stage = 0;
-  const auto step = [&](int n_block, auto masked) __attribute__((always_inline)) {
+  for_each_tile<false>(tiles, [&](int n_block, auto masked) __attribute__((always_inline)) {
     ptx::copy_async_wait<0>();
     ptx::sync_block();
     if (n_block > tiles.start) load(n_block - 1, stage ^ 1);
     ptx::copy_async_commit();
     const u32 s_keys = s_ring + stage * kBytesStage + warp_key * (u32)sizeof(Real);
-    const int lane_key = tiles.at(n_block) * kBlockN + warp_key;
     Real s[kMTiles][kNTiles][4];
-#pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
-      const u32 s_pair = s_keys + 8 * n * (u32)sizeof(Real);
-      queries.multiply(s, n, s_pair);
-      if constexpr (kBiasOfKeys) {
-        Real bias[2];
-        ptx::load_shared_x2(s_pair + kHeadDim * kBytesColumn, bias);
-        add_bias(score, mask, s, n, bias, row_of_element, lane_key, masked);
-      }
-    }
-    if constexpr (!kBiasOfKeys) to_scores(score, mask, s, row_of_element, lane_key, masked);
+    make_scores(score, mask, queries, s_keys, tiles.at(n_block) * kBlockN + warp_key, row_of_element, masked, s);
     softmax.update(s, no_output, exponent_scale);
     stage ^= 1;
-  };
-  for_each_tile<false>(tiles, step);
+  });
 
   ptx::copy_async_wait<0>();
   ptx::sync_block();
-  softmax.finish();
-  const int warp_n = warp_index();
-  merge_warps<kNumWarps>(softmax, s_ring, 0, warp_n);
-  if (kHasSinks && !is_left_over(params, batch))
-    softmax.add_sinks(no_output, [&](int, int) { return to_row_max(sink_of(params, head)); });
-  Real* g_lse = row_values_of(params.lse, batch, head);
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane_row + 16 * m + 8 * half;
-      if (warp_n == 0 && fragment_column() == 0 && row < seqlen_q)
-        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
-    }
+  finish_lse<kNumWarps>(params, work, softmax, s_ring, 0, warp_index(), seqlen_q);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, forward_narrow)

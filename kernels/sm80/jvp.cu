@@ -138,7 +138,20 @@ struct Jvp {
       load_shared_sums(s_ts, ts[0]);
     }
 
-    // [3] Scores, P and P (tS - c).
+    make_weights(n_block, masked, s, ts);
+
+    // [4] O += P V and A += P (tS - c) V + P tV.
+    const auto operand = [](const auto& weights) __attribute__((always_inline)) {
+      return [&weights](int m, int k, Fragment& fragment) { to_operand(weights[m], k, fragment); };
+    };
+    if constexpr (kHasValues) {
+      const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d), operand_tv(s_tv, warp_d);
+      add_dual_product<kBlockN / kStep, kMovesScores, kMovesV>(o, a, operand(s), operand(ts), operand_v, operand_tv);
+    }
+  }
+
+  // [3] Scores, P and P (tS - c).
+  CUFLASH_DEVICE void make_weights(int n_block, bool masked, Real (&s)[1][kNTiles][4], Real (&ts)[1][kNTiles][4]) {
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
@@ -156,15 +169,6 @@ struct Jvp {
     if constexpr (kHasDropout) {
       dropout.drop(s[0], lane_row, lane_key, kept_scale);  // before they are rounded: in float16 they may be subnormal
       if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key, kept_scale);
-    }
-
-    // [4] O += P V and A += P (tS - c) V + P tV.
-    const auto operand = [](const auto& weights) __attribute__((always_inline)) {
-      return [&weights](int m, int k, Fragment& fragment) { to_operand(weights[m], k, fragment); };
-    };
-    if constexpr (kHasValues) {
-      const RowMajorB<kRowV, kWarpsD> operand_v(s_v, warp_d), operand_tv(s_tv, warp_d);
-      add_dual_product<kBlockN / kStep, kMovesScores, kMovesV>(o, a, operand(s), operand(ts), operand_v, operand_tv);
     }
   }
 

@@ -135,61 +135,71 @@ enum class Order {
   kPairedRowsColumns,  // ColumnMajorA, RowMajorB
 };
 
+// `store_fragments` of 16-bit elements. With `paired`, of four neighbouring columns the even n-tile has the first and the third.
+template <bool paired, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
+CUFLASH_DEVICE void store_half_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4],
+                                         const RowFactor& factor) {
+  const u32 lane_row = fragment_row(), lane_column = fragment_column() * (paired ? 4 : 2);
+  const u32 start = tile + (r + lane_row) * row;
+  const u32 address = paired ? start + ((warp * 32 + lane_column) ^ row_swizzle<row>(lane_row))
+                             : start + ((warp * 32) ^ row_swizzle<row>(lane_row)) + lane_column;
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float f = factor(m, half);
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) {
+        const u32 of_rows = (16 * m + 8 * half) * row;
+        if constexpr (paired) {
+          const int i = 2 * half + n % 2;
+          ptx::store_shared_b32(along_row(address, column_of<warps>(0, n / 2 * 2) * 2) + of_rows + n % 2 * 4,
+                                ptx::pack(Element{}, value[m][n / 2 * 2][i] * f, value[m][n / 2 * 2 + 1][i] * f));
+        } else {
+          ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + of_rows,
+                                ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
+        }
+      }
+    }
+}
+
+// `store_fragments` of wide elements, whose rows and columns have an order.
+template <Order order, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
+CUFLASH_DEVICE void store_wide_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4],
+                                         const RowFactor& factor) {
+  constexpr bool kPaired = order != Order::kPlain;
+  const u32 lane_row = fragment_row();
+  repeat<2>([&](auto half_of_fragment) {
+    constexpr int half = decltype(half_of_fragment)::value;
+    const u32 its_row = order == Order::kPairedRowsColumns ? 2 * lane_row + half : lane_row + 8 * half;
+    const u32 column = fragment_column() * (kPaired ? 2 : 1);  // the first of four neighbours, or of two
+    const u32 start = tile + (r + its_row) * row + ((column * kElementBytes) ^ row_swizzle<row>(its_row));
+    const u32 address = along_row(start, warp * 16 * kElementBytes);
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) {
+      const Real f = factor(m, half);
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) {
+        const auto& first = value[m][kPaired ? n / 2 * 2 : n];
+        const auto& second = value[m][kPaired ? n / 2 * 2 + 1 : n];
+        const int i = 2 * half + (kPaired ? n % 2 : 0);  // of the first; the second's is the same or the next
+        const Real pair[2] = {first[i] * f, second[kPaired ? i : i + 1] * f};
+        const int offset = kPaired ? column_of<warps>(0, n / 2 * 2) + n % 2 * 2 : column_of<warps>(0, n);
+        ptx::store_shared_x2(along_row(address, offset * kElementBytes) + 16 * m * row, pair);
+      }
+    }
+  });
+}
+
 // Rounds an accumulator tile, times `factor` of its row, into a shared tile with rows of `row` bytes, from row `r` on;
 // columns as dealt to `warp` of `warps`.
 template <Order order, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
 CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4],
                                     RowFactor factor) {
-  const u32 lane_row = fragment_row();
-  if constexpr (!kWide) {
-    const u32 address =
-        tile + (r + lane_row) * row + ((warp * 32) ^ row_swizzle<row>(lane_row)) + fragment_column() * 2;
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float f = factor(m, half);
-        if constexpr (kHasFloat8 && order == Order::kPairedColumns) {
-          // Of four neighbouring columns, the even n-tile has the first and the third.
-          const u32 four =
-              tile + (r + lane_row) * row + ((warp * 32 + fragment_column() * 4) ^ row_swizzle<row>(lane_row));
-#pragma unroll
-          for (int n = 0; n < n_tiles; ++n) {
-            const int i = 2 * half + n % 2;
-            ptx::store_shared_b32(
-                along_row(four, column_of<warps>(0, n / 2 * 2) * 2) + (16 * m + 8 * half) * row + n % 2 * 4,
-                ptx::pack(Element{}, value[m][n / 2 * 2][i] * f, value[m][n / 2 * 2 + 1][i] * f));
-          }
-        } else {
-#pragma unroll
-          for (int n = 0; n < n_tiles; ++n)
-            ptx::store_shared_b32(along_row(address, column_of<warps>(0, n) * 2) + (16 * m + 8 * half) * row,
-                                  ptx::pack(Element{}, value[m][n][2 * half] * f, value[m][n][2 * half + 1] * f));
-        }
-      }
-  } else {
-    constexpr bool kPaired = order != Order::kPlain;
-    repeat<2>([&](auto half_of_fragment) {
-      constexpr int half = decltype(half_of_fragment)::value;
-      const u32 its_row = order == Order::kPairedRowsColumns ? 2 * lane_row + half : lane_row + 8 * half;
-      const u32 column = fragment_column() * (kPaired ? 2 : 1);  // the first of four neighbours, or of two
-      const u32 start = tile + (r + its_row) * row + ((column * kElementBytes) ^ row_swizzle<row>(its_row));
-      const u32 address = along_row(start, warp * 16 * kElementBytes);
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m) {
-        const Real f = factor(m, half);
-#pragma unroll
-        for (int n = 0; n < n_tiles; ++n) {
-          const auto& first = value[m][kPaired ? n / 2 * 2 : n];
-          const auto& second = value[m][kPaired ? n / 2 * 2 + 1 : n];
-          const int i = 2 * half + (kPaired ? n % 2 : 0);  // of the first; the second's is the same or the next
-          const Real pair[2] = {first[i] * f, second[kPaired ? i : i + 1] * f};
-          const int offset = kPaired ? column_of<warps>(0, n / 2 * 2) + n % 2 * 2 : column_of<warps>(0, n);
-          ptx::store_shared_x2(along_row(address, offset * kElementBytes) + 16 * m * row, pair);
-        }
-      }
-    });
-  }
+  if constexpr (kWide)
+    store_wide_fragments<order, row, warps>(tile, r, warp, value, factor);
+  else
+    store_half_fragments<kHasFloat8 && order == Order::kPairedColumns, row, warps>(tile, r, warp, value, factor);
 }
 
 // Calls visit(column, left, right) for the pairs of neighbouring columns of O that a lane has in one row of an

@@ -5,6 +5,7 @@
 #include "common/io/params.cuh"
 #include "common/softmax/reduce.cuh"
 #include "common/schedule/schedule.cuh"
+#include "common/score/score_args_gradients.cuh"
 #include "common/score/score_gradients.cuh"
 #include "sm80/mma.cuh"
 
@@ -28,6 +29,67 @@ struct Sums {
     for (double& sum : of) sum = 0;
   }
 };
+
+// The tiles of pairs that one of `splits` blocks takes, and the ring in which their operands arrive: load(tile, stage)
+// issues the copies of a tile.
+template <class Load>
+struct ScoreRing {
+  const Params& params;
+  const Load load;
+  const int splits, split;
+  const u32 index;
+  const ScoreTiles result;  // whose gradients the block makes
+  ScoreTiles now, next;     // the tile in use, and the tile to load
+  int stage = 0;            // of the tile in use
+
+  CUFLASH_DEVICE ScoreRing(const Params& params_, const Load& load_)
+      : params(params_),
+        load(load_),
+        splits(splits_of(params)),
+        split(ptx::block_index() % splits),
+        index(ptx::block_index() / splits),
+        result(params, index),
+        now(result),
+        next(result) {
+    now.take_split(params, split, splits);
+    next = now;
+#pragma unroll
+    for (int i = 0; i < kNumStages; ++i) {
+      if (next.left > 0) load_next(i);
+      ptx::copy_async_commit();
+    }
+  }
+
+  CUFLASH_DEVICE void wait() const {
+    ptx::copy_async_wait<kNumStages - 1>();
+    ptx::sync_block();
+  }
+  // After the last use of a tile.
+  CUFLASH_DEVICE void refill() {
+    ptx::sync_block();
+    if (next.left > 0) load_next(stage);
+    ptx::copy_async_commit();
+  }
+  CUFLASH_DEVICE void advance() {
+    if constexpr (kNumStages == 2) stage = 1 - stage;
+    now.advance(params);
+  }
+
+ private:
+  CUFLASH_DEVICE void load_next(int stage) {
+    load(next, stage);
+    next.advance(params);
+  }
+};
+
+#if CUFLASH_NEEDS_SCORE_ARGS
+using ScoreArgs = ScoreArgSums;
+#else
+struct ScoreArgs {  // no gradients of score_mod args
+  CUFLASH_DEVICE explicit ScoreArgs(const Params&) {}
+  CUFLASH_DEVICE void finish() const {}
+};
+#endif
 
 // Stores the tile of dbias: in dbias, or for the kernel that adds the tiles of several blocks.
 CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
@@ -97,9 +159,13 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
 }
 
 // Stores what the block has summed.
-CUFLASH_DEVICE void finish(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
+template <class Ring>
+CUFLASH_DEVICE void finish(const Params& params, const Ring& ring, Sums& sums, ScoreArgs& score_args) {
+  ptx::copy_async_wait<0>();
+  if constexpr (CUFLASH_NEEDS_SCORE_ARGS) return score_args.finish();
+  ptx::sync_block();
   if constexpr (kNeedsDbias)
-    finish_dbias(params, result, index, split, sums);
+    finish_dbias(params, ring.result, ring.index, ring.split, sums);
   else
-    finish_sums(params, result, split, sums);
+    finish_sums(params, ring.result, ring.split, sums);
 }

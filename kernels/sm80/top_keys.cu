@@ -23,30 +23,35 @@ constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 static_assert(kBytesQ + kNumStages * kBytesK + kNumWarps * kBytesCandidates == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-CUFLASH_DEVICE void top_keys(const Params& params) {
-  if (!is_chosen(params)) return;
-  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
-  if (!has_queries(params, work)) return;
-  const Entry batch = work.batch;
-  const int head = work.head, head_kv = head / (params.num_heads / params.num_heads_kv);
-  const int first_row = work.block * kBlockM, seqlen_q = seqlen_q_of(params, batch);
-  const int key_stop = key_stop_of(params, batch);
-  const KeyTiles tiles(params, work, key_stop);
+// The tiles of keys of a block, and what makes their scores.
+struct KeyScan {
+  const Params& params;
+  const QueryTile& tile;
+  const KeyHead g_k;
+  const u32 s_q, s_k;
+  const int warp_row, lane_row;
+  const Score score;
+  const Mask mask;
 
-  const auto g_k = keys_of(params, params.k, batch, head_kv);
-  const u32 s_q = ptx::dynamic_shared(), s_k = s_q + kBytesQ;
-  const int warp_row = warp_index() * 16;
-  const auto load_k = [&](int n_block, int stage) {
-    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tiles.at(n_block) * kBlockN,
-                                 key_stop);
-  };
-  load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, head), params.q.row_stride, first_row, seqlen_q);
+  CUFLASH_DEVICE KeyScan(const Params& params_, const QueryTile& tile_)
+      : params(params_),
+        tile(tile_),
+        g_k(keys_of(params, params.k, tile.work.batch, tile.head_kv)),
+        s_q(ptx::dynamic_shared()),
+        s_k(s_q + kBytesQ),
+        warp_row(warp_index() * 16),
+        lane_row(tile.first_row + warp_row + fragment_row()),
+        score(params, tile.work.batch, tile.work.head, tile.key_stop),
+        mask(params, tile.work.batch, tile.work.head, tile.key_stop) {}
 
-  const Score score(params, batch, head, key_stop);
-  const Mask mask(params, batch, head, key_stop);
-  const int lane_row = first_row + warp_row + fragment_row();
+  CUFLASH_DEVICE void load_k(int n_block, int stage) const {
+    load_tile<kBlockN, kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tile.keys.at(n_block) * kBlockN,
+                                 tile.key_stop);
+  }
   // Calls visit(s, lane_key) for the scores of each tile.
-  const auto visit_tiles = [&](auto visit) {
+  template <class Visit>
+  CUFLASH_DEVICE void visit_tiles(Visit visit) const {
+    const KeyTiles& tiles = tile.keys;
 #pragma unroll
     for (int i = 0; i < kNumStages; ++i) {
       if (tiles.start + i < tiles.stop) load_k(tiles.start + i, i);
@@ -68,19 +73,31 @@ CUFLASH_DEVICE void top_keys(const Params& params) {
       to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, lane_key, masked);
       visit(s[0], lane_key);
     }
-  };
+  }
+};
 
-  const u32 s_candidates = s_k + kNumStages * kBytesK + warp_index() * kBytesCandidates;
+CUFLASH_DEVICE void top_keys(const Params& params) {
+  if (!is_chosen(params)) return;
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
+  if (!has_queries(params, work)) return;
+  const QueryTile tile(params, work);
+  const KeyScan scan(params, tile);
+  load_tile<kBlockM, kHeadDim>(scan.s_q, queries_of(params.q, work.batch, work.head), params.q.row_stride,
+                               tile.first_row, seqlen_q_of(params, work.batch));
+
+  const u32 s_candidates = scan.s_k + kNumStages * kBytesK + warp_index() * kBytesCandidates;
   const int count = (int)params.dv.row_stride;  // results are contiguous
-  Candidates candidates(s_candidates, count, tiles.stop - tiles.start);
-  if (needs_threshold(tiles.stop - tiles.start)) {
+  const int num_tiles = tile.keys.stop - tile.keys.start;
+  Candidates candidates(s_candidates, count, num_tiles);
+  if (needs_threshold(num_tiles)) {
     candidates.clear_maxima();
-    visit_tiles([&](const Real(&s)[kNTiles][4], int) { candidates.find_maxima(s); });
+    scan.visit_tiles([&](const Real(&s)[kNTiles][4], int) { candidates.find_maxima(s); });
     candidates.find_thresholds();
   }
-  visit_tiles([&](const Real(&s)[kNTiles][4], int lane_key) { candidates.append(s, lane_key); });
+  scan.visit_tiles([&](const Real(&s)[kNTiles][4], int lane_key) { candidates.append(s, lane_key); });
   ptx::copy_async_wait<0>();
-  write_candidates(params, candidates, batch, head, first_row + warp_row, score.exponent_scale());
+  write_candidates(params, candidates, work.batch, work.head, tile.first_row + scan.warp_row,
+                   scan.score.exponent_scale());
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, top_keys)

@@ -230,8 +230,7 @@ struct Consumer {
           softmax_step(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
       }
       shared.v_ring.full(at).wait(at.parity);
-      arrive_after_reads(shared.k_ring.empty(at));
-      arrive_after_reads(shared.v_ring.empty(at));
+      arrive_after_reads(shared.k_ring.empty(at), shared.v_ring.empty(at));
     }
     sums.softmax.finish();
     if (work.has_keys()) {

@@ -351,7 +351,7 @@ struct Consumer {
       scores.score.cap(s);
       scores.complete(s, n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
-      softmax.exponentiate(s, scale_log2, sum, softmax.has_large(grows));
+      softmax.exponentiate(s, scale_log2, sum, softmax.has_unfused(grows));
       const float largest_row_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
       all_started = !ptx::any_lane(!(largest_row_max <= kLargestFolded));
     }

@@ -255,7 +255,7 @@ struct Consumer {
   OnlineSoftmax<1, false> softmax;  // row maxima are exponents, whatever factors products have
   float o[1][kDimV / 8 + 1][4];     // and after it l
   u32 p[kBlockN / 32][4];
-  bool all_started = false;  // rows of the warp have row maxima, none of which is large
+  bool all_started = false;  // rows of the warp have row maxima, none of which is beyond kLargestFused
 
   CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ExponentialTurns& turns_,
                           const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
@@ -385,7 +385,7 @@ struct Consumer {
     if (!raise) raise = ptx::any_lane(round_weights(s, factor, Constant<kMixes>{}));
     if (raise) {
       raise_row_maxima(s, factor);
-      if (softmax.has_large()) multiply(s, factor);
+      if (softmax.has_unfused()) multiply(s, factor);
       round_weights(s, factor, Constant<false>{});
     }
     turns.pass();

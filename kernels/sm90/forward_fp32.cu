@@ -470,7 +470,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       bias_terms.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       const bool raised = softmax.update(s, factor, exponent_scale);
-      softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_large(raised));
+      softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_unfused(raised));
       if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
       to_weights(s[0], p);
 

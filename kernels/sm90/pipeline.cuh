@@ -23,6 +23,11 @@ CUFLASH_DEVICE void arrive_after_reads(const Barrier& barrier) {
   ptx::fence_async_proxy();
   arrive_as_warp(barrier);
 }
+// At the end of a stage of two rings.
+CUFLASH_DEVICE void arrive_after_reads(const Barrier& barrier, const Barrier& other) {
+  arrive_after_reads(barrier);
+  if (ptx::thread_index() % 32 == 0) other.arrive();
+}
 
 // The position of a tile in a ring of `stages`: tile i of the loop is in stage i % stages, with parity i / stages % 2.
 template <int stages>

@@ -18,7 +18,7 @@ struct SoftmaxRole : ScoreProducts {
     const int lane_key = n_tile * kBlockN + fragment_column();
     rows.to_scores(s, lane_key, masked);
     const bool raised = softmax.update(s, rescaling, rows.exponent_scale());
-    softmax.exponentiate(s, rows.exponent_scale(), softmax.row_sum, softmax.has_large(raised));
+    softmax.exponentiate(s, rows.exponent_scale(), softmax.row_sum, softmax.has_unfused(raised));
     rows.drop(s[0], lane_key);
     shared.taken.wait(message.parity ^ 1);
     store_factor(shared, thread, s[0]);

@@ -8,7 +8,7 @@ import pytest
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, TopTile
-from cuflash.plan.sm90.tiles import COLUMN_SM90_TILES, MAXIMA_SM90_TILES, TOP_SM90_TILES, TopSm90Tile
+from cuflash.plan.sm90.reduction_tiles import COLUMN_SM90_TILES, MAXIMA_SM90_TILES, TOP_SM90_TILES, TopSm90Tile
 from cuflash.plan.tiles import why_too_large
 from cuflash.spec.passes import BACKWARD, COLUMN_MAX, COLUMN_SUMS, TOP_KEYS
 from cuflash.testing import Case

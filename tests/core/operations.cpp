@@ -2,6 +2,7 @@
 #include "conversion_tests.h"
 #include "dropout_tests.h"
 #include "gemm_tests.h"
+#include "job_order_tests.h"
 #include "score_tests.h"
 #include "vector_tests.h"
 
@@ -11,5 +12,6 @@ int main() {
     dropout_tests::run();
     gemm_tests::run();
     score_tests::run();
+    job_order_tests::run();
     return report();
 }

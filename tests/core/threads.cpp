@@ -4,6 +4,7 @@
 #include "core.cpp"
 
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <mutex>
 #include <set>
@@ -201,15 +202,17 @@ void test_forked_processes() {
     for (int n = 0; n < 5; ++n) {
         Plan before({9});
         before.work = 2000;
-        run(before, 3);  // has threads, which the child does not have
+        run(before, 3);      // has threads, which the child does not have
+        ++num_computing[n];  // another thread that computes
         const pid_t child = fork();
         if (child == 0) {
             Plan plan({7, 3});
             Plan of_long({7, 3});
-            const bool is_right =
-                run(plan, 4) == DONE && is_done_once(plan) && run_long(of_long, 4) == DONE && is_done_once(of_long);
+            const bool is_right = num_computing[n] == 0 && run(plan, 4) == DONE && is_done_once(plan) &&
+                                  run_long(of_long, 4) == DONE && is_done_once(of_long);
             _exit(is_right ? 0 : 1);
         }
+        --num_computing[n];
         int status = 1;
         waitpid(child, &status, 0);
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d of the child", status);
@@ -218,11 +221,123 @@ void test_forked_processes() {
     }
 }
 
+void test_a_call_does_without_threads_that_do_not_run() {
+    static Worker absent[3];  // which threads of other libraries keep from their cores, say: nobody is there
+    for (Worker &worker : absent) {
+        worker.is_started = true;
+        make_idle(worker);
+    }
+    for (const auto &shape : SHAPES) {
+        Plan plan(shape);
+        CHECK(run(plan, 4) == DONE && is_done_once(plan), "%ld of %ld jobs", plan.num_done.load(), plan.all());
+    }
+    for (Worker &worker : absent) CHECK(!worker.given && retire(worker), "still given a call, or lost");
+}
+
+#if defined(__linux__)
+int num_on_cores() {
+    int sum = 0;
+    for (const auto &count : num_computing) sum += count;
+    return sum;
+}
+
+void test_no_thread_is_counted_after_its_call() {
+    for (int n = 0; n < 200; ++n) {
+        Plan plan(SHAPES[n % 7]);
+        (n % 4 == 3 ? run_long : run)(plan, 1 + n % 5);
+    }
+    for (int n = 0; n < 1000 && num_on_cores(); ++n) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    CHECK(num_on_cores() == 0, "%d threads", num_on_cores());
+}
+
+void test_threads_leave_cores_that_are_taken() {
+    constexpr int TIMES = 100;
+    Cores own;
+    if (!own.load() || CPU_COUNT(&own.own) < 2) return;
+    int num_moved = 0;
+    for (int n = 0; n < TIMES; ++n) {
+        const int taken = enter_core();
+        std::thread([&] {
+            own.move(Thread::current(), taken);
+            const int entered = enter_free_core();
+            num_moved += core_of_thread() == entered;
+            CHECK(entered != taken && num_computing[entered] == 1 && num_computing[taken] == 1, "core %d, taken is %d",
+                  entered, taken);
+            Cores now;
+            CHECK(now.load() && CPU_EQUAL(&now.own, &own.own), "other cores than before");
+            leave_core(entered);
+        }).join();
+        leave_core(taken);
+    }
+    CHECK(num_moved > TIMES / 2, "%d times of %d", num_moved, TIMES);  // the system may move a thread once more
+    // Where there is no free core, a thread stays.
+    for (int core = 0; core < MOST_CORES; ++core) num_computing[core] += own.has(core);
+    const int entered = enter_free_core();
+    CHECK(num_computing[entered] == 2, "%d threads on core %d", num_computing[entered].load(), entered);
+    leave_core(entered);
+    for (int core = 0; core < MOST_CORES; ++core) num_computing[core] -= own.has(core);
+    CHECK(num_on_cores() == 0, "%d threads", num_on_cores());
+}
+void test_a_thread_that_waits_lends_its_core() {
+    Cores own;
+    if (!own.load()) return;
+    Running running;
+    running.cores = own;
+    Participant self, &other = running.caller;
+    std::mutex until_the_end;
+    until_the_end.lock();
+    std::atomic<bool> is_there{false};
+    std::thread thread([&] {
+        other.thread = Thread::current();
+        is_there = true;
+        until_the_end.lock();  // does not run
+        until_the_end.unlock();
+    });
+    while (!is_there) std::this_thread::yield();
+    auto lends_in_time = [&] {  // it looks twice, and at most that often if the thread is about to sleep
+        for (int n = 0; n < 1000; ++n) {
+            if (lend_core(running, self)) return true;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return false;
+    };
+    auto looks_again = [&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        return lend_core(running, self);
+    };
+    self.core = 3, other.core = 5;
+    CHECK(!lend_core(running, self) && !looks_again(), "a thread without jobs");
+    other.at_jobs_of = &running;
+    CHECK(!lend_core(running, self), "at the first look");
+    CHECK(lends_in_time() && self.core == 5 && other.core == 3, "cores %d and %d", self.core, other.core);
+    cpu_set_t cores;
+    CHECK(pthread_getaffinity_np(thread.native_handle(), sizeof cores, &cores) == 0 && CPU_EQUAL(&cores, &own.own),
+          "other cores than before");
+    self.core = -1;
+    CHECK(lends_in_time() && self.core == -1 && other.core == 3, "cores %d and %d", self.core, other.core);
+    other.seen_ns = INT64_MIN / 2;
+    CHECK(!looks_again(), "a thread that has run since");
+    CHECK(lends_in_time() && !lend_core(running, other), "itself");
+    Running next;
+    other.at_jobs_of = &next;
+    CHECK(!looks_again() && !looks_again(), "a thread of another call");
+    until_the_end.unlock();
+    thread.join();
+}
+#else
+void test_a_thread_that_waits_lends_its_core() {}
+void test_no_thread_is_counted_after_its_call() {}
+void test_threads_leave_cores_that_are_taken() {}
+#endif
+
 }  // namespace
 
 extern const Kernels kernels_baseline = {prepare, nullptr, [] { ++begun; }, [] { --begun; }};
 
 int main() {
+    alarm(1800);  // for a call that does not end
+    Cores before, after;
+    const bool has_cores = before.load();
     test_jobs_are_done_once();
     test_many_callers_at_once();
     test_rounding_is_that_of_the_caller();
@@ -230,5 +345,10 @@ int main() {
     test_no_memory();
     test_other_layouts_are_refused();
     test_forked_processes();
+    test_a_call_does_without_threads_that_do_not_run();
+    test_no_thread_is_counted_after_its_call();
+    test_threads_leave_cores_that_are_taken();
+    test_a_thread_that_waits_lends_its_core();
+    if (has_cores) CHECK(after.load() && memcmp(&before, &after, sizeof before) == 0, "the caller's cores");
     return report();
 }

@@ -12,7 +12,7 @@ from cuflash.spec.problem import make_problem
 from tests.reductions import attention_of, inputs_of, lse_of, weights_of
 
 
-def reduced(case, arch, count, deterministic=False, precision="highest", **options):
+def reduced(case, arch, count, deterministic=False, precision="highest", column_tiles=None, **options):
     """The weights of rows, and the column sums, the column maximum and the strongest keys of a case."""
     attn, arrays = attention_of(case), inputs_of(case)
     lse = lse_of(attn, arrays)
@@ -24,8 +24,8 @@ def reduced(case, arch, count, deterministic=False, precision="highest", **optio
     inputs = {**arrays, "lse": lse}
     call: Any = functools.partial(passes._call, arch=arch, **options)
     factors = {} if case.seed % 2 else {"dlse": weights}
-    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, COLUMN_SUMS.default)
-    (largest,) = call(COLUMN_MAX, problem, inputs, COLUMN_MAX.default)
+    (sums,) = call(COLUMN_SUMS, problem, inputs | factors, COLUMN_SUMS.default, tiles=column_tiles)
+    (largest,) = call(COLUMN_MAX, problem, inputs, COLUMN_MAX.default, tiles=column_tiles)
     shape = (*lse.shape, count)
     of_top = {"key_indices": np.empty(shape, np.int32), "key_weights": np.empty(shape, lse.dtype)}
     return weights, sums, largest, call(TOP_KEYS, problem, inputs | of_top, TOP_KEYS.default)

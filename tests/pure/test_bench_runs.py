@@ -1,5 +1,6 @@
 """Runs of the benchmark: the order of contenders, clocks, small runs on the CPU, and one on a stand-in for CuPy."""
 
+import functools
 import json
 import os
 import subprocess
@@ -163,6 +164,18 @@ def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
     assert times["seen"].median_us == pytest.approx(500)
     assert 10_000 / CALLS_IN_A_ROW <= times["unseen"].median_us < 5 * 10_000 / CALLS_IN_A_ROW
     assert len(waits) == 3 + times["unseen"].repeats
+
+
+def test_calls_with_a_clock_of_their_own_take_turns_after_the_others():
+    """Which would else begin on an idle device."""
+    log: list[str] = []
+    own = HostClock()
+    calls = {name: functools.partial(log.append, name) for name in ("a", "own", "b", "another")}
+    times = time_interleaved(calls, HostClock(), clocks={"own": own, "another": own}, budget_s=1e-9)
+    timed = log[3 * len(calls) :]
+    count = times["a"].repeats
+    assert count >= 10 and [x.repeats for x in times.values()] == [count] * 4
+    assert set(timed[: 2 * count]) == {"a", "b"} and set(timed[2 * count :]) == {"own", "another"}
 
 
 def test_the_cache_is_read_full_before_a_call(fake_cupy):

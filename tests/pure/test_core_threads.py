@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -80,6 +81,25 @@ def test_gradients_of_a_long_call_are_zeros_where_no_query_sees_a_key(dtype, hea
         attn.backward(q, q, k, k, out, lse, **optional, **gradients)
     for name, x in gradients.items():
         assert not x.any(), name
+
+
+def test_bits_while_other_processes_keep_all_cores_busy(monkeypatch):
+    """Threads lose their cores in the middle of a job, and others go on without them."""
+    case = ct.Case(num_heads=1, seqlen_q=1300, seqlen_k=1300, head_dim=8, causal=True)
+    much_work(monkeypatch)
+    with cuflash.cpu_threads(1):
+        expected = run(case)
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(jobs.available_cores())]
+    try:
+        until = time.perf_counter() + 1  # the processes take some time to start
+        while time.perf_counter() < until:
+            for threads in (2, 3, 8):
+                with cuflash.cpu_threads(threads):
+                    assert_same_bits(run(case), expected)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def threads_of_large_call(monkeypatch):

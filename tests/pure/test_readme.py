@@ -413,8 +413,9 @@ def test_the_names_of_kernels_are_in_the_code(name):
 
 @functools.cache
 def words_of_the_code():
-    """Every name in kernels and modules."""
-    files = [*(CHECKOUT / "kernels").rglob("*.cu*"), *(CHECKOUT / "cuflash").rglob("*.py")]
+    """Every name in kernels, modules and the core."""
+    cuflash = CHECKOUT / "cuflash"
+    files = [*(CHECKOUT / "kernels").rglob("*.cu*"), *cuflash.rglob("*.py"), *cuflash.rglob("*.h")]
     return {word for path in files for word in re.findall(r"\w+", path.read_text())}
 
 

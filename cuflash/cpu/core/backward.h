@@ -1,68 +1,15 @@
 // The backward pass: tiles of keys against blocks of queries, weights computed again (FlashAttention-2, algorithm 2).
 //
-// A job owns a tile of keys and computes its dk and dv. Jobs add to dq in the order of the tiles: for each block, a job
-// waits for the job of the tile before, which began earlier. So no sum depends on the number of threads.
+// A job owns a tile of keys and computes its dk and dv. Jobs add to dq in the order of the tiles, for each block after the
+// job of the tile before, which began earlier. So no sum depends on the number of threads.
 #pragma once
 
 #include "bias_gradients.h"
-#include "schedule.h"
+#include "dq_sums.h"
 
 namespace {
 
 // ---- dq, dk and dv --------------------------------------------------------------------------------------------------
-
-// The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and
-// all jobs before it have done; or that it is done itself, and jobs before it say the rest.
-struct AddingOrder {
-    static constexpr int64_t DONE = -1;
-    Work &work;
-    const int64_t KeyTile::*before;  // null if there is no such sum
-
-    // How many steps all jobs before this one have done, and `most` if that is less or there are none.
-    NOINLINE int64_t steps_before(int64_t job, int64_t most) const {
-        while (before && (job = work.tiles[job].*before) >= 0) {
-            const int64_t steps = work.progress[job].load(std::memory_order_acquire);
-            if (steps != DONE) return smaller(steps, most);
-        }
-        return most;
-    }
-    // Waits until they have done `steps`. Returns false if the call has been stopped.
-    NOINLINE bool wait(int64_t job, int64_t steps) const {
-        for (int64_t n = 0; steps_before(job, steps) < steps; ++n) {
-            if (work.stopped.load(std::memory_order_relaxed)) return false;
-            if (n > 100) yield_core();
-        }
-        return true;
-    }
-};
-
-inline bool has_dq_accum(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
-
-// Address of the sum of dq of a row, where dq itself has 16 bits.
-template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row row) {
-    const Call &call = work.call;
-    return (T *)work.shared +
-           ((entry.batch * call.num_heads + row.head) * call.seqlen_q + entry.first_q + row.i) * call.head_dim;
-}
-
-template <class T>
-NOINLINE void add_dq(const Work &work, const Entry &entry, const Block &block, RowRange range, const T *dq,
-                     int64_t dim) {
-    const Call &call = work.results();
-    const T scale = T(call.scale);
-    for (int64_t r = range.first; r < range.stop; ++r) {
-        const Row row = row_of(block, r);
-        const bool has_accum = has_dq_accum(call);
-        T *to = has_accum ? dq_sum<T>(work, entry, row) : (T *)row_address(call, DQ, entry, row);
-        const int64_t step = has_accum ? 1 : call.strides[DQ][3];
-        const T *from = dq + r * dim;
-        if (step == 1) {
-            for (int64_t d = 0; d < call.head_dim; ++d) to[d] += scale * from[d];
-        } else {
-            for (int64_t d = 0; d < call.head_dim; ++d) to[d * step] += scale * from[d];
-        }
-    }
-}
 
 // Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
@@ -197,6 +144,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
     const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
     const AddingOrder order{work, wants_dq ? &KeyTile::before : nullptr};
     const AddingOrder bias_order{work, adds_bias ? &KeyTile::bias_before : nullptr};
+    DqAdder<T> dq(work, job, sizes.dim, !adds_bias);
     auto steps_before = [&](int64_t most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
@@ -215,25 +163,27 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
                 clear_bias(work.results(), entry, row_of(block, r), first, count);
         if (is_hidden) continue;
         // Hidden steps before this one count as done.
-        if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
+        if (work.progress && !dq.first) work.progress[job].store(steps_before(step), std::memory_order_release);
         load_queries(work, entry, block, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (visible.rows.stop <= visible.rows.first) continue;
         add_to_dk_and_dv(call, block, visible, count, buffers);
         if (wants_dq) {
             multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), false, buffers);
-            if (!order.wait(job, step + 1)) return;
-            add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
+            if (!dq.add(step, block, visible.rows, buffers.dq)) return;
         }
         if (adds_bias) {
             if (!bias_order.wait(job, step + 1)) return;
             add_bias(work.results(), entry, block, visible, first, count, buffers.score_gradients());
         }
-        if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
+        if (work.progress && !dq.first) work.progress[job].store(step + 1, std::memory_order_release);
     }
-    if (work.progress)
+    if (adds_bias) {
         work.progress[job].store(steps_before(steps.count) == steps.count ? steps.count : AddingOrder::DONE,
                                  std::memory_order_release);
+    } else if (wants_dq) {
+        dq.finish();
+    }
     finish_key_tile(work, tile, job, buffers);
 }
 
@@ -343,7 +293,11 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     if (work.adds_dq || bias == BiasGradient::ORDERED) {
         if (!work.allocate(work.progress, work.num_tiles)) return false;
-        for (int64_t t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
+        if (!work.allocate(work.kept_dq, work.num_tiles)) return false;
+        for (int64_t t = 0; t < work.num_tiles; ++t) {
+            work.progress[t] = 0;
+            work.kept_dq[t] = nullptr;
+        }
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
     if (looks_ahead) work.add_phase(row_sums_job<T>, work.num_blocks);

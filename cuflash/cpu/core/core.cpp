@@ -273,9 +273,15 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     if (!running) return status;
     const CallerScratch scratch(running->work.scratch_bytes);
     if (scratch.memory) {
-        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
-        compute(*running, (char *)scratch.memory);
-        if (num_others) wait_until(*running, [&] { return is_done(*running); });
+        Participant &caller = running->caller;
+        if (num_others) {
+            caller.core = enter_core();
+            give(*running, most_threads(*running, num_others + 1) - 1);
+        }
+        compute(*running, caller, (char *)scratch.memory);
+        if (num_others) wait_until(*running, caller, [&] { return is_done(*running); });
+        leave_core(caller.core);
+        caller.core = -1;
     } else {
         running->out_of_memory = true;
     }

@@ -64,6 +64,22 @@ struct LargeMemory {
     }
 };
 
+// Partial dq of a step of a job, until it is its turn to be added: some rows of the block of that step, whose numbers
+// follow.
+struct KeptDq {
+    KeptDq *next;
+    int64_t step, first_row, stop_row, bytes;
+
+    void *numbers() { return this + 1; }
+    static void release(KeptDq *kept) {
+        while (kept) {
+            KeptDq *next = kept->next;
+            free(kept);
+            kept = next;
+        }
+    }
+};
+
 struct Work {
     static constexpr int MAX_PHASES = 10;
     Call call;
@@ -84,6 +100,10 @@ struct Work {
     int64_t *split_blocks = nullptr;  // of blocks whose keys are split, the one with the first keys
     KeyTile *tiles = nullptr;
     std::atomic<int64_t> *progress = nullptr;  // of tiles: how many of their steps have been added
+    std::atomic<KeptDq *> *kept_dq = nullptr;  // of tiles whose jobs have ended: what is still to be added to dq
+    std::atomic<int64_t> num_kept{0};          // tiles that have such
+    std::atomic<int64_t> kept_requests{0};     // to add it, since a thread began to
+    std::atomic<int64_t> kept_bytes{0};        // of these and of jobs under way
     char *shared = nullptr;                    // partial results
     double *sums = nullptr;                    // partial sums of gradients that are numbers
     char *bias_sums = nullptr;                 // partial sums for a bias of keys, by entry and head
@@ -92,10 +112,11 @@ struct Work {
     LargeMemory *packed_keys = nullptr;        // tiles of k and v, where blocks share them
     int64_t rows_per_partial = 0;              // rows of a block whose keys are split, at most
     int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
-    void *allocated[12] = {};
+    void *allocated[16] = {};
     int num_allocated = 0;
 
     ~Work() {
+        for (int64_t t = 0; kept_dq && t < num_tiles; ++t) KeptDq::release(kept_dq[t]);
         for (int i = 0; i < num_allocated; ++i) free_aligned(allocated[i]);
         LargeMemory::leave(packed_keys);
     }

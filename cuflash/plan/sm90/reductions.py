@@ -9,15 +9,15 @@ from cuflash.plan.families import MaximaFamily, ReductionFamily
 from cuflash.plan.sm80.reductions import add_columns, add_top, wants_many
 from cuflash.plan.sm90.backward import OfWarpgroups
 from cuflash.plan.sm90.forward import why_not_16_bit
-from cuflash.plan.sm90.tiles import (
+from cuflash.plan.sm90.reduction_tiles import (
     COLUMN_SM90_TILES,
     MAXIMA_SM90_TILES,
     TOP_SM90_TILES,
-    BackwardSm90Tile,
     ColumnSm90Tile,
     MaximaSm90Tile,
     TopSm90Tile,
 )
+from cuflash.plan.sm90.tiles import BackwardSm90Tile
 from cuflash.plan.tiles import FEW_CANDIDATES, LOOKED_UP, Tile, choose_row
 from cuflash.plan.traffic import Model
 

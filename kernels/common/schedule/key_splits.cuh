@@ -149,13 +149,26 @@ struct Partials {
     return all;
   }
 
+  // Warp. The first of the kWays sums of a lane gets all of them: those of a lane, or of the lanes that share columns.
+  template <int column_lanes, int sums>
+  CUFLASH_DEVICE static void add_in_pairs(Real (&sum)[sums][4]) {
+    static_assert(sums == 1 || sums == 4, "sums are added in pairs, by shuffles or in a lane");
+#pragma unroll
+    for (int mask = column_lanes; mask < 32; mask *= 2)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[0][k] += ptx::shuffle_xor(sum[0][k], mask);
+    if constexpr (sums == 4) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[0][k] = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
+    }
+  }
+
   // Warp. Stores a chunk of so many columns of a row of out, and with the first chunk the lse of the row.
   template <int columns>
   CUFLASH_DEVICE void combine(const Params& params, int row, int chunk) const {
     constexpr int kColumnLanes = columns / 4, kGroups = 32 / kColumnLanes, kSums = kWays / kGroups;
     // Blocks whose results a lane loads before it sums them: as registers allow, and of no more than 32 together.
     constexpr int kRoom = 64 / sizeof(Real), kAhead = kRoom < 32 / kGroups ? kRoom : 32 / kGroups;
-    static_assert(kSums == 1 || kSums == 4, "sums are added in pairs, by shuffles or in a lane");
     const int heads_of_group = params.num_heads / params.num_heads_kv;
     const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;
     const int query_head = head % params.num_heads_kv * heads_of_group + row / params.seqlen_q;
@@ -191,14 +204,7 @@ struct Partials {
         for (int k = 0; k < 4; ++k) sum[j % kSums][k] += weight_of_block * loaded[j][k];
       }
     }
-#pragma unroll
-    for (int mask = kColumnLanes; mask < 32; mask *= 2)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum[0][k] += ptx::shuffle_xor(sum[0][k], mask);
-    if constexpr (kSums == 4) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sum[0][k] = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
-    }
+    add_in_pairs<kColumnLanes>(sum);
     if (group > 0) return;
     Out* g_out = out_of(params, batch, query_head, query);
 #pragma unroll

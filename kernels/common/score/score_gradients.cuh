@@ -88,6 +88,13 @@ struct ScoreTiles {
     return pairs_of(params, BlockMask(params, batch, head), m_block, n_block);
   }
 
+  // Whether a mask may hide pairs of this tile.
+  CUFLASH_DEVICE bool needs_mask(const Params& params, int key_stop) const {
+    const TileRange tiles = visible_keys(params, key_stop);
+    return n_block < tiles.full_start || n_block >= tiles.full_stop || kLooksUpMask || kHasMaskFunction ||
+           (kHasBlockMask && class_left(params) != TileClass::kFull);
+  }
+
   CUFLASH_DEVICE TileRange visible_keys(const Params& params, int key_stop) const {
     const int first_row = m_block * kBlockM;
     return key_tiles(params, batch, first_row, min_of(first_row + kBlockM, seqlen_q_of(params, batch)) - 1, key_stop);

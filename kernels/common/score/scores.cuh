@@ -161,6 +161,28 @@ struct Weights {
     derivative = 1;
     return own.weight_of(product, exponent_scale);
   }
+  // Calls compute(by_row_sum) for a tile of products that went through `hide_products`; by_row_sum is a Constant and
+  // says whether weights follow from the row sums, as those of `large` rows do. Where products are scores but for their
+  // factor, scores relative to `row_sum_of(n, i)` replace the products of these rows, so that the code of `compute` is
+  // compiled once.
+  template <int m_tiles, int n_tiles, class RowSumOf, class Compute>
+  CUFLASH_DEVICE void by_statistics(Real (&product)[m_tiles][n_tiles][4], const bool& large, const RowSumOf& row_sum_of,
+                                    const Compute& compute) const {
+    if (large) {
+      if constexpr (!kScaleInExponent) {
+        compute(Constant<true>{});
+      } else {
+        const RelativeScores relative(exponent_scale);
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+          for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) product[m][n][i] = relative.of(product[m][n][i], row_sum_of(n, i));
+      }
+    }
+    if (kScaleInExponent || !large) compute(Constant<false>{});
+  }
   // The weight of one pair, where score_of(x) is the score of this pair, see BiasTerms::visit.
   template <class Row, class ScoreOf>
   CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, const Row& own, Real& derivative,

@@ -57,7 +57,8 @@ CUFLASH_DEVICE void add_tile(const Weights& weights, Real (&p)[m_tiles][n_tiles]
   load_own(0, first);
   const bool large = is_of_large(first[0]);
   weights.hide_products(p, masked, row_of, key_of);
-  const auto add_weights = [&](auto by_row_sum) __attribute__((always_inline)) {
+  const auto row_sum_of = [&](int n, int i) -> const RowSum& { return row_sums[row_of(n, i)]; };
+  weights.by_statistics(p, large, row_sum_of, [&](auto by_row_sum) __attribute__((always_inline)) {
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
       Real stats[4];
@@ -75,21 +76,5 @@ CUFLASH_DEVICE void add_tile(const Weights& weights, Real (&p)[m_tiles][n_tiles]
           columns.add(m, i, weight, stats[2 + i % 2]);
         }
     }
-  };
-  // Where scores are products times a factor, scores relative to the row sums take the place of the products of large
-  // rows, so that the code that computes weights is compiled once.
-  if (large) {
-    if constexpr (!kScaleInExponent) {
-      add_weights(Constant<true>{});
-    } else {
-      const RelativeScores relative(weights.exponent_scale);
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-        for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
-    }
-  }
-  if (kScaleInExponent || !large) add_weights(Constant<false>{});
+  });
 }

@@ -51,7 +51,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
 #pragma unroll
       for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
     });
-    exponentiate(score, scale, row_sum, !kRoundsScores && has_large(raised));
+    exponentiate(score, scale, row_sum, !kRoundsScores && has_unfused(raised));
   }
 
   // Multiplies scores by their scale, if they are to be rounded. Returns the scale that is left.
@@ -71,12 +71,12 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   }
   // Warp. Whether some row max is beyond kLargestFused. They are looked at only if they were `raised`: a tile below such
   // a row max that they were not raised for has no weights.
-  CUFLASH_DEVICE bool has_large(bool raised = true) const {
+  CUFLASH_DEVICE bool has_unfused(bool raised = true) const {
     if (!kFused || !raised) return false;
-    bool large = false;
+    bool unfused = false;
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) large = large || is_large(row_max[m][0]) || is_large(row_max[m][1]);
-    return ptx::any_lane(large);
+    for (int m = 0; m < m_tiles; ++m) unfused = unfused || is_unfused(row_max[m][0]) || is_unfused(row_max[m][1]);
+    return ptx::any_lane(unfused);
   }
 
   // Updates the row maxima only, because the output is still being summed. If it returns true, the output must later be
@@ -97,18 +97,18 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
         for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
   }
 
-  // Replaces scores by their exponentials and adds those of this lane to `sum`. `large` says whether some row max of the
-  // warp is beyond kLargestFused.
+  // Replaces scores by their exponentials and adds those of this lane to `sum`. `unfused` says whether some row max of
+  // the warp is beyond kLargestFused.
   template <int n_tiles>
   CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale, Real (&sum)[m_tiles][2],
-                                   bool large) {
-    large = large && kFused;
-    if (large) make_relative(score, exponent_scale);
+                                   bool unfused) {
+    unfused = unfused && kFused;
+    if (unfused) make_relative(score, exponent_scale);
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real less = large ? 0 : finite_row_max(m, half);
+        const Real less = unfused ? 0 : finite_row_max(m, half);
         Real tile_sum = 0;  // wide elements: shorter chains of additions have smaller errors
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
@@ -159,7 +159,7 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
  protected:
-  CUFLASH_DEVICE static bool is_large(Real row_max) {
+  CUFLASH_DEVICE static bool is_unfused(Real row_max) {
     return magnitude_of(row_max) > kLargestFused && row_max > -ptx::infinity();
   }
   // While no key is visible, exponents are relative to 0, and exponentials are 0.

@@ -70,7 +70,7 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) raised.before[m][half] = row_sum[m][half];
-    Base::exponentiate(score, exponent_scale, row_sum, Base::has_large(raised.any));
+    Base::exponentiate(score, exponent_scale, row_sum, Base::has_unfused(raised.any));
     return raised;
   }
   // If the row maxima rose, makes the sums of earlier tiles relative to the new ones, and moves the shift. A tangent is

@@ -73,7 +73,7 @@ MUTANTS = (
            "own_lse * kExponentOfE + 0;", "backward terms"),
     mutant("lse of the backward pass in natural units", ROW_SUMS, "own_lse * kExponentOfE + 0 :",
            "own_lse + 0 :", "backward"),
-    mutant("delta misses a lane", DELTA, "mask > 0; mask /= 2) delta", "mask > 1; mask /= 2) delta",
+    mutant("delta misses a lane", DELTA, "mask > 0; mask /= 2) value", "mask > 1; mask /= 2) value",
            "backward"),
     mutant("dout by the stride of out", DELTA,
            " delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride",

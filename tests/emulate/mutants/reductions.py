@@ -25,8 +25,8 @@ MUTANTS = (
     mutant("no wait before a product", SM80, "    ptx::copy_async_wait<kNumStages - 1>();\n", "", "columns"),
     mutant("no barrier before a product", SM80, "wait<kNumStages - 1>();\n    ptx::sync_block();\n",
            "wait<kNumStages - 1>();\n", "columns"),
-    mutant("no barrier before the next load", SM80, "first_key + warp_key + fragment_row(), columns);\n"
-           "    ptx::sync_block();\n", "first_key + warp_key + fragment_row(), columns);\n", "columns"),
+    mutant("no barrier before the next load", SM80, "lane_key, columns);\n    ptx::sync_block();\n",
+           "lane_key, columns);\n", "columns"),
     mutant("the loop does not advance", SM80, "    current.advance(tiles);\n", "", "columns"),
     mutant("keys past the last are stored", SM80, "fragment_column() == 0 && key < stop", "fragment_column() == 0",
            "columns"),
@@ -85,7 +85,7 @@ MUTANTS = (
     mutant("keys are replaced too early", TOP, "stage * kBytesK));\n      ptx::sync_block();\n", "stage * kBytesK));\n",
            "top"),
     mutant("warps share candidates", TOP, " + warp_index() * kBytesCandidates", "", "top"),
-    mutant("rows of the first warp", TOP, "head, first_row + warp_row, score", "head, first_row, score", "top"),
+    mutant("rows of the first warp", TOP, "tile.first_row + scan.warp_row,", "tile.first_row,", "top"),
     # ---- sm90/top_keys.cu
     mutant("queries of the first consumer", TOP_SM90, "shared.q + index * 64 * kLineBytes", "shared.q", "top sm90"),
     mutant("no wait for Q", TOP_SM90, "  if (tile.keys.start < tile.keys.stop) shared.q_full.wait(0);\n", "",

@@ -104,21 +104,58 @@ inline void block_signals() {
 // Calls these functions before a fork, and after it in the parent and in the child.
 inline void at_fork(void (*before)(), void (*parent)(), void (*child)()) { pthread_atfork(before, parent, child); }
 
+// The core that this thread is on, or -1 where the system does not say.
+inline int core_of_thread() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// A thread, for others to look at while it is sure to live.
+struct Thread {
+    pthread_t own{};
+
+    static Thread current() { return {pthread_self()}; }
+    // How long it has run on a core, or -1 where the system does not say.
+    int64_t nanoseconds_run() const {
+#if defined(__linux__)
+        clockid_t clock;
+        timespec run;
+        if (pthread_getcpuclockid(own, &clock) == 0 && clock_gettime(clock, &run) == 0)
+            return run.tv_sec * INT64_C(1'000'000'000) + run.tv_nsec;
+#endif
+        return -1;
+    }
+};
+
 // The cores that a thread may use, where the system lets a program choose them.
 struct Cores {
 #if defined(__linux__)
     cpu_set_t own;
-    // Those of this thread.
-    void load() { sched_getaffinity(0, sizeof own, &own); }
+    // Those of this thread; returns false if they are not known.
+    bool load() { return sched_getaffinity(0, sizeof own, &own) == 0; }
     // Has this thread use them.
     void use() const {
         cpu_set_t cores;
         if (sched_getaffinity(0, sizeof cores, &cores) == 0 && !CPU_EQUAL(&cores, &own))
             sched_setaffinity(0, sizeof own, &own);
     }
+    bool has(int core) const { return CPU_ISSET(core, &own); }
+    // Moves a thread, which may use these cores, to one of them. It may use the others all the same.
+    bool move(Thread thread, int core) const {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(core, &one);
+        return pthread_setaffinity_np(thread.own, sizeof one, &one) == 0 &&
+               pthread_setaffinity_np(thread.own, sizeof own, &own) == 0;
+    }
 #else
-    void load() {}
+    bool load() { return false; }
     void use() const {}
+    bool has(int) const { return false; }
+    bool move(Thread, int) const { return false; }
 #endif
 };
 

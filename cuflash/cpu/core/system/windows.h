@@ -90,17 +90,26 @@ inline void yield_core() { SwitchToThread(); }
 inline void block_signals() {}                              // Ctrl-C starts a thread of its own
 inline void at_fork(void (*)(), void (*)(), void (*)()) {}  // there is no fork
 
+// The system moves threads to other cores by itself.
+inline int core_of_thread() { return -1; }
+struct Thread {
+    static Thread current() { return {}; }
+    int64_t nanoseconds_run() const { return -1; }
+};
+
 // The cores that a thread may use: of one group of up to 64, as threads are.
 struct Cores {
     GROUP_AFFINITY own;
-    // Those of this thread.
-    void load() { GetThreadGroupAffinity(GetCurrentThread(), &own); }
+    // Those of this thread; returns false if they are not known.
+    bool load() { return GetThreadGroupAffinity(GetCurrentThread(), &own); }
     // Has this thread use them.
     void use() const {
         GROUP_AFFINITY cores;
         if (GetThreadGroupAffinity(GetCurrentThread(), &cores) && (cores.Mask != own.Mask || cores.Group != own.Group))
             SetThreadGroupAffinity(GetCurrentThread(), &own, nullptr);
     }
+    bool has(int) const { return false; }
+    bool move(Thread, int) const { return false; }
 };
 
 // Memory of each thread, which goes when the thread ends.
