@@ -62,7 +62,7 @@ struct ChunkedGradient {
   CUFLASH_DEVICE void multiply_rows(Ring& ring, Real (&s)[kMTiles][kNTiles][4]) const {
     const RowMajorA<kRow> own(s_ring, warp_row);
     const ColumnMajorB<kRow, kWarpsD> streamed(s_ring + kBytesOwn, warp_d);
-    multiply_chunks(ring, kBytesStage, s, own, streamed);
+    multiply_all_chunks(ring, kBytesStage, s, own, streamed);
   }
   // Adds the products of dS and the streamed rows. Warps read the dS of others: the barrier in `ring.next` separates
   // this from the stores.

@@ -88,8 +88,8 @@ struct ChunkRing {
 // s = a b' of all chunks, the next steps of the ring. The operands are those of its first stage; `bytes` are those of a
 // stage.
 template <class Ring, int m_tiles, int n_tiles, class LoadA, class LoadB>
-CUFLASH_DEVICE void multiply_chunks(Ring& ring, u32 bytes, Real (&s)[m_tiles][n_tiles][4], const LoadA& load_a,
-                                    const LoadB& load_b) {
+CUFLASH_DEVICE void multiply_all_chunks(Ring& ring, u32 bytes, Real (&s)[m_tiles][n_tiles][4], const LoadA& load_a,
+                                        const LoadB& load_b) {
   set_zero(s);
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {

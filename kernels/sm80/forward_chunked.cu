@@ -60,7 +60,7 @@ CUFLASH_DEVICE void forward_chunked(const Params& params) {
 #pragma unroll 1
   for (int n_block = tiles.stop - 1; n_block >= tiles.start; --n_block) {
     Real s[kMTiles][kNTiles][4];
-    multiply_chunks(ring, kBytesStage, s, operand_q, operand_k);
+    multiply_all_chunks(ring, kBytesStage, s, operand_q, operand_k);
     to_scores(
         score, mask, s, [&](int m, int i) { return lane_row + 16 * m + i / 2 * 8; },
         tiles.at(n_block) * kBlockN + warp_n * kNTiles * 8 + fragment_column(),

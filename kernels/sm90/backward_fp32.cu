@@ -362,20 +362,16 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const auto hand_over = [&](auto row_of_query) __attribute__((always_inline)) {
       hand_over_p(p, weights, bias_terms, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p, row_of_query);
     };
-    // One body of code serves both where products are scores but for their factor.
-    if (large) {
-      const RowSum* row_sums = row_sums_of(common, batch, head);
-      if constexpr (!kScaleInExponent) {
-        hand_over([row_sums](int query, float) { return row_sums[query]; });
-      } else {
-        const RelativeScores relative(weights.exponent_scale);
-#pragma unroll
-        for (int n = 0; n < kTileColumns; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) p[n][i] = relative.of(p[n][i], row_sums[row_of(n, i)]);
-      }
-    }
-    if (kScaleInExponent || !large) hand_over([](int, float lse) { return PlainRow{lse}; });
+    const auto row_sum_of = [&](int n, int i) -> const RowSum& {
+      return row_sums_of(common, batch, head)[row_of(n, i)];
+    };
+    const auto by_row_sum_or_lse = [&](auto by_row_sum) __attribute__((always_inline)) {
+      if constexpr (by_row_sum)
+        hand_over([row_sums = row_sums_of(common, batch, head)](int query, float) { return row_sums[query]; });
+      else
+        hand_over([](int, float lse) { return PlainRow{lse}; });
+    };
+    weights.by_statistics((float (&)[1][kTileColumns][4])p, large, row_sum_of, by_row_sum_or_lse);
     ptx::fence_async_proxy();  // lse has been read where TMA writes next
     shared.handed.p_full(buffer).arrive();
 

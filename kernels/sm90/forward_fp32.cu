@@ -427,6 +427,67 @@ struct ConsumerStages {
   }
 };
 
+// A consumer at work on the tiles of keys of a tile of queries.
+struct ConsumerSteps {
+  const Shared& shared;
+  const ConsumerStages& stages;
+  const QueryTile& tile;
+  const Position<1>& query;
+  const Score score;
+  const Mask mask;
+  const Dropout dropout;
+  const float exponent_scale;
+  const QueryTerms& q;
+  const int lane_row;
+
+  CUFLASH_DEVICE ConsumerSteps(const Params& common, const Shared& shared_, const ConsumerStages& stages_,
+                               const QueryTile& tile_, const Position<1>& query_, const QueryTerms& q_)
+      : shared(shared_),
+        stages(stages_),
+        tile(tile_),
+        query(query_),
+        score(common, tile.work.batch, tile.work.head, tile.key_stop),
+        mask(common, tile.work.batch, tile.work.head, tile.key_stop),
+        dropout(common, tile.work.batch, tile.work.head),
+        exponent_scale(score.exponent_scale()),
+        q(q_),
+        lane_row(tile.first_row + stages.consumer * 64 + stages.thread / 32 * 16 + fragment_row()) {}
+
+  CUFLASH_DEVICE int lane_key_of(int n_block) const { return tile.keys.at(n_block) * kBlockN + fragment_column(); }
+
+  CUFLASH_DEVICE void step(const int& n_block, const TileRange& keys, OnlineSoftmax<1>& softmax,
+                           float (&o)[1][kColumnTiles][4]) const {
+    float s[1][kNTiles][4], sum[kColumnTiles][4];
+    u32 p[kBlockN / 16][kBf16Terms][4];
+    stages.ping_pong.wait();
+    issue_s(s[0], q, shared, stages.key);
+    stages.ping_pong.pass();
+    stages.release_terms(shared.k_ring);
+    ptx::fence_operand(s[0]);
+    if (n_block == keys.start) stages.release(shared.q_ring.empty(query));
+
+    stages.bias_terms.wait();
+    const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
+    make_either_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
+    stages.bias_terms.release();
+    float factor[1][2] = {{1.0f, 1.0f}};
+    const bool raised = softmax.update(s, factor, exponent_scale);
+    softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_unfused(raised));
+    if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
+    to_weights(s[0], p);
+
+    if constexpr (kHasValues) {
+      stages.ping_pong.wait();
+      issue_o(sum, p, shared, stages.key);
+      stages.ping_pong.pass();
+      stages.release_terms(shared.v_ring);
+      ptx::fence_operand(sum);
+      add_rescaled(o, factor, sum);
+    }
+    stages.key.advance();
+  }
+};
+
 // A consumer warpgroup, number `consumer` of kConsumers, which owns 64 queries of each tile.
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
@@ -440,51 +501,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   const ConsumerStages stages{shared, consumer, thread, ping_pong, key, bias_terms};
   for (TileScheduler scheduler(common); scheduler.more(); scheduler.advance(), query.advance()) {
     const QueryTile tile(common, scheduler.work(common));
-    const int head = tile.work.head, batch = tile.work.batch;
-    const Score score(common, batch, head, tile.key_stop);
-    const Mask mask(common, batch, head, tile.key_stop);
-    const Dropout dropout(common, batch, head);
-    const float exponent_scale = score.exponent_scale();
-    const int lane_row = tile.first_row + consumer * 64 + thread / 32 * 16 + fragment_row();
+    const ConsumerSteps own(common, shared, stages, tile, query, q);
 
     OnlineSoftmax<1> softmax;
     float o[1][kColumnTiles][4];
     set_zero(o);
-
-    const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
-
     const TileRange keys = tile.keys_of(common, consumer);
-    const auto step = [&](int n_block) {
-      float s[1][kNTiles][4], sum[kColumnTiles][4];
-      u32 p[kBlockN / 16][kBf16Terms][4];
-      ping_pong.wait();
-      issue_s(s[0], q, shared, key);
-      ping_pong.pass();
-      stages.release_terms(shared.k_ring);
-      ptx::fence_operand(s[0]);
-      if (n_block == keys.start) stages.release(shared.q_ring.empty(query));
-
-      bias_terms.wait();
-      const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
-      make_either_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
-      bias_terms.release();
-      float factor[1][2] = {{1.0f, 1.0f}};
-      const bool raised = softmax.update(s, factor, exponent_scale);
-      softmax.exponentiate(s, exponent_scale, softmax.row_sum, softmax.has_unfused(raised));
-      if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key_of(n_block));
-      to_weights(s[0], p);
-
-      if constexpr (kHasValues) {
-        ping_pong.wait();
-        issue_o(sum, p, shared, key);
-        ping_pong.pass();
-        stages.release_terms(shared.v_ring);
-        ptx::fence_operand(sum);
-        add_rescaled(o, factor, sum);
-      }
-      key.advance();
-    };
-
     shared.q_ring.full(query).wait(query.parity);
     q.load(thread / 32 * 16);
     int n_block = tile.keys.stop - 1;
@@ -494,10 +516,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       stages.release(shared.q_ring.empty(query));
     }
 #pragma unroll 1
-    for (; n_block >= keys.start; --n_block) step(n_block);
+    for (; n_block >= keys.start; --n_block) own.step(n_block, keys, softmax, o);
     for (; n_block >= tile.keys.start; --n_block) stages.skip();
 
-    store_rows(common, tile.work, lane_row, softmax, o);
+    store_rows(common, tile.work, own.lane_row, softmax, o);
   }
   ping_pong.finish();
 }

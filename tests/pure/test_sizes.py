@@ -49,13 +49,13 @@ def test_no_function_is_long(name):
 
 
 LONGEST_STEP = 45  # lines of a function of the kernels
-# Roles that are longer: the products of dQ by slices, and those of dP' by chunks, come out with other instructions
-# where they are functions, and so do consumers that keep their state in a struct.
+# Roles that are longer, because they come out with other instructions where parts of them are functions: the products
+# of dQ by slices, and those of dP' by chunks. With P' made by a function, the consumer of dV has 2 % more instructions
+# with dropout, and spills 20 bytes in place of 16 with a bias and per-key values.
 LONG_ROLES = {
     ("kernels/sm90/backward_dq.cuh", "accumulate_dq"),
     ("kernels/sm90/backward_fp32.cu", "make_dk"),
     ("kernels/sm90/backward_fp32.cu", "make_dv"),
-    ("kernels/sm90/forward_fp32.cu", "consume"),
 }
 NO_CODE = re.compile(r"//[^\n]*|^\s*#(?:[^\n]*\\\n)*[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.MULTILINE)
 NO_FUNCTION = re.compile(r"\b(struct|class|union|enum|namespace)\b|=\s*$|^[^(]*$")
