@@ -510,7 +510,8 @@ def _by_functions(
 ) -> tuple[Array, Array | float, list[tuple[str, Array, Array]]]:
     """Scores of one head as score_mod and mask_mod leave them, their derivative by S, and `Head.reads`.
 
-    Values are those of the function itself, called on NumPy arrays. S already has -inf where other options hide a pair.
+    Values are those of the function itself, called on NumPy arrays; in float32, of its expression. S already has -inf
+    where other options hide a pair.
     """
     if not problem.has_functions:
         return S, slope, []
@@ -532,7 +533,12 @@ def _by_functions(
                 entry = entry * length + index
             derivative = np.broadcast_to(derivative, S.shape).astype(S.dtype)
             reads.append((name, xp.asarray(entry), xp.asarray(derivative)))
-        S = np.broadcast_to(problem.score.on_numpy()(inputs, score_args, S.dtype), S.shape).astype(S.dtype)
+        if S.dtype == np.float32 and program.score is not None:
+            # NumPy makes float64 of an integer times a float32: the formula in float32 is that of the expression.
+            (found,) = evaluate((program.score,), inputs, score_args, S.dtype)
+        else:
+            found = problem.score.on_numpy()(inputs, score_args, S.dtype)
+        S = np.broadcast_to(found, S.shape).astype(S.dtype)
     if problem.mask_function is not None:
         hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, score_args, S.dtype), S.shape).astype(bool)
     return xp.asarray(_replace(S, hidden, -np.inf)), slope, reads

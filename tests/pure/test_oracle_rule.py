@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
@@ -354,6 +355,20 @@ def test_the_plain_formula_is_within_the_rule(case):
     measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
     assert all(np.isfinite(judges[name].tolerance).all() for name in judges)
+
+
+def test_the_plain_formula_rounds_what_a_function_makes_of_integers():
+    """They are real numbers in the dtype of the softmax, where NumPy would multiply them in float64."""
+    x, rows = np.float32(1.4554425), np.arange(60, dtype=np.float32)
+    attn: Any = cuflash.FlashAttention(score=lambda s, i, j, *, x: s + cuflash.sin(x * i))
+    arrays: dict[str, Any] = {"q": np.zeros((1, 1, 60, 8), np.float16), "k": np.ones((1, 1, 3, 8), np.float16)}
+    arrays |= {"x": np.array(x)}
+    problem = make_problem(attn.options, arrays["q"], arrays["k"], arrays["k"], score_args={"x": arrays["x"]})
+    judge = ct.yardsticks(problem, arrays | {"v": arrays["k"]})["lse"]
+    rounded = (np.log(np.float32(3)) + np.sin(rows * x))[None, None]
+    assert np.abs(rounded - judge.expected).max() > 8e-7
+    assert judge.plain_error.max() > 8e-7
+    assert ct.measure("lse", rounded, judge).failure is None
 
 
 def test_cases_have_the_values_asked_for():
