@@ -9,12 +9,12 @@
   CUFLASH_DEFINE_EMULATED(name, Params, threads, min_blocks, 1, body)
 #define CUFLASH_DEFINE_CLUSTER_KERNEL(name, Params, threads, blocks, body) \
   CUFLASH_DEFINE_EMULATED(name, Params, threads, 1, blocks, body)
-#define CUFLASH_DEFINE_EMULATED(name, Params, threads, min_blocks, cluster, body)                                 \
-  static void name##_thread(const void* params) { body(*static_cast<const Params*>(params)); }                    \
-  extern "C" __attribute__((visibility("default"))) int name(const void* params, u64 params_bytes,                \
-                                                             const ::emulator::LaunchOptions* options,            \
-                                                             ::emulator::Report* report) {                        \
-    return ::emulator::launch({name##_thread, sizeof(Params), threads, min_blocks, cluster}, params, params_bytes, *options, *report); \
+#define CUFLASH_DEFINE_EMULATED(name, Params, threads, min_blocks, cluster, body)                                   \
+  static void name##_thread(const void* params) { body(*static_cast<const Params*>(params)); }                      \
+  extern "C" __attribute__((visibility("default"))) int name(                                                       \
+      const void* params, u64 params_bytes, const ::emulator::LaunchOptions* options, ::emulator::Report* report) { \
+    return ::emulator::launch({name##_thread, sizeof(Params), threads, min_blocks, cluster}, params, params_bytes,  \
+                              *options, *report);                                                                   \
   }
 
 // Functions that NVRTC knows without a header.
@@ -139,9 +139,7 @@ CUFLASH_DEVICE double shuffle(double value, u32 lane, Site site = Site::here()) 
 CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane, Site site = Site::here()) {
   return ::emulator::shuffle(value, lane, site);
 }
-CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) {
-  return ::emulator::any_lane(predicate, site);
-}
+CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) { return ::emulator::any_lane(predicate, site); }
 CUFLASH_DEVICE u32 ballot(bool predicate, Site site = Site::here()) { return ::emulator::ballot(predicate, site); }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------

@@ -127,18 +127,16 @@ static inline void issue_product(float (&d)[n_tiles][4], const u32* a_registers,
   ::emulator::wgmma({type, type, n_tiles, d[0], a_registers, a, b, a_transposed, b_transposed, accumulate}, site);
 }
 template <bool a_transposed, bool b_transposed, class Type, int n_tiles>
-CUFLASH_DEVICE void wgmma(Type, float (&d)[n_tiles][4], u64 a, u64 b, bool accumulate,
-                                   Site site = Site::here()) {
+CUFLASH_DEVICE void wgmma(Type, float (&d)[n_tiles][4], u64 a, u64 b, bool accumulate, Site site = Site::here()) {
   issue_product<Type>(d, nullptr, a, b, a_transposed, b_transposed, accumulate, site);
 }
 template <bool b_transposed, class Type, int n_tiles>
 CUFLASH_DEVICE void wgmma(Type, float (&d)[n_tiles][4], const u32 (&a)[4], u64 b, bool accumulate,
-                                   Site site = Site::here()) {
+                          Site site = Site::here()) {
   issue_product<Type>(d, a, 0, b, false, b_transposed, accumulate, site);
 }
 template <class A, class B, int n_tiles>
-CUFLASH_DEVICE void wgmma_k32(A, B, float (&d)[n_tiles][4], u64 a, u64 b, bool accumulate,
-                              Site site = Site::here()) {
+CUFLASH_DEVICE void wgmma_k32(A, B, float (&d)[n_tiles][4], u64 a, u64 b, bool accumulate, Site site = Site::here()) {
   ::emulator::wgmma({element_of(A{}), element_of(B{}), n_tiles, d[0], nullptr, a, b, false, false, accumulate}, site);
 }
 template <class A, class B, int n_tiles>

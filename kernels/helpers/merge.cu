@@ -138,8 +138,8 @@ CUFLASH_DEVICE void add(const Params& params) {
 }
 
 // The tangents of merged results, behind these, from those of partial results, behind their lses; `weight` has their
-// weights, `total` the sum of these. With w = weight / total: tlse = sum w tlse_i, tout = sum w (tout_i + (tlse_i - tlse)
-// out_i).
+// weights, `total` the sum of these. With w = weight / total: tlse = sum w tlse_i, tout = sum w (tout_i + (tlse_i -
+// tlse) out_i).
 template <class Element>
 CUFLASH_DEVICE void merge_tangents(const Element& element, const Real (&weight)[kPartials], Real total) {
   constexpr int kOuts = 4, kTouts = kOuts + 2 * kPartials, kTlses = kTouts + kPartials;
@@ -205,8 +205,8 @@ CUFLASH_DEVICE void merge(const Params& params) {
 }
 
 // One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1:
-// the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, last: its lse.
-// With tangents, 4: the tangent of lse so far, to which it moves; 5 and 6: by how much it, and that of the partial
+// the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, last: its
+// lse. With tangents, 4: the tangent of lse so far, to which it moves; 5 and 6: by how much it, and that of the partial
 // result, which follows lse, lie above the new one.
 CUFLASH_DEVICE void softmax_step(const Params& params) {
   constexpr int kLse = kHasTangents ? 7 : 4;
@@ -362,8 +362,8 @@ CUFLASH_DEVICE void merge_backward(const Params& params) {
 }
 
 // The tangents of what merge_backward makes. arrays 0 and 1: those of the gradients of a partial out (3) and of its lse
-// (7); 2: dout, 4: out, 5 and 6: the tangents of both outs, 8: lse, 9 and 10: the tangents of both lses; then dlse, tdlse
-// and tdout, as far as there are any.
+// (7); 2: dout, 4: out, 5 and 6: the tangents of both outs, 8: lse, 9 and 10: the tangents of both lses; then dlse,
+// tdlse and tdout, as far as there are any.
 CUFLASH_DEVICE void merge_backward_tangents(const Params& params) {
   constexpr int kDlse = 11, kTdlse = kDlse + kHasDlse, kTdout = kTdlse + kHasTdlse;
   const Row row(params);

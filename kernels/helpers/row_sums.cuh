@@ -116,7 +116,8 @@ struct ExactProducts {
   }
 };
 
-// Warp. Calls visit(s, key, exponent_scale) for the scores of 16 rows from `first_row` on and the 16 keys from `key` on.
+// Warp. Calls visit(s, key, exponent_scale) for the scores of 16 rows from `first_row` on and the 16 keys from `key`
+// on.
 template <class Products = ExactProducts, class Visit>
 CUFLASH_DEVICE void visit_scores(const Params& params, Entry batch, int head, int first_row, int row_stop,
                                  Visit visit) {
@@ -152,8 +153,8 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
 }
 
 #if CUFLASH_ROW_REDUCTIONS
-// The same products where their last bits do not matter. Where elements have 16 bits, a lane reads 8 adjacent columns of
-// a row at once, so that the columns of both operands are permuted, in the same way. Q stays in registers.
+// The same products where their last bits do not matter. Where elements have 16 bits, a lane reads 8 adjacent columns
+// of a row at once, so that the columns of both operands are permuted, in the same way. Q stays in registers.
 template <class E, bool permutes>
 struct ProductsOfMaxima : ExactProducts {
   using ExactProducts::ExactProducts;

@@ -51,8 +51,8 @@ CUFLASH_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared
 CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,
                                 i32 batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-          "r"(destination),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }

@@ -87,21 +87,21 @@ CUFLASH_DEVICE void fence_operand(float (&d)[n_tiles][4]) {
 // The instruction for n = 16 `count`; r0 to r7 number the operands after the accumulator's.
 #define CUFLASH_WGMMA_16BIT(Type, name, count, n, r0, r1, r2, r3, r4, r5, r6)                                          \
   template <bool a_transposed, bool b_transposed>                                                                      \
-  CUFLASH_DEVICE void wgmma(Type, float (&d)[2 * count][4], u64 a, u64 b, bool accumulate) {                  \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "."   \
+  CUFLASH_DEVICE void wgmma(Type, float (&d)[2 * count][4], u64 a, u64 b, bool accumulate) {                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "."\
                  name " {" CUFLASH_TEXT_##count "}, " r0 ", " r1 ", p, 1, 1, " r3 ", " r4 ";\n}"                       \
                  : CUFLASH_OPERANDS_##count                                                                            \
                  : "l"(a), "l"(b), "r"((u32)accumulate), "n"(a_transposed), "n"(b_transposed));                        \
   }                                                                                                                    \
   template <bool b_transposed>                                                                                         \
-  CUFLASH_DEVICE void wgmma(Type, float (&d)[2 * count][4], const u32(&a)[4], u64 b, bool accumulate) {       \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "."   \
+  CUFLASH_DEVICE void wgmma(Type, float (&d)[2 * count][4], const u32(&a)[4], u64 b, bool accumulate) {                \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "."\
                  name " {" CUFLASH_TEXT_##count "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, " r6 ";\n}"     \
                  : CUFLASH_OPERANDS_##count                                                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)accumulate), "n"(b_transposed));       \
   }
-#define CUFLASH_WGMMA(count, n, r0, r1, r2, r3, r4, r5, r6)                              \
-  CUFLASH_WGMMA_16BIT(Float16, "f16", count, n, r0, r1, r2, r3, r4, r5, r6)              \
+#define CUFLASH_WGMMA(count, n, r0, r1, r2, r3, r4, r5, r6)                                                            \
+  CUFLASH_WGMMA_16BIT(Float16, "f16", count, n, r0, r1, r2, r3, r4, r5, r6)                                            \
   CUFLASH_WGMMA_16BIT(BFloat16, "bf16", count, n, r0, r1, r2, r3, r4, r5, r6)
 
 CUFLASH_WGMMA(1, "16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")

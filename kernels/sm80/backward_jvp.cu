@@ -36,7 +36,8 @@ static_assert(kWarpsK == 1 || (kQueryTiles == 2 && kDim * kElementBytes % 256 ==
               "halves of the columns are whole lines");
 static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile of queries arrives while another is used");
 
-// Shared memory: K, tK, V, tV, the stages of Q, tQ, dO, tdO, then tdX' and dX', and (P u)' and P' where warps share them.
+// Shared memory: K, tK, V, tV, the stages of Q, tQ, dO, tdO, then tdX' and dX', and (P u)' and P' where warps share
+// them.
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);

@@ -4,7 +4,8 @@
 //   tdQ = scale (tdX K + dX tK) + tscale dX K
 //
 // A block owns kBlockM queries of one head and iterates over the tiles of keys; a warp owns 16 of its rows, or kWarpsD
-// warps share them, each with a slice of the columns. common/score/gradient_tangents.cuh has what is made of the products.
+// warps share them, each with a slice of the columns. common/score/gradient_tangents.cuh has what is made of the
+// products.
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"

@@ -1,5 +1,5 @@
-// Tangents of the gradients of the inputs of scores other than q and k, on mma.sync tensor cores (compute capability 7.0
-// and later), in a fixed order of additions, as backward_scores.cu makes these gradients:
+// Tangents of the gradients of the inputs of scores other than q and k, on mma.sync tensor cores (compute capability
+// 7.0 and later), in a fixed order of additions, as backward_scores.cu makes these gradients:
 //
 //   S = Q K'    tX = tQ K' + Q tK'    dP = dO V'    tdP = dO tV' + tdO V'              (X' is X transposed)
 //   tdbias = tdS        tdslope = -sum tdS * |i + diagonal - j|

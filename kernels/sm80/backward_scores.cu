@@ -5,8 +5,8 @@
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
 //   dscale = sum dS * f'(X) * (Q K')        dc = sum dS * df/dc        (X = scale Q K')
 //
-// f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both. The steps of
-// a tile of pairs are numbered:
+// f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both. The steps
+// of a tile of pairs are numbered:
 //
 //   [GEMM 1] X = Q K'    [GEMM 2] dP = dO V'    [3] P    [4] dS    [5] what is added to the sums
 //
@@ -28,8 +28,8 @@
 #include "sm80/mma.cuh"
 #include "sm80/score_sums.cuh"
 
-// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed. Of long heads without values
-// the ring has chunks of Q and K.
+// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed. Of long heads without
+// values the ring has chunks of Q and K.
 #if CUFLASH_CHUNK_COLUMNS
 #include "sm80/chunks.cuh"
 constexpr int kColumnsOfStage = kChunk;

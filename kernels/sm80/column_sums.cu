@@ -30,7 +30,8 @@ constexpr u32 kBytesStage = kBytesQ + kBytesStats;
 constexpr int kRealsOf16Bytes = 16 / sizeof(Real);
 static_assert(kBytesK + kNumStages * kBytesStage == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// The tile of keys of a block, and the ring of tiles of queries: that of step i of the loop goes to stage i % kNumStages.
+// The tile of keys of a block, and the ring of tiles of queries: that of step i of the loop goes to stage i %
+// kNumStages.
 struct ColumnTiles {
   const Params& params;
   const Entry batch;

@@ -1,6 +1,6 @@
-// Products of factors with tangents: d += a b and td += ta b + a tb. Fragments of float32 are fetched, and split into two
-// terms, once for all products that they are factors of. Other elements need no such terms: there a fragment is fetched
-// for each product, because four of them at a time take the registers of accumulators.
+// Products of factors with tangents: d += a b and td += ta b + a tb. Fragments of float32 are fetched, and split into
+// two terms, once for all products that they are factors of. Other elements need no such terms: there a fragment is
+// fetched for each product, because four of them at a time take the registers of accumulators.
 #pragma once
 #include "sm80/mma.cuh"
 

@@ -4,9 +4,9 @@
 //   O = P V       A = P (tS - c) V + P tV                 out = O / l        tout = (A - (r / l) O) / l
 //
 // as in forward.cu: a block owns kBlockM queries of one head and iterates over the tiles of keys from the last to the
-// first; a warp owns 16 of its rows, or kWarpsD warps share them, each with a slice of the columns of O and A. Of S and tS
-// each of these makes some columns, where there are 16 for it, and gets the others through shared memory. Products of
-// tangents that are not given are left out (CUFLASH_TANGENTS).
+// first; a warp owns 16 of its rows, or kWarpsD warps share them, each with a slice of the columns of O and A. Of S and
+// tS each of these makes some columns, where there are 16 for it, and gets the others through shared memory. Products
+// of tangents that are not given are left out (CUFLASH_TANGENTS).
 #include "common/config.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"

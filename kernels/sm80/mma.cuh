@@ -135,7 +135,8 @@ enum class Order {
   kPairedRowsColumns,  // ColumnMajorA, RowMajorB
 };
 
-// `store_fragments` of 16-bit elements. With `paired`, of four neighbouring columns the even n-tile has the first and the third.
+// `store_fragments` of 16-bit elements. With `paired`, of four neighbouring columns the even n-tile has the first and
+// the third.
 template <bool paired, int row, int warps, int m_tiles, int n_tiles, class RowFactor>
 CUFLASH_DEVICE void store_half_fragments(u32 tile, int r, int warp, const Real (&value)[m_tiles][n_tiles][4],
                                          const RowFactor& factor) {

@@ -14,8 +14,8 @@
 //     everything for 64 keys of its own. Or, where registers hold only one of the two sums, both have the same 64 keys:
 //     the first makes P', u' and tdV, the second dX', tdX' and tdK, and P' and u' are handed over in shared memory.
 //   - The warpgroup of tdQ reads dX' and tdX' from shared memory, makes tdQ of the tile, and adds it to memory, at its
-//     own pace. It first clears what later blocks add to (common/io/clear_dq.cuh). One of its warps is the producer, or a warp of a warpgroup of its own, in which two others keep the order
-//     of tdQ if blocks add to it in order.
+//     own pace. It first clears what later blocks add to (common/io/clear_dq.cuh). One of its warps is the producer, or
+//     a warp of a warpgroup of its own, in which two others keep the order of tdQ if blocks add to it in order.
 // A step takes a tile of queries, or half of one. Consumers issue tdV and tdK of a step right after the first products
 // of the next one, so that these run while P' or dX' of the next one is made. Or before them, where there is but one
 // stage of Q: the next Q is loaded once tdK has read this one, and arrives while the products of the next dO run.
@@ -315,8 +315,8 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, query, lane_key);
   }
 
-  // Makes operands of P' u' and, for tdO, of P'. Those of pairs that dropout has marked become 0, others have its factor
-  // before they are rounded: in float16 they may be subnormal.
+  // Makes operands of P' u' and, for tdO, of P'. Those of pairs that dropout has marked become 0, others have its
+  // factor before they are rounded: in float16 they may be subnormal.
   template <int rows, int rows_p>
   CUFLASH_DEVICE void to_weights(const float (&p)[kPartTiles][4], const float (&u)[kPartTiles][4],
                                  const u32 (&packed)[rows][2], const u32 (&packed_p)[rows_p][2]) {

@@ -7,9 +7,9 @@
 //   [7] tdQ += dX tK + tdX K                                                       (X' is X transposed)
 //
 // A block owns 64 keys of one key/value head and iterates over the tiles of 64 queries, and over the query heads that
-// share its keys. Nothing is computed twice: the first warpgroup makes [1] to [3] and hands P' and u' to the second one,
-// which makes [4] to [6] and hands dX' and tdX' to the third one, which makes [7] and adds it to memory. Two threads of
-// the last warpgroup are producers.
+// share its keys. Nothing is computed twice: the first warpgroup makes [1] to [3] and hands P' and u' to the second
+// one, which makes [4] to [6] and hands dX' and tdX' to the third one, which makes [7] and adds it to memory. Two
+// threads of the last warpgroup are producers.
 //
 // Operands in shared memory cost as many clocks as a product of 64 columns takes. So V and tV, which one product each
 // reads, are in registers, and K is multiplied by Q and tQ at once. V and tV arrive where dX' and tdX' will be.
@@ -39,8 +39,8 @@ static_assert(kDim <= kChunk && kDimV <= kChunk, "a tile is one chunk");
 static_assert(kNumWarps == 16, "P', dX', tdQ and the producers");
 constexpr int kQStages = CUFLASH_NUM_STAGES, kDoStages = CUFLASH_DO_STAGES, kBuffers = CUFLASH_NUM_BUFFERS;
 
-// Shared memory: K and tK, the ring of Q and tQ, the ring of dO, buffers, statistics and their tangents, barriers. Terms
-// of a tile come one after the other; those of Q and tQ take turns, so that one product reads both.
+// Shared memory: K and tK, the ring of Q and tQ, the ring of dO, buffers, statistics and their tangents, barriers.
+// Terms of a tile come one after the other; those of Q and tQ take turns, so that one product reads both.
 constexpr u32 kTerms = kBf16Terms * kTerm;
 constexpr u32 kBytesP = 128 * kNTiles * 16;  // and as many of u'
 static_assert(kBytesP <= kTerms, "P' lies where dX' will be");
@@ -321,8 +321,8 @@ struct MakerOfDx {
     if constexpr (kMovesV) ptx::fence_operand(tdp);
   }
 
-  // [5] dX' = P' (dP' - delta) in place of dP' and tdX' = u' dX' + P' (tdP' - tdelta) in place of tdP'. Where a function
-  // makes scores, u' is what dP' - delta is multiplied by.
+  // [5] dX' = P' (dP' - delta) in place of dP' and tdX' = u' dX' + P' (tdP' - tdelta) in place of tdP'. Where a
+  // function makes scores, u' is what dP' - delta is multiplied by.
   CUFLASH_DEVICE void make_dx(Accumulator& dx, Accumulator& tdx) const {
     const u32 s_stats = shared.stats_at(do_at) + fragment_column() * 8 + 8, s_p = shared.dx_at(buffer) + thread * 16;
     [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));

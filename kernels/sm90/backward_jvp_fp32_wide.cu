@@ -1,5 +1,6 @@
-// Tangents of gradients in float32 on compute capability 9.0 (Hopper) for head dimensions whose operands do not fit into
-// shared memory together: the formulas and products of sm90/backward_jvp_fp32.cu, with operands that arrive box by box.
+// Tangents of gradients in float32 on compute capability 9.0 (Hopper) for head dimensions whose operands do not fit
+// into shared memory together: the formulas and products of sm90/backward_jvp_fp32.cu, with operands that arrive box by
+// box.
 //
 //   [1] S' = K Q'    tX' = K tQ' + tK Q'   [2] dP' = V dO'   [3] P' and u' = scale tX' - tlse
 //   [4] dX'          [5] tdV += (P' u') dO  [6] tdP' = tV dO' [7] tdX'
@@ -227,9 +228,9 @@ struct MakerOfDx {
     ptx::fence_operand(dp);
   }
 
-  // [4] dX' = P' (dP' - delta), whose terms it stores, in place of dP'; in place of u' what it adds to tdX', u' dX'. Where
-  // a function makes scores, u' is what dP' - delta is multiplied by. Leaves P' u', as tdV needs it, in place of dX'; with
-  // a function it is made already.
+  // [4] dX' = P' (dP' - delta), whose terms it stores, in place of dP'; in place of u' what it adds to tdX', u' dX'.
+  // Where a function makes scores, u' is what dP' - delta is multiplied by. Leaves P' u', as tdV needs it, in place of
+  // dX'; with a function it is made already.
   CUFLASH_DEVICE void make_dx(const Accumulator& p, Accumulator& u, const Accumulator& pu, Accumulator& dx) const {
     [[maybe_unused]] const ScaledGradients scaled(common.scale, tscale_of(common));
     repeat<kSteps>([&](auto step) __attribute__((always_inline)) {

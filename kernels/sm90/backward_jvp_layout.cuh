@@ -9,8 +9,8 @@
 
 // How registers and shared memory are spent, by head dimension.
 enum class Schedule {
-  // Each consumer has 64 keys, of which K and V are in registers (with tdO, K), and takes the queries of a tile in two halves. All
-  // products of a half are issued at once.
+  // Each consumer has 64 keys, of which K and V are in registers (with tdO, K), and takes the queries of a tile in two
+  // halves. All products of a half are issued at once.
   kOwnKeys,
   // Both consumers have the same 64 keys: the first makes P', u' and tdV, with K in registers; the second makes dX',
   // tdX' and tdK, with V in registers. P' and u' are handed over in shared memory.

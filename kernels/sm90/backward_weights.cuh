@@ -40,9 +40,9 @@ CUFLASH_DEVICE void to_exponents(float (&p)[kQueryTiles][4], u32 s_stats, float 
     for (int i = 0; i < 4; ++i) p[n][i] = max_of(p[n][i], kLeastExponent);
 }
 
-// Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With Kept::kWeights these are the
-// tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats` is
-// the address of the statistics of this lane's first query. With kEntropyInDp `p` becomes the exponents, see above.
+// Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With Kept::kWeights these are
+// the tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats`
+// is the address of the statistics of this lane's first query. With kEntropyInDp `p` becomes the exponents, see above.
 template <int rows>
 CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale,
                          bool may_be_hidden) {

@@ -1,5 +1,5 @@
-// Products of long rows on compute capability 9.0, as a GEMM makes them: the operands of a tile of sums arrive by chunks
-// of 64 columns through one ring, and the sums stay in registers.
+// Products of long rows on compute capability 9.0, as a GEMM makes them: the operands of a tile of sums arrive by
+// chunks of 64 columns through one ring, and the sums stay in registers.
 //
 //   barrier    one phase is over when                                       who waits
 //   full[i]    a chunk of both operands has arrived in stage i              consumers, before its products
@@ -20,8 +20,8 @@ constexpr int kNTiles = kBlockN / 8;
 constexpr int kChunks = chunks_of(kDim);
 static_assert(kRows == 64 * kConsumers, "64 rows for each consumer");
 
-// Registers of a thread of each role; together they are no more than the block started with. A wgmma needs all registers
-// of its sums at the start of the kernel, which three consumers have for 128 columns.
+// Registers of a thread of each role; together they are no more than the block started with. A wgmma needs all
+// registers of its sums at the start of the kernel, which three consumers have for 128 columns.
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240, kProducerRegisters = kConsumers == 3 ? 32 : 24;
 constexpr int kTilesAtOnce = kConsumers == 3 ? 16 : 32;
 static_assert(kNumWarps == 4 * kConsumers + 4 && (kConsumers == 2 || kConsumers == 3), "the consumers and a producer");
@@ -72,8 +72,8 @@ CUFLASH_DEVICE void load_rows(const Shared& shared, Position<kNumStages>& at, co
   }
 }
 
-// A consumer warpgroup, number `index`: sums = left right', over `num_chunks` chunks, one at least. The k of a transposed
-// operand runs down the 64 rows of a chunk, whose 64 columns are some of the rows, or columns, of the sums.
+// A consumer warpgroup, number `index`: sums = left right', over `num_chunks` chunks, one at least. The k of a
+// transposed operand runs down the 64 rows of a chunk, whose 64 columns are some of the rows, or columns, of the sums.
 template <bool left_transposed, bool right_transposed>
 CUFLASH_DEVICE void multiply_chunks(const Shared& shared, Position<kNumStages>& at, u32 index, float (&sum)[kNTiles][4],
                                     int num_chunks) {

@@ -8,8 +8,8 @@
 // sm90/chunked_ring.cuh, in boxes of 64 rows and 64 columns. All sums have a fixed order, so that gradients are
 // deterministic.
 //
-// A plan launches the two kernels in turn, with one argument for all chunks. So they count the launches that have ended:
-// a kernel of dS has the chunk that follows the last launch of the products, and these the last one of dS.
+// A plan launches the two kernels in turn, with one argument for all chunks. So they count the launches that have
+// ended: a kernel of dS has the chunk that follows the last launch of the products, and these the last one of dS.
 #pragma once
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
@@ -31,8 +31,8 @@ CUFLASH_DEVICE int chunk_keys_of(const Params& params) { return params.whole_til
 CUFLASH_DEVICE int num_chunks_of(const Params& params) { return ceil_div(params.seqlen_k, chunk_keys_of(params)); }
 CUFLASH_DEVICE int num_query_tiles_of(const Params& params) { return ceil_div(params.seqlen_q, kBlockM); }
 
-// The counts of launches of each of the two kernels, of which the first block of each launch counts its own. Blocks read
-// the count of the other kernel, whose launches have all ended.
+// The counts of launches of each of the two kernels, of which the first block of each launch counts its own. Blocks
+// read the count of the other kernel, whose launches have all ended.
 CUFLASH_DEVICE Arrivals launches_of_ds(const Params& params) { return {params, 0, (u32)num_chunks_of(params)}; }
 CUFLASH_DEVICE Arrivals launches_of_products(const Params& params) { return {params, 1, (u32)num_chunks_of(params)}; }
 CUFLASH_DEVICE int count_of(const Arrivals& launches) {

@@ -1,5 +1,5 @@
-// A dynamic tile scheduler: blocks claim one tile of queries after another, the longest ones of some heads first. So all
-// blocks end at about the same time, however much their tiles differ in length.
+// A dynamic tile scheduler: blocks claim one tile of queries after another, the longest ones of some heads first. So
+// all blocks end at about the same time, however much their tiles differ in length.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/params.cuh"
@@ -30,9 +30,9 @@ CUFLASH_DEVICE void claim_tiles(const Params& params, const TileRing& ring) {
   put({0, -1, 0});
 }
 
-// The scheduler of the other roles: the tiles that the scheduler hands over. Consumers, which read them as warps, give a
-// tile back at once; the producer, a thread, does when it has started all loads for it. So a block claims its next tile
-// late: one that it claimed when it started a long tile would have to wait, while others have nothing left to do.
+// The scheduler of the other roles: the tiles that the scheduler hands over. Consumers, which read them as warps, give
+// a tile back at once; the producer, a thread, does when it has started all loads for it. So a block claims its next
+// tile late: one that it claimed when it started a long tile would have to wait, while others have nothing left to do.
 template <bool is_warp>
 struct DynamicTileScheduler {
   TileRing ring;

@@ -62,8 +62,8 @@ constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 // Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. O takes them otherwise.
 constexpr bool kHoldsQ = !kHasValues && kDim <= 64;
 // The largest row max that all exponents of its row subtract in one instruction with the score. A natural one is
-// multiplied by log2(e) before; rounded so, it moves exponents by at most 2^-13.5, less than what weights of 16 bits are
-// rounded by.
+// multiplied by log2(e) before; rounded so, it moves exponents by at most 2^-13.5, less than what weights of 16 bits
+// are rounded by.
 constexpr float kLargestFolded = kNaturalRowMax ? 1024.0f : kLargestFused;
 
 // Shared memory: the ring of Q, a slice of the output, the rings of K, V, bias and per-key values, and barriers.

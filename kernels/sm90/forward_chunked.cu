@@ -78,8 +78,8 @@ CUFLASH_DEVICE void combine_splits(const Params& params, const ChunkedTile& tile
   }
 }
 
-// Turns products into scores, as `to_scores` does, where a bias differs from key to key only: it is loaded once for both
-// rows of a lane.
+// Turns products into scores, as `to_scores` does, where a bias differs from key to key only: it is loaded once for
+// both rows of a lane.
 CUFLASH_DEVICE void add_key_bias(const Score& score, const Mask& mask, float (&s)[kNTiles][4], int lane_row,
                                  int lane_key, bool masked) {
 #pragma unroll

@@ -21,9 +21,9 @@ struct FunctionWeights {
   const RowSum* row_sums;     // of this lane's first query
   bool large;                 // whether some rows of the tile are large
 
-  // Turns products into P'. With Kept::kWeights it multiplies `p` by the derivatives of the score by the scaled product,
-  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some row may
-  // be large or may not exist. Such a row gets no weight, whatever the function returns.
+  // Turns products into P'. With Kept::kWeights it multiplies `p` by the derivatives of the score by the scaled
+  // product, which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some
+  // row may be large or may not exist. Such a row gets no weight, whatever the function returns.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], Masked masked) const {
 #pragma unroll

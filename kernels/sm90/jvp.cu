@@ -231,8 +231,8 @@ struct Consumer {
     release(shared.v_ring.empty(key));
     key.advance();
   }
-  // Queries that attend to no keys. Q is given back as a warp, so that no lane still waits for one that others have given
-  // back.
+  // Queries that attend to no keys. Q is given back as a warp, so that no lane still waits for one that others have
+  // given back.
   CUFLASH_DEVICE void skip_queries(const Barrier& empty) const {
     arrive_as_warp(empty);
     if constexpr (!kOverlapsTiles) {

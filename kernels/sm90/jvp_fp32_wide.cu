@@ -5,12 +5,13 @@
 //   [1] S = Q K^T and tX = tQ K^T + Q tK^T      [2] P = exp(S - m) and l, P (tS - c) and r
 //   [3] O += P V and A += P (tS - c) V + P tV
 //
-// The kernel is persistent: a block takes one tile of 64 queries after another. One warpgroup makes [1] and [2] and hands
-// P and P (tS - c) over in shared memory. Each of one or two others owns 64 columns of O and A and makes [3]. Where row
-// maxima rise, and at the end, these scale what they have by factors of the rows: O becomes x O, A becomes x A + y O.
+// The kernel is persistent: a block takes one tile of 64 queries after another. One warpgroup makes [1] and [2] and
+// hands P and P (tS - c) over in shared memory. Each of one or two others owns 64 columns of O and A and makes [3].
+// Where row maxima rise, and at the end, these scale what they have by factors of the rows: O becomes x O, A becomes x
+// A + y O.
 //
-// Tensor cores truncate sums instead of rounding them. So they sum the products of one tile of keys only, small products
-// first, and FFMA, which rounds, adds these to O and A.
+// Tensor cores truncate sums instead of rounding them. So they sum the products of one tile of keys only, small
+// products first, and FFMA, which rounds, adds these to O and A.
 //
 //   barrier          one phase is over when                      who waits
 //   q_full           Q and tQ have arrived                       [1]

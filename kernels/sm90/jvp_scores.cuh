@@ -30,8 +30,8 @@ struct JvpParams {
 };
 static_assert(sizeof(JvpParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-// Scores of a tile, and with kNeedsProduct their tangents, too. The first ones of a lane are of query `lane_row` and key
-// `lane_key`.
+// Scores of a tile, and with kNeedsProduct their tangents, too. The first ones of a lane are of query `lane_row` and
+// key `lane_key`.
 template <int n_tiles, class Masked>
 CUFLASH_DEVICE void make_scores(const Score& score, const ScoreTangents& tangents, const Mask& mask,
                                 float (&s)[1][n_tiles][4], float (&ts)[1][n_tiles][4], int lane_row, int lane_key,

@@ -11,8 +11,8 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
-// The batch index of a term: in the map of an array, term i of batch entry b has batch index i * batch + b. The terms of
-// its tangent follow.
+// The batch index of a term: in the map of an array, term i of batch entry b has batch index i * batch + b. The terms
+// of its tangent follow.
 CUFLASH_DEVICE int batch_of_term(const Params& params, int term, int batch) { return term * params.batch + batch; }
 
 // A producer. Loads the terms of Q and tQ of a tile of queries, `term_bytes` each, once those before are read.
@@ -49,8 +49,8 @@ struct TangentRows {
         exponent_scale(score.exponent_scale()),
         softmax(make_tangent_softmax(common, tile.work.batch, tile.work.head)) {}
 
-  // Turns products of a tile of keys, some of which `keys` may hide, into P and P (tS - c); rescales the sums of earlier
-  // tiles, `o` and `a`.
+  // Turns products of a tile of keys, some of which `keys` may hide, into P and P (tS - c); rescales the sums of
+  // earlier tiles, `o` and `a`.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void softmax_step(float (&s)[1][n_tiles][4], float (&ts)[1][n_tiles][4], float (&o)[1][out_tiles][4],
                                    float (&a)[1][out_tiles][4], int n_block, const TileRange& keys) {

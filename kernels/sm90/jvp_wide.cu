@@ -9,16 +9,16 @@
 //   [3] P (tS - c) and r                       both matrices go to shared memory, for both consumers
 //   [4] O += P V and A += P (tS - c) V + P tV  of its columns, all keys
 //
-// Tiles of keys go through one ring of stages. A stage has 64 columns of K and tK, or 32 rows of V and tV. [1] of a tile
-// of keys is issued before [4] of the tile before it, so that [2] and [3] run during [4].
+// Tiles of keys go through one ring of stages. A stage has 64 columns of K and tK, or 32 rows of V and tV. [1] of a
+// tile of keys is issued before [4] of the tile before it, so that [2] and [3] run during [4].
 //
 //   barrier      one phase is over when               who waits
 //   q_full       Q and tQ have arrived                consumers, before S
 //   q_empty      every warp has its last scores       producer, before the next Q
 //   full[i]      keys, or values, are in stage i      consumers, before their products
 //   empty[i]     both consumers have theirs           producer, before it loads the next ones there
-//   named: one for each two warps that have the same rows; one per consumer for itself; one for both consumers, before P
-//   is written and before it is read
+//   named: one for each two warps that have the same rows; one per consumer for itself; one for both consumers, before
+//   P is written and before it is read
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
 #include "common/io/operands.cuh"

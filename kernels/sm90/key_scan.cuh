@@ -54,8 +54,8 @@ struct ScanRows {
         score(params, tile.work.batch, tile.work.head, tile.key_stop),
         mask(params, tile.work.batch, tile.work.head, tile.key_stop) {}
 
-  // Multiplies 64 queries, the first of which is at `rows_q` in a tile of `rows`, by the keys that have arrived at `at`,
-  // whose stage it gives back.
+  // Multiplies 64 queries, the first of which is at `rows_q` in a tile of `rows`, by the keys that have arrived at
+  // `at`, whose stage it gives back.
   template <int rows, class Shared>
   CUFLASH_DEVICE void multiply(float (&s)[1][kNTiles][4], u32 rows_q, const Shared& shared,
                                const Position<kNumStages>& at) const {

@@ -1,5 +1,5 @@
-// Tiles of 64 x 64 of float32 as bf16 terms: products of terms, operands in registers and in shared memory, and boxes of
-// one term that arrive in turn.
+// Tiles of 64 x 64 of float32 as bf16 terms: products of terms, operands in registers and in shared memory, and boxes
+// of one term that arrive in turn.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/bf16_split.cuh"
@@ -65,8 +65,8 @@ CUFLASH_DEVICE void add(float (&total)[n_tiles][4], const float (&sum)[n_tiles][
     for (int i = 0; i < 4; ++i) total[n][i] += sum[n][i];
 }
 
-// Stores the terms of an operand whose rows are those of an accumulator, one after the other from `to` on: the columns of
-// steps [first, stop), some of which may not be finite, which is rare.
+// Stores the terms of an operand whose rows are those of an accumulator, one after the other from `to` on: the columns
+// of steps [first, stop), some of which may not be finite, which is rare.
 template <int first = 0, int stop = kSteps>
 CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to, u32 thread) {
   const u32 lane = lane_index(), line = to + (thread / 32 * 16 + lane % 16) * kLineBytes;
@@ -91,7 +91,8 @@ CUFLASH_DEVICE void store_terms(const Accumulator& value, u32 to, u32 thread) {
   }
 }
 
-// ---- Boxes ------------------------------------------------------------------------------------------------------------
+// ---- Boxes
+// ------------------------------------------------------------------------------------------------------------
 
 template <int stages>
 struct BoxRing {

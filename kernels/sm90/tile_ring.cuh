@@ -3,7 +3,8 @@
 #include "common/config.cuh"
 #include "sm90/pipeline.cuh"
 
-// Whether a warp of each block is a scheduler: it finds the tiles of packed sequences, or claims one tile after another.
+// Whether a warp of each block is a scheduler: it finds the tiles of packed sequences, or claims one tile after
+// another.
 constexpr bool kHasTileRing = kIsPacked || kDynamicTiles;
 // With one stage a tile is claimed when all roles have given back the one before.
 constexpr int kTileStages = kDynamicTiles ? 1 : 2;

@@ -1,5 +1,5 @@
-// The tile schedulers of the persistent kernels of compute capability 9.0: which tiles of queries a block takes, and how
-// its roles learn of them.
+// The tile schedulers of the persistent kernels of compute capability 9.0: which tiles of queries a block takes, and
+// how its roles learn of them.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/params.cuh"

@@ -1,5 +1,5 @@
-// The scores of the tiles of keys that a warp of sm90/forward.cu takes: what products are turned into scores by, and which
-// pairs are hidden.
+// The scores of the tiles of keys that a warp of sm90/forward.cu takes: what products are turned into scores by, and
+// which pairs are hidden.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"

@@ -253,7 +253,8 @@ void compare(const char *name, const AnyArray &got, const std::vector<double> &e
                 }
 }
 
-// Both passes by every instruction set, on one thread and on three: the same bits, and nothing written between elements.
+// Both passes by every instruction set, on one thread and on three: the same bits, and nothing written between
+// elements.
 void test_passes(Dtype dtype) {
     Problem p = Problem::any(dtype);
     std::optional<Expected> found[2];  // without weights in bfloat16, and with them

@@ -71,7 +71,8 @@ template <class T> inline double units(T got, long double exact) {
     return double(std::fabs((long double)got - exact) / ((long double)std::nextafter(size, INFINITE) - size));
 }
 
-// An array of exactly so many elements, from an address that is a multiple of 64 on: a sanitizer finds accesses outside.
+// An array of exactly so many elements, from an address that is a multiple of 64 on: a sanitizer finds accesses
+// outside.
 template <class T> struct Memory {
     T *data;
     long count;

@@ -1,5 +1,5 @@
-// Jobs of the backward pass in any order, on one thread and on several: none of them waits for another one, and the sums of dq have the
-// bits that they have in the order of the jobs. So a thread that does not run holds up no other.
+// Jobs of the backward pass in any order, on one thread and on several: none of them waits for another one, and the
+// sums of dq have the bits that they have in the order of the jobs. So a thread that does not run holds up no other.
 #pragma once
 
 #include <unistd.h>

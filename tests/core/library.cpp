@@ -207,8 +207,8 @@ int run(const Library &core, const Given &given, int limit, Way way) {
     return call.status;
 }
 
-// Compares a result with the formula in float64: twice the error of the plain formula in float32 is allowed, and two units
-// in the last place. In float64 errors are smaller by 2^29, and the formula has as large ones.
+// Compares a result with the formula in float64: twice the error of the plain formula in float32 is allowed, and two
+// units in the last place. In float64 errors are smaller by 2^29, and the formula has as large ones.
 void compare(const char *what, const char *name, const Storage &found, const std::vector<double> &exact,
              const std::vector<double> &plain, double unit) {
     double most = 0, error = 0;

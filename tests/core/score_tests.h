@@ -131,8 +131,8 @@ template <class T> void test_derivative_by_softcap() {
     }
 }
 
-// Tiles of scores become weights, as in the forward pass, with a row max that lags: in the end o / l is the mean. With row
-// reductions, largest and moment tell the largest score and the entropy.
+// Tiles of scores become weights, as in the forward pass, with a row max that lags: in the end o / l is the mean. With
+// row reductions, largest and moment tell the largest score and the entropy.
 template <class T>
 void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has_dropout, bool reduces) {
     constexpr long DIM = 2 * LANES<T>, TILES = 6;
@@ -182,8 +182,8 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
         products += weight > 0 ? weight * (all[j] - most) : 0;
     }
     const double epsilon = std::numeric_limits<T>::epsilon(), got = sum_of_lanes<T>(load(l.data));
-    // The exponent of a weight is a difference of scores, which is exact near the largest score; elsewhere the weight is
-    // small by as much as the difference is rounded. Sums in order add a unit for each term.
+    // The exponent of a weight is a difference of scores, which is exact near the largest score; elsewhere the weight
+    // is small by as much as the difference is rounded. Sums in order add a unit for each term.
     const double most_wrong = epsilon * double(all.size());
     const double lse = row_max * scaling.natural + std::log(got), expected = most + std::log(sum);
     CHECK(std::fabs(lse - expected) <= most_wrong + 2 * epsilon * std::fabs(expected), "lse %.9g, expected %.9g", lse,

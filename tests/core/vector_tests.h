@@ -155,7 +155,8 @@ void test_exp_of() {
 }
 
 // Where a quotient is corrected once (simd/avx512.h), an estimate of 1 / y that is off by e leaves e^2 of it: 2^-28 of
-// float's and 2^-56 of double's, whose estimate was corrected before. A unit is 2^-24 or 2^-53 of the quotient, or more.
+// float's and 2^-56 of double's, whose estimate was corrected before. A unit is 2^-24 or 2^-53 of the quotient, or
+// more.
 template <class T> void test_quotient() {
     const double most = !HAS_SCALING     ? 0.5
                         : sizeof(T) == 4 ? 0.5 + std::ldexp(1, 24 - 28)

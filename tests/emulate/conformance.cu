@@ -1,6 +1,6 @@
-// One kernel for each function of ptx/base.cuh and ptx/arithmetic.cuh, so small that its result is written down in NumPy
-// in one line. They run on the CPU (test_conformance.py), and take no more than a launcher to run on a GPU under the
-// same checks.
+// One kernel for each function of ptx/base.cuh and ptx/arithmetic.cuh, so small that its result is written down in
+// NumPy in one line. They run on the CPU (test_conformance.py), and take no more than a launcher to run on a GPU under
+// the same checks.
 #include "ptx/base.cuh"
 
 #ifndef ELEMENT

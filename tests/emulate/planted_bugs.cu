@@ -141,7 +141,8 @@ CUFLASH_DEVICE void wait_for_too_few(const Params& params) {
 CUFLASH_DEFINE_KERNEL(short_wait, Params, kWarp, 1, wait_for_too_few)
 
 CUFLASH_DEVICE void exit_with_copy_in_flight(const Params& params) {
-  ptx::copy_async<4, 0>(ptx::dynamic_shared() + 4 * ptx::thread_index(), source_of(params), 4);  // caught: exit_in_flight
+  const u32 to = ptx::dynamic_shared() + 4 * ptx::thread_index();
+  ptx::copy_async<4, 0>(to, source_of(params), 4);  // caught: exit_in_flight
   ptx::copy_async_commit();
 }
 CUFLASH_DEFINE_KERNEL(exit_in_flight, Params, kWarp, 1, exit_with_copy_in_flight)

@@ -1,4 +1,5 @@
-// Kernels with one mistake each in the use of ptx/tma.cuh or ptx/wgmma.cuh, as in planted_bugs.cu (test_emulator_sm90.py).
+// Kernels with one mistake each in the use of ptx/tma.cuh or ptx/wgmma.cuh, as in planted_bugs.cu
+// (test_emulator_sm90.py).
 #include "ptx/wgmma.cuh"
 
 struct Params {

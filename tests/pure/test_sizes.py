@@ -30,6 +30,19 @@ def test_no_file_is_long(name):
     assert len((ROOT / name).read_text().splitlines()) <= LONGEST_FILE
 
 
+OF_C = (".cu", ".cuh", ".h", ".cc", ".cpp")
+SOURCES = {name: path for name, path in FILES.items() if path.suffix in OF_C} | {
+    path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tests").glob("*/*") if path.suffix in OF_C
+}
+
+
+@each(sorted(SOURCES))
+def test_lines_are_short(name):
+    """Those of comments and strings, which clang-format leaves as they are; ruff looks at Python."""
+    long = [number for number, line in enumerate(SOURCES[name].read_text().splitlines(), 1) if len(line) > 120]
+    assert not long
+
+
 def lengths_of_functions(text):
     """(name, lines without the docstring) of every function."""
     for node in ast.walk(ast.parse(text)):

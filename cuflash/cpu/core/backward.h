@@ -1,7 +1,7 @@
 // The backward pass: tiles of keys against blocks of queries, weights computed again (FlashAttention-2, algorithm 2).
 //
-// A job owns a tile of keys and computes its dk and dv. Jobs add to dq in the order of the tiles, for each block after the
-// job of the tile before, which began earlier. So no sum depends on the number of threads.
+// A job owns a tile of keys and computes its dk and dv. Jobs add to dq in the order of the tiles, for each block after
+// the job of the tile before, which began earlier. So no sum depends on the number of threads.
 #pragma once
 
 #include "bias_gradients.h"

@@ -1,5 +1,5 @@
-// The backward pass with tangents: the tangents of gradients, with the tiles, jobs and orders of the backward pass. Where
-// that has weights p and gradients ds of scores, this pass has the tangents of both, too.
+// The backward pass with tangents: the tangents of gradients, with the tiles, jobs and orders of the backward pass.
+// Where that has weights p and gradients ds of scores, this pass has the tangents of both, too.
 #pragma once
 
 #include <initializer_list>
@@ -84,8 +84,8 @@ template <class T> struct JvpSums {
     Vector<T> slopes = {}, scale = {}, softcap = {};
 };
 
-// Replaces the scores p of a row by weights, their tangents ts by those of the weights, both with dropout; the gradients
-// ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
+// Replaces the scores p of a row by weights, their tangents ts by those of the weights, both with dropout; the
+// gradients ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
 NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
                           const JvpRowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {

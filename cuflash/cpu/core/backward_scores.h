@@ -256,7 +256,8 @@ inline ScoreTile visible_tile(const Call &call, const Entry &entry, const Block 
     return {call, entry, block, rows.first, rows.stop - rows.first, first, count, count, 0};
 }
 
-// Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at once.
+// Puts the gradients ds of scores of a row, for keys of a tile, into dbias of `results`, where jobs of keys do so at
+// once.
 template <class T>
 NOINLINE void put_bias_gradients(const Call &results, const Entry &entry, const Block &block, Row row, int64_t first,
                                  int64_t count, Keys keys, const T *ds, BackwardBuffers<T> &buffers) {
@@ -270,9 +271,9 @@ NOINLINE void put_bias_gradients(const Call &results, const Entry &entry, const 
     }
 }
 
-// Calls body(r0, n, keys, columns) for n rows of a block, from r0 on, that attend to keys of a tile, which take up whole
-// vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of keys
-// `computed` are read. Returns what the rows attend to.
+// Calls body(r0, n, keys, columns) for n rows of a block, from r0 on, that attend to keys of a tile, which take up
+// whole vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of
+// keys `computed` are read. Returns what the rows attend to.
 template <class T, class C, class F>
 inline Visible for_visible_rows(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
                                 C clear_keys, F body) {
@@ -373,8 +374,8 @@ NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const Row
     with_weights(scaling, lse, row.sum, softmax_by);
 }
 
-// The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few products,
-// whose errors would not average out. `values` has space for both rows.
+// The product of a row of q and a key, rounded once. Gradients with respect to maxima make dscale a sum of few
+// products, whose errors would not average out. `values` has space for both rows.
 template <class T>
 NOINLINE double exact_product(const Call &call, const Entry &entry, Row row, int64_t head_kv, int64_t key, int64_t dim,
                               T *values) {
@@ -385,7 +386,8 @@ NOINLINE double exact_product(const Call &call, const Entry &entry, Row row, int
     return call.scale < 0 ? -sum : sum;
 }
 
-// Adds the gradient with respect to the maximum of a row of a tile to ds of the first key that has it, if that is there.
+// Adds the gradient with respect to the maximum of a row of a tile to ds of the first key that has it, if that is
+// there.
 template <class T>
 inline void add_gradient_of_max(const ScoreTile &tile, int64_t r, T *ds, T *products, BackwardBuffers<T> &buffers) {
     const int64_t own = tile.r0 + r, key = buffers.first_max[own], j = key - tile.first;

@@ -32,8 +32,8 @@ template <class T> void sums_job(Work &work, char *, int64_t) {
     if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
-// What takes the place of delta in the tangent of the gradient of a sink: (tsink - tlse) delta + tdelta. The row of dout
-// is loaded.
+// What takes the place of delta in the tangent of the gradient of a sink: (tsink - tlse) delta + tdelta. The row of
+// dout is loaded.
 template <class T>
 inline double tangent_of_sink_term(const Work &work, const Entry &entry, Row row, T lse, T delta,
                                    BackwardBuffers<T> &buffers) {

@@ -17,8 +17,8 @@ enum Array {
 
 constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // the bound of a window without one; larger than any length
 
-// A pass with tangents has another of these structs after the first, with the same sizes and options: its arrays are the
-// tangents of arrays, each under the name of what it is the tangent of.
+// A pass with tangents has another of these structs after the first, with the same sizes and options: its arrays are
+// the tangents of arrays, each under the name of what it is the tangent of.
 struct Call {
     int64_t bytes;  // of this struct, as a check
     int64_t is_backward;

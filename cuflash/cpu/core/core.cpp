@@ -21,7 +21,8 @@ struct Target {
     const Kernels *kernels;
 };
 
-// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does without.
+// Queried once, without the guards of variables in functions, which are in the libraries of C++ that the core does
+// without.
 inline const Processor &processor() {
     static Processor found{};
     static Once once;

@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
-// All rows of the entry that share keys decide it where the bits of a row must not depend on how rows are cut into blocks.
+// All rows of the entry that share keys decide it where the bits of a row must not depend on how rows are cut into
+// blocks.
 inline bool is_decode(const Call &call, const Entry &entry, const Block &block) {
     const int64_t rows = call.batch_invariant ? entry.seqlen_q * group_of(call) : rows_of(block);
     return rows <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);

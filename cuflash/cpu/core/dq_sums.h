@@ -1,5 +1,5 @@
-// Sums over tiles of keys, to which jobs add in the order of the tiles, so that their bits do not depend on threads: dq,
-// and dbias where it is a sum over heads or entries.
+// Sums over tiles of keys, to which jobs add in the order of the tiles, so that their bits do not depend on threads:
+// dq, and dbias where it is a sum over heads or entries.
 //
 // A job whose turn to add to dq has not come keeps its partial dq for later, and goes on. Else a thread that loses its
 // core to another program, for some milliseconds, would hold up all others.

@@ -127,8 +127,8 @@ NOINLINE void product_columns(int64_t num_rows, const T *a, int64_t a_stride, co
     run(std::integral_constant<int, 1>());
 }
 
-// Takes up to WIDE vectors of columns at a time, and calls `run` with the first column and their number, as a type. Four
-// that are left are two times two, which takes less time than three and one.
+// Takes up to WIDE vectors of columns at a time, and calls `run` with the first column and their number, as a type.
+// Four that are left are two times two, which takes less time than three and one.
 template <class T, int WIDE, class F> inline void for_columns(int64_t num_columns, F run) {
     constexpr int64_t L = LANES<T>;
     int64_t j = 0;

@@ -1,5 +1,5 @@
-// Products of bf16x2: sixteen rows of A, of sixteen bf16x2 each, by sixteen rows of B, in tile registers where there are
-// any. Four registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
+// Products of bf16x2: sixteen rows of A, of sixteen bf16x2 each, by sixteen rows of B, in tile registers where there
+// are any. Four registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
 #pragma once
 
 #include "gemm.h"

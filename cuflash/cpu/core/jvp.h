@@ -1,9 +1,10 @@
 // The forward pass with tangents: it has two more sums for each row,
 //
-//     a = sum of weight * ((tangent of the score - shift) * v + tv), r = sum of weight * (tangent of the score - shift),
+//     a = sum of weight * ((tangent of the score - shift) * v + tv)
+//     r = sum of weight * (tangent of the score - shift)
 //
-// which are rescaled where the row max rises, as o and l are. The shift takes out of the tangents what all keys of a row
-// have in common: it moves to their mean so far wherever the row max rises. tlse is shift + r / l, and tout is
+// which are rescaled where the row max rises, as o and l are. The shift takes out of the tangents what all keys of a
+// row have in common: it moves to their mean so far wherever the row max rises. tlse is shift + r / l, and tout is
 // (a - r / l * o) / l.
 #pragma once
 

@@ -423,8 +423,8 @@ template <class T> inline Vector<T> first_maxima(const Sight<T> &sight, Keys key
     return at;
 }
 
-// What a vector of queries knows of all of its keys: sums of rows and gradients with respect to entropies are null where
-// there are none.
+// What a vector of queries knows of all of its keys: sums of rows and gradients with respect to entropies are null
+// where there are none.
 template <class T> struct NumbersOfRows {
     const T *lse, *delta, *dentropy;
     const RowSum<T> *sums;

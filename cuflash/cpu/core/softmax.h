@@ -68,9 +68,9 @@ template <class T> struct Kept {
     Vector<T> of(Vector<T> p, int64_t j) const { return drop<T>(p * splat(scale), are_kept + j); }
 };
 
-// What the reductions of a row are made of: its largest score so far, and the sums, lane by lane, of p (s - largest) over
-// its weights p. Sums from the row max would be larger, by what it lags, and so would their rounding errors. Where no
-// reductions are wanted, nothing is added up.
+// What the reductions of a row are made of: its largest score so far, and the sums, lane by lane, of p (s - largest)
+// over its weights p. Sums from the row max would be larger, by what it lags, and so would their rounding errors. Where
+// no reductions are wanted, nothing is added up.
 template <class T> struct RowReductions {
     static constexpr bool IS_WANTED = true;
     T &largest;
@@ -166,8 +166,8 @@ NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<fl
     if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
 }
 
-// The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`, and
-// what keys have summed shrinks.
+// The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`,
+// and what keys have summed shrinks.
 struct RowWithSink {
     double row_max, l, shrinks = 1, of_sink = 0;
     template <class T> T divisor() const { return l == 0 ? T(1) : T(l); }

@@ -72,7 +72,8 @@ constexpr int MOST_CORES = 1024;
 
 // How many threads of calls are on each core. Where threads of other libraries spin on all other cores, Linux wakes a
 // thread on the core of the one that wakes it, and leaves both there: a call would take as long as on one thread. So a
-// worker leaves a core that another thread of a call is on for one that none is on, and shares it with what spins there.
+// worker leaves a core that another thread of a call is on for one that none is on, and shares it with what spins
+// there.
 std::atomic<int32_t> num_computing[MOST_CORES];
 
 // Counts a thread that calls on its core. Returns the core, or -1 if it is not known.
@@ -105,8 +106,8 @@ int enter_free_core() {
 }
 
 // Where a thread of a call waits for the last jobs of others: if one of these has a job and does not run, because the
-// system gave its core to another program for some milliseconds, it gets the core of this thread, which then sleeps. The
-// lock of the call is held. Returns whether there was such a thread.
+// system gave its core to another program for some milliseconds, it gets the core of this thread, which then sleeps.
+// The lock of the call is held. Returns whether there was such a thread.
 bool lend_core(Running &running, Participant &self) {
     const int here = core_of_thread();
     const int64_t now = nanoseconds_now();

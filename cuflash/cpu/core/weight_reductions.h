@@ -94,8 +94,8 @@ template <class T> void columns_job(Work &work, char *memory, int64_t job) {
 
 // ---- strongest keys -------------------------------------------------------------------------------------------------
 
-// A bound that at least `count` scores of a row reach, which are whole vectors: the least of as many maxima of different
-// scores; -inf where there are fewer.
+// A bound that at least `count` scores of a row reach, which are whole vectors: the least of as many maxima of
+// different scores; -inf where there are fewer.
 template <class T> inline T reached_by(const T *s, int64_t columns, int64_t count) {
     Vector<T> maxima[MOST_TOP_KEYS / LANES<T>];
     const int64_t num_maxima = ceil_div(count, LANES<T>), num_vectors = columns / LANES<T>;

@@ -13,8 +13,8 @@ namespace {
 // What a counter was before blocks of this launch changed it. Blocks run one after another here. On a device another
 // block may change the counter after this one has loaded it, and loads may see it late.
 std::unordered_map<const u64*, u64> before_launch;
-std::vector<const u64*> seen;  // counters whose latest state the block knows: it tried to change them itself
-std::vector<Access> stored;    // the last store of each thread
+std::vector<const u64*> seen;        // counters whose latest state the block knows: it tried to change them itself
+std::vector<Access> stored;          // the last store of each thread
 Access first_arrival, last_arrival;  // of the block: loads are of one of them, it is not known of which
 
 void check_aligned(const void* address, u32 bytes, Site site) {

@@ -110,7 +110,7 @@ constexpr u32 kNamedBarriers = 16;
 struct NamedBarrier {
   u32 threads;  // that take part in this round
   u32 arrived;
-  Clock clock;  // what those that arrived knew
+  Clock clock;   // what those that arrived knew
   bool reduces;  // a predicate, that held in some of the threads that have arrived, or not
   bool any;
   struct Waiting {
@@ -271,8 +271,7 @@ void barrier_wait(u32 address, u32 parity, Site site) {
 CopyTarget begin_copy_on_barrier(u32 address, Thread& thread, Site site) {
   Barrier& barrier = barrier_at(address, thread, site);
   if (!barrier.visible_to_copies)
-    fail(thread, site, "missing fence_barrier_init: the barrier at offset %u is not visible to TMA",
-         barrier.offset);
+    fail(thread, site, "missing fence_barrier_init: the barrier at offset %u is not visible to TMA", barrier.offset);
   ++barrier.copies;
   return {(u32)(&barrier - barriers.data()), barrier.agent, barrier.phase + 1};
 }

@@ -147,8 +147,7 @@ int launch(const Kernel& kernel, const void* params, u64 params_bytes, const Lau
   block.statistics = {};
   const u32 threads = options.threads * kernel.cluster;
   while (block.threads.size() > threads) block.threads.pop_back();
-  while (block.threads.size() < threads)
-    block.threads.push_back(std::make_unique<Thread>((u32)block.threads.size()));
+  while (block.threads.size() < threads) block.threads.push_back(std::make_unique<Thread>((u32)block.threads.size()));
 
   {
     SignalGuard guard;

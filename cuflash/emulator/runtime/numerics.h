@@ -68,10 +68,14 @@ inline float e5m2_to_float32(u8 byte) { return float16_to_float32((u16)(byte << 
 
 inline float element_to_float32(Element type, u16 bits) {
   switch (type) {
-    case Element::kFloat16: return float16_to_float32(bits);
-    case Element::kBFloat16: return bfloat16_to_float32(bits);
-    case Element::kFloat8E4M3: return e4m3_to_float32((u8)bits);
-    case Element::kFloat8E5M2: return e5m2_to_float32((u8)bits);
+    case Element::kFloat16:
+      return float16_to_float32(bits);
+    case Element::kBFloat16:
+      return bfloat16_to_float32(bits);
+    case Element::kFloat8E4M3:
+      return e4m3_to_float32((u8)bits);
+    case Element::kFloat8E5M2:
+      return e5m2_to_float32((u8)bits);
   }
   return NAN;
 }

@@ -68,10 +68,10 @@ void describe_waiting_threads(char* text, size_t size) {
     const bool exited = thread.state == Thread::State::kExited;
     char detail[160] = "";
     if (!exited && thread.describe_wait) thread.describe_wait(thread.waits_for, detail, sizeof detail);
-    const int written =
-        exited ? snprintf(text + used, size - used, "\n  threads %zu to %zu have exited", first, next - 1)
-               : snprintf(text + used, size - used, "\n  threads %zu to %zu wait in %s%s at %s:%u", first, next - 1,
-                          thread.operation, detail, file_name(thread.site), thread.site.line);
+    const int written = exited
+                            ? snprintf(text + used, size - used, "\n  threads %zu to %zu have exited", first, next - 1)
+                            : snprintf(text + used, size - used, "\n  threads %zu to %zu wait in %s%s at %s:%u", first,
+                                       next - 1, thread.operation, detail, file_name(thread.site), thread.site.line);
     if (written < 0 || used + written >= size) return;
     used += written;
     first = next;
@@ -83,8 +83,7 @@ void describe_waiting_threads(char* text, size_t size) {
   char waiting[2048] = "";
   describe_waiting_threads(waiting, sizeof waiting);
   for (auto& thread : block.threads)
-    if (thread->state == Thread::State::kWaiting)
-      fail(*thread, thread->site, "deadlock: no thread can run%s", waiting);
+    if (thread->state == Thread::State::kWaiting) fail(*thread, thread->site, "deadlock: no thread can run%s", waiting);
   abort();
 }
 

@@ -126,7 +126,8 @@ Argument& argument_of(Warp& warp, u32 lane) {
   return *static_cast<Argument*>(warp.argument[lane]);
 }
 
-// Runs every thread of block `index`, and of the others of its cluster, to its end. Returns false if one of them failed.
+// Runs every thread of block `index`, and of the others of its cluster, to its end. Returns false if one of them
+// failed.
 bool run_block(u32 index);
 
 // Stops the current thread until another one wakes it. A report of a deadlock calls `describe_wait`.

@@ -44,9 +44,8 @@ enum class Use { kRead, kWrite };
 [[noreturn]] void fail_in_flight(const Access& write, const Access& now, Use use, const Thread& thread, u32 offset) {
   const char* verb = use == Use::kRead ? "reads" : "writes";
   if (write.by_agent())
-    fail(thread, now.site,
-         "%s shared memory at offset %u while the copy issued at %s:%u is in flight: a %s is missing", verb, offset,
-         file_name(write.site), write.site.line, wait_for(write));
+    fail(thread, now.site, "%s shared memory at offset %u while the copy issued at %s:%u is in flight: a %s is missing",
+         verb, offset, file_name(write.site), write.site.line, wait_for(write));
   fail(thread, now.site,
        "%s shared memory at offset %u while the cp.async of thread %u at %s:%u is in flight: a copy_async_wait is "
        "missing",
@@ -57,11 +56,12 @@ enum class Use { kRead, kWrite };
                                u32 offset) {
   const char* verb = use == Use::kRead ? "reads" : "writes";
   if (earlier.by_agent())
-    fail(thread, now.site,
-         "data race: %s shared memory at offset %u, which what was issued at %s:%u %s: a %s, or a barrier behind it, is "
-         "missing",
-         verb, offset, file_name(earlier.site), earlier.site.line, earlier_use == Use::kRead ? "reads" : "wrote",
-         wait_for(earlier));
+    fail(
+        thread, now.site,
+        "data race: %s shared memory at offset %u, which what was issued at %s:%u %s: a %s, or a barrier behind it, is "
+        "missing",
+        verb, offset, file_name(earlier.site), earlier.site.line, earlier_use == Use::kRead ? "reads" : "wrote",
+        wait_for(earlier));
   const bool several = (earlier.lanes & (earlier.lanes - 1)) != 0;
   fail(thread, now.site,
        "data race: %s shared memory at offset %u, which thread %u%s %s at %s:%u, with no barrier between", verb, offset,
@@ -81,8 +81,8 @@ enum class Use { kRead, kWrite };
        file_name(write.site), write.site.line);
 }
 
-// Reads by ld.shared and ldmatrix may still be under way when their thread arrives at a barrier: only a fence keeps what
-// overwrites the place in the other proxy behind them.
+// Reads by ld.shared and ldmatrix may still be under way when their thread arrives at a barrier: only a fence keeps
+// what overwrites the place in the other proxy behind them.
 void check_read_fenced(const Access& read, const Access& now, const Thread& thread, u32 offset) {
   if (is_fenced(read, thread)) return;
   fail(thread, now.site,
@@ -134,8 +134,7 @@ void note_read(Record& record, const Access& now, const Thread& thread, u32 offs
 
 void note_write(Record& record, const Access& now, const Thread& thread, u32 offset) {
   if (record.write.in_flight) fail_in_flight(record.write, now, Use::kWrite, thread, offset);
-  if (!is_ordered(record.write, now, thread))
-    fail_by_race(record.write, Use::kWrite, now, Use::kWrite, thread, offset);
+  if (!is_ordered(record.write, now, thread)) fail_by_race(record.write, Use::kWrite, now, Use::kWrite, thread, offset);
   if (!is_ordered(record.read, now, thread)) fail_by_race(record.read, Use::kRead, now, Use::kWrite, thread, offset);
   for (u32 i = record.more_reads; i != kNone; i = shared.more_reads[i].next) {
     const Access& read = shared.more_reads[i].read;

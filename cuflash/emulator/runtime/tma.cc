@@ -24,7 +24,7 @@ struct BulkStore {
   Site site;
   TensorMapContent map;
   int coordinates[4];
-  u32 offset;   // in shared memory
+  u32 offset;  // in shared memory
   u32 bytes;
   u32 group;
   std::vector<u8> content;  // what shared memory held when it was read
@@ -52,7 +52,7 @@ struct Load {
   bool is_tensor;
   TensorMapContent map;
   int coordinates[4];
-  const u8* source;  // of a bulk load, which has no tensor map
+  const u8* source;         // of a bulk load, which has no tensor map
   u8 content[kChunkBytes];  // of a store to another block, which has neither
   u32 offset;
   u32 bytes;

@@ -6,8 +6,8 @@
 namespace emulator {
 namespace {
 
-Access last_wait, wait_before;  // for a turn: some threads may still add in the turn before
-u32 num_waits, num_ends;        // of turns: they end in the order in which they were waited for
+Access last_wait, wait_before;         // for a turn: some threads may still add in the turn before
+u32 num_waits, num_ends;               // of turns: they end in the order in which they were waited for
 std::vector<Access> last_addition[2];  // of each thread, in turns of even and of odd number
 std::vector<bool> has_waited;          // of each thread: for a count
 

@@ -30,8 +30,8 @@ constexpr u32 kLineBytes = 128;
 // The registers of one accumulator, in all threads, that products in flight add to.
 struct Accumulator {
   u32 n_tiles;
-  u32 products;  // products that some thread has issued and that have not reached the registers
-  Site site;     // where the newest of them was issued
+  u32 products;                // products that some thread has issued and that have not reached the registers
+  Site site;                   // where the newest of them was issued
   float* registers[kThreads];  // null until the thread has issued its first
   float sums[kGroupRows * kMaxColumns];
 };
@@ -53,8 +53,8 @@ struct UsedRegisters {
 };
 
 struct ThreadState {
-  u32 issued;                 // how many products it has issued
-  std::vector<u32> groups;    // how many products had been issued at each wgmma_commit
+  u32 issued;               // how many products it has issued
+  std::vector<u32> groups;  // how many products had been issued at each wgmma_commit
   u32 fences;
   std::vector<UsedRegisters> used;
 };
@@ -86,13 +86,11 @@ u32 registers_at_launch() {
 }
 
 std::vector<Warpgroup> warpgroups;
-u32 free_registers[kMaxCluster];       // registers of each block, given back and not taken yet
+u32 free_registers[kMaxCluster];      // registers of each block, given back and not taken yet
 std::vector<u32> waiting_warpgroups;  // warpgroups that wait for registers
 
 u32 first_thread(const Warpgroup& group) { return (u32)(&group - warpgroups.data()) * kThreads; }
-u32& free_registers_for(const Warpgroup& group) {
-  return free_registers[rank_of(*block.threads[first_thread(group)])];
-}
+u32& free_registers_for(const Warpgroup& group) { return free_registers[rank_of(*block.threads[first_thread(group)])]; }
 Warpgroup& warpgroup_of(const Thread& thread, Site site) {
   if (thread.index / kThreads >= warpgroups.size())
     fail(thread, site, "the thread is not part of a whole warpgroup: the block has %zu threads", block.threads.size());
@@ -148,8 +146,7 @@ Descriptor decode(u64 descriptor, Site site) {
 void read_chunk(Warpgroup& group, u16 agent, u32 address, u32 step, Site site, void* chunk) {
   const u32 swizzled = address_in(rank_of(*block.current), address ^ (address >> 7 & 7) << 4);
   const u32 offset = checked_offset(swizzled, kChunkBytes, kChunkBytes, *block.current, site);
-  note_agent_read_of_all(offset, access_by_agent(agent, step, site), first_thread(group), kThreads,
-                         group.visible);
+  note_agent_read_of_all(offset, access_by_agent(agent, step, site), first_thread(group), kThreads, group.visible);
   memcpy(chunk, shared_bytes(offset), kChunkBytes);
 }
 
@@ -179,8 +176,8 @@ void read_operand(Warpgroup& group, Element type, u64 bits, bool transposed, u32
            column, kOperandBytes);
     for (u32 row = 0; row < rows; ++row)
       for (u32 half = 0; half < kOperandBytes / kChunkBytes; ++half) {
-        read_chunk(group, agent_of(row),
-                   tile.start + row / 8 * tile.stride + row % 8 * kLineBytes + half * kChunkBytes, step, site, chunk);
+        read_chunk(group, agent_of(row), tile.start + row / 8 * tile.stride + row % 8 * kLineBytes + half * kChunkBytes,
+                   step, site, chunk);
         const u32 count = convert_chunk(type, chunk, values);
         for (u32 i = 0; i < count; ++i) visit(row, half * count + i, values[i]);
       }
@@ -241,10 +238,13 @@ void form(Warpgroup& group, const Issued& issued, u32 step) {
   if (product.a_registers)
     read_a_registers(issued, depth, a);
   else
-    read_operand(group, product.type, product.a, product.a_transposed, kGroupRows, step, issued.site,
-                 [&](u32 row) { return group.warp_agents[row / 16]; }, [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
-  read_operand(group, product.b_type, product.b, product.b_transposed, columns, step, issued.site,
-               [&](u32) { return group.agent; }, [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });
+    read_operand(
+        group, product.type, product.a, product.a_transposed, kGroupRows, step, issued.site,
+        [&](u32 row) { return group.warp_agents[row / 16]; },
+        [&](u32 row, u32 k, float value) { a[row * depth + k] = value; });
+  read_operand(
+      group, product.b_type, product.b, product.b_transposed, columns, step, issued.site,
+      [&](u32) { return group.agent; }, [&](u32 column, u32 k, float value) { b[k * columns + column] = value; });
   multiply(a, b, depth, columns, product.accumulate, bytes == 1, issued.accumulator->sums);
   ++block.statistics.warpgroup_products;
 }
@@ -293,7 +293,8 @@ void check_fenced(const Thread& self, ThreadState& state, const Product& product
 
 bool is_same_product(const Product& x, const Product& y) {
   return x.type == y.type && x.b_type == y.b_type && x.n_tiles == y.n_tiles && !x.a_registers == !y.a_registers &&
-         x.a == y.a && x.b == y.b && x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed && x.accumulate == y.accumulate;
+         x.a == y.a && x.b == y.b && x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed &&
+         x.accumulate == y.accumulate;
 }
 
 // Returns the accumulator of these registers, which is in flight from now on.
@@ -460,7 +461,8 @@ bool take_registers(Warpgroup& group, u32 registers) {
 void check_register_count(u32 registers, bool possible, u32 now, Site site) {
   if (registers % 8 || registers < 24 || registers > 256 || !possible)
     fail(*block.current, site,
-         "a thread of %u registers cannot have %u: a multiple of 8 from 24 to 256, fewer after a decrease and more after "
+         "a thread of %u registers cannot have %u: a multiple of 8 from 24 to 256, fewer after a decrease and more "
+         "after "
          "an increase",
          now, registers);
 }

@@ -2,7 +2,8 @@
 //
 //   (terms, batch, heads, seqlen, head dimension rounded up to 8)
 //
-// In passes with tangents, the terms of the tangent follow those of q, k and v. A block serves kBlockM rows of one head of one array.
+// In passes with tangents, the terms of the tangent follow those of q, k and v. A block serves kBlockM rows of one head
+// of one array.
 #pragma once
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
@@ -15,8 +16,8 @@
 constexpr u32 kCopied = CUFLASH_COPIED;
 
 // Calls copy(to, x, term_stride) for every eight columns `x` of the rows of this block: `to` is where they go in
-// the first term, or in term `first_term`; the other terms follow at multiples of `term_stride`. Rows of k and v that kv_lengths hides are not
-// read; their copies are zeros.
+// the first term, or in term `first_term`; the other terms follow at multiples of `term_stride`. Rows of k and v that
+// kv_lengths hides are not read; their copies are zeros.
 template <class Copy>
 struct Copying {
   const Params& params;

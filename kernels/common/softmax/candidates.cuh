@@ -23,8 +23,8 @@ constexpr int kCapacity = CUFLASH_CAPACITY;  // candidates of a row
 constexpr int kMaxima = kCapacity / 2;       // of a row, for each of its lanes
 constexpr int kBisections = 12;              // at most
 
-// Shared memory of a warp: the maxima, later in their place, lane by lane, the lists: first all scores, then all keys. A
-// slot has 32 lanes for the first half of the rows, then 32 for the other. cuflash/plan/tiles.py has the same.
+// Shared memory of a warp: the maxima, later in their place, lane by lane, the lists: first all scores, then all keys.
+// A slot has 32 lanes for the first half of the rows, then 32 for the other. cuflash/plan/tiles.py has the same.
 constexpr int kSlots = kCapacity / 4;
 constexpr int kMostInList = kSlots - 1;  // what finds no space is written to the last slot
 constexpr u32 kBytesSlot = 2 * 32 * sizeof(Real);

@@ -17,8 +17,9 @@ constexpr float kMaxGrowth = kWide              ? (kElementBytes == 8 && !CUFLAS
 // key would be off by two units in the last place of its value.
 constexpr bool kRoundsScores = kElementBytes == 4 && kFactorInExponent && !kRoundsToTf32 && kHasValues;
 
-// Where an exponent is one multiply-add, that of the largest score is what the rounding of the row max leaves. Up to this
-// row max that is at most 1; beyond, it would overflow in the end, so that rows are rounded as above (`exponentiate`).
+// Where an exponent is one multiply-add, that of the largest score is what the rounding of the row max leaves. Up to
+// this row max that is at most 1; beyond, it would overflow in the end, so that rows are rounded as above
+// (`exponentiate`).
 constexpr Real kLargestFused = kElementBytes == 8 ? 0x1p53 : 0x1p24f;
 
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
@@ -69,8 +70,8 @@ struct OnlineSoftmax : RowReductions<m_tiles, natural, max_by_weights> {
       return exponent_scale;
     }
   }
-  // Warp. Whether some row max is beyond kLargestFused. They are looked at only if they were `raised`: a tile below such
-  // a row max that they were not raised for has no weights.
+  // Warp. Whether some row max is beyond kLargestFused. They are looked at only if they were `raised`: a tile below
+  // such a row max that they were not raised for has no weights.
   CUFLASH_DEVICE bool has_unfused(bool raised = true) const {
     if (!kFused || !raised) return false;
     bool unfused = false;

@@ -2,10 +2,10 @@
 //
 //   r = sum P (tS - c)        A = sum P (tS - c) V + P tV
 //
-// which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out before
-// P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. The sink is left out of that
-// mean: next to the first keys alone it weighs more than next to all, and c would stay far from the tS of later keys. At
-// the end tlse = c + r / l and tout = (A - (r / l) O) / l.
+// which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out
+// before P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. The sink is left out
+// of that mean: next to the first keys alone it weighs more than next to all, and c would stay far from the tS of later
+// keys. At the end tlse = c + r / l and tout = (A - (r / l) O) / l.
 #pragma once
 #include "common/io/params.cuh"
 #include "common/schedule/sequences.cuh"
@@ -43,8 +43,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
     Real factor[m_tiles][2], before[m_tiles][2];
   };
 
-  // Takes in a tile of scores and their tangents, replaces the former by P, the latter by P (tS - c), and makes the sums
-  // of earlier tiles, O and A, relative to the same row max and shift.
+  // Takes in a tile of scores and their tangents, replaces the former by P, the latter by P (tS - c), and makes the
+  // sums of earlier tiles, O and A, relative to the same row max and shift.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&tangent)[m_tiles][n_tiles][4],
                              Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real exponent_scale) {

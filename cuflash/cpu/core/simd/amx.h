@@ -1,5 +1,5 @@
-// Tile registers of AMX: sixteen rows of sixteen bf16x2, or of sixteen floats. MODEL_OF_TILES computes the same by loops,
-// so that it is tested on processors without these registers.
+// Tile registers of AMX: sixteen rows of sixteen bf16x2, or of sixteen floats. MODEL_OF_TILES computes the same by
+// loops, so that it is tested on processors without these registers.
 #pragma once
 
 #include "operations.h"

@@ -27,8 +27,8 @@ template <> inline Vector<double> add_product(Vector<double> sum, Vector<double>
     return (Vector<double>)_mm512_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)sum);
 }
 
-// A division takes as long as ten multiplications. Instead, x is multiplied by an estimate of 1 / y, which has 14 bits at
-// first, and the quotient is corrected by what it leaves of x. That is subtracted with its sign changed, so that a
+// A division takes as long as ten multiplications. Instead, x is multiplied by an estimate of 1 / y, which has 14 bits
+// at first, and the quotient is corrected by what it leaves of x. That is subtracted with its sign changed, so that a
 // quotient of -0 is -0.
 template <> inline Vector<float> quotient<float>(Vector<float> x, Vector<float> y) {
     const __m512 estimate = _mm512_rcp14_ps((__m512)y), q = _mm512_mul_ps((__m512)x, estimate);

@@ -1,5 +1,5 @@
-// Rows of bf16x2: two neighbours along the axis that a product sums over lie in the 32 bits of one element. Products and
-// sums are those of float32.
+// Rows of bf16x2: two neighbours along the axis that a product sums over lie in the 32 bits of one element. Products
+// and sums are those of float32.
 #pragma once
 
 #include "vectors.h"

@@ -44,8 +44,8 @@ template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) { return 
 // With HAS_SCALING.
 template <class T> Vector<T> nearest_integer(Vector<T> x);
 
-// What rounding down takes from x, 0 from infinities; and p 2^n, n being rounded down, where x is not below LOWEST, and 0
-// elsewhere.
+// What rounding down takes from x, 0 from infinities; and p 2^n, n being rounded down, where x is not below LOWEST, and
+// 0 elsewhere.
 template <class T> inline Vector<T> above_integer(Vector<T> x) {
     for (int i = 0; i < LANES<T>; ++i) x[i] = std::isinf(x[i]) ? T(0) : x[i] - std::floor(x[i]);
     return x;

@@ -72,10 +72,10 @@ template <class T> inline Vector<T> power_of_two_biased(Vector<T> rounded) {
     return (Vector<T>)((Integers<T>)rounded << Vectors<T>::MANTISSA);
 }
 
-// 2^(x factor) to 1.2 units in the last place, or one where the factor is 1, and 0 below LOWEST: subnormal weights would
-// cost a hundred times what others do, in products too. The exponent, x times the factor, is not rounded: a unit in its
-// last place is many of the weight's. The power of two is a factor, and is not added to the exponent, so that NaN stays
-// NaN.
+// 2^(x factor) to 1.2 units in the last place, or one where the factor is 1, and 0 below LOWEST: subnormal weights
+// would cost a hundred times what others do, in products too. The exponent, x times the factor, is not rounded: a unit
+// in its last place is many of the weight's. The power of two is a factor, and is not added to the exponent, so that
+// NaN stays NaN.
 template <class T> inline Vector<T> exp2(Vector<T> x, Vector<T> factor) {
     const Vector<T> number = x * factor;
     if constexpr (HAS_SCALING) {

@@ -1,5 +1,5 @@
-// What the core needs of the operating system: threads, locks, clocks, aligned memory. `posix.h` and `windows.h` have the
-// same names.
+// What the core needs of the operating system: threads, locks, clocks, aligned memory. `posix.h` and `windows.h` have
+// the same names.
 #pragma once
 
 #if defined(_WIN32)
