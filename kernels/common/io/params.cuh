@@ -85,7 +85,7 @@ struct Params {
   // Where blocks that own keys write these two, common/score/key_sums.cuh says how they are laid out.
   u64 call;  // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
-  i32 diagonal;  // query i stands at key position i + diagonal; entries may add their own (schedule/sequences.cuh)
+  i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own (schedule/sequences.cuh)
   i32 right_offset;  // query i attends to keys up to i + right_offset
   i32 left_offset;   // query i attends to keys from i + left_offset on
   // The fields of RunTime (cuflash/plan/launch_plan.py).
