@@ -24,6 +24,7 @@ SPILLS = {
     ("8.0", "float64", "branching", "sm80/backward.cu"): 40,
     ("8.0", "float64", "polynomial", "sm80/backward.cu"): 16,
     ("9.0", "bfloat16", "branching", "sm90/backward.cu"): 176,
+    ("9.0", "bfloat16", "polynomial", "sm90/backward.cu"): 28,
     # Where it finds the row sums of a large lse, which is rare.
     ("7.5", "float16", "polynomial", "helpers/backward_preprocess.cu"): 120,
     ("8.0", "bfloat16", "polynomial", "helpers/backward_preprocess.cu"): 200,
