@@ -273,25 +273,29 @@ def fa3_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: 
     return {"forward": forward}
 
 
+def _seqlen_first_calls(torch: Any, attention: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any) -> Calls:
+    """Of a library whose layout is (batch, seqlen, heads, dim), by autograd; it may return more than out."""
+    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        result = attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+    return _autograd_calls(torch, run, q, k, v, dout)
+
+
 def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
-    """FlashAttention-4 (the flash-attn-4 wheel), whose layout is (batch, seqlen, heads, dim)."""
+    """FlashAttention-4 (the flash-attn-4 wheel)."""
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
         raise Absent(f"flash-attn-4: {error}") from None
-    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-
     options: dict[str, Any] = {"causal": case.causal}
     if case.softcap:
         options["softcap"] = case.softcap
     if case.window:
         options["window_size"] = (case.window - 1, 0)
-
-    def run(q: Any, k: Any, v: Any) -> Any:
-        result = interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
-        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
-
-    return _autograd_calls(torch, run, q, k, v, dout)
+    return _seqlen_first_calls(torch, functools.partial(interface.flash_attn_func, **options), q, k, v, dout)
 
 
 def fold_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
@@ -300,32 +304,22 @@ def fold_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms:
         library = importlib.import_module("fold_attention")
     except ImportError as error:
         raise Absent(f"fold-attention: {error}") from None
-    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-
-    def run(q: Any, k: Any, v: Any) -> Any:
-        operands = (x.transpose(1, 2) for x in (q, k, v))
-        return library.fold_attn_func(*operands, causal=case.causal).transpose(1, 2)
-
-    return _autograd_calls(torch, run, q, k, v, dout)
+    attention = functools.partial(library.fold_attn_func, causal=case.causal)
+    return _seqlen_first_calls(torch, attention, q, k, v, dout)
 
 
 def cudnn_flex_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
-    """Interval masks of the cuDNN frontend, whose layout is (batch, seqlen, heads, dim); the plan is made once."""
+    """Interval masks of the cuDNN frontend; the plan is made once."""
     if case.function and not FUNCTIONS[case.function].is_mask:
         raise Absent("takes masks, and no functions of scores")
     try:
         library = importlib.import_module("cudnn.flex_attention")
     except ImportError as error:
         raise Absent(f"nvidia-cudnn-frontend: {error}") from None
-    q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
     ends = _interval_ends(torch, _visible_pairs(torch, case, terms, q.device)).repeat(1, case.batch)
-    leaves = (x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v))
+    leaves = (x.transpose(1, 2).contiguous().detach().requires_grad_() for x in (q, k, v))
     plan = library.create_mask_plan(ends[None].contiguous(), *leaves, build_backward=True)
-
-    def run(q: Any, k: Any, v: Any) -> Any:
-        return library.flex_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), mask_plan=plan).transpose(1, 2)
-
-    return _autograd_calls(torch, run, q, k, v, dout)
+    return _seqlen_first_calls(torch, functools.partial(library.flex_attn_func, mask_plan=plan), q, k, v, dout)
 
 
 def _visible_pairs(torch: Any, case: Case, terms: Terms, device: Any) -> Any:
