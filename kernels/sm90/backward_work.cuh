@@ -5,6 +5,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
+#include "ptx/tma.cuh"
 
 // The tile of keys of a block, found by the block's launch index, and the split of the tile's steps that is the
 // block's own.
