@@ -227,8 +227,8 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& te
 #pragma unroll
     for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], terms.big.word[i][j], terms.small.word[i][j]);
 }
-// The tensor cores cut sums off, so only the few products of `columns` columns are summed there, small ones first. These
-// sums are added with rounding.
+// The tensor cores cut sums off, so only the few products of `columns` columns are summed there, small ones first.
+// These sums are added with rounding.
 template <int columns>
 CUFLASH_DEVICE void add_split_columns(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
 #pragma unroll
@@ -245,8 +245,8 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Sp
   add_split_columns<kStep>(d, a, b, half);
 }
 
-// The same for products of scores, whose rounding moves weights: fewer columns are cut off together. For other sums this
-// would spill accumulators.
+// The same for products of scores, whose rounding moves weights: fewer columns are cut off together. For other sums
+// this would spill accumulators.
 template <class T, class F>
 CUFLASH_DEVICE void multiply_add_score(T (&d)[4], const F& a, const F& b, int half) {
   multiply_add(d, a, b, half);
