@@ -27,7 +27,9 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const int64_t here = keys.stop - keys.first;
         if (here <= 0) continue;
-        prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
+        // With AVX-512 it takes longer to ask for lines, nearly all of which are near, than to wait for the rest.
+        if (VECTOR_BYTES < 64)
+            prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
@@ -85,6 +87,53 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
+// Leaves what a job with a split of the keys has summed of each row.
+template <class T>
+NOINLINE void leave_partial(const Work &work, int64_t job, const Block &block, const ForwardBuffers<T> &buffers) {
+    const int64_t dim = buffers.sizes.dim_v;
+    const bool reduces = has_row_reductions(work.call);
+    for (int64_t r = 0; r < rows_of(block); ++r) {
+        T *to = partial_of<T>(work, job) + r * (dim + Partial::COUNT), *numbers = to + dim;
+        memcpy(to, buffers.o + r * dim, dim * sizeof(T));
+        numbers[Partial::ROW_MAX] = buffers.row_max[r];
+        numbers[Partial::L] = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
+        numbers[Partial::LARGEST] = reduces ? buffers.largest[r] : T(0);
+        numbers[Partial::MOMENT] = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
+    }
+}
+
+// Writes the results of a block's rows: a vector of logarithms takes as long as one.
+template <class T>
+NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
+                          const ForwardBuffers<T> &buffers) {
+    constexpr int N = LANES<T>;
+    const int64_t num_rows = rows_of(block);
+    const double natural = scaling.natural;
+    for (int64_t r0 = 0; r0 < num_rows; r0 += N) {
+        const int64_t count = smaller(N, num_rows - r0);
+        RowWithSink all[N];
+        T own_l[N], l[N], logs[N];
+        for (int64_t i = 0; i < N; ++i) l[i] = T(1);
+        for (int64_t i = 0; i < count; ++i) {
+            own_l[i] = sum_of_lanes<T>(load(buffers.l + (r0 + i) * N));
+            all[i] = with_sink<T>(call, row_of(block, r0 + i), buffers.row_max[r0 + i] * natural, own_l[i]);
+            l[i] = T(all[i].l);
+        }
+        logs_of(l, logs);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t r = r0 + i;
+            write_row(call, entry, row_of(block, r), buffers.o + r * buffers.sizes.dim_v, all[i], logs[i]);
+            if (!has_row_reductions(call)) continue;
+            const double row_max = buffers.row_max[r], largest = buffers.largest[r];
+            const double moment = sum_of_lanes<T>(load(buffers.moment + r * N));
+            write_row_reductions<T>(
+                call, entry, row_of(block, r),
+                {row_max * natural, own_l[i], largest * natural, (largest - row_max) * natural, moment * natural},
+                all[i]);
+        }
+    }
+}
+
 template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     const Block &block = work.blocks[job];
@@ -134,26 +183,10 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
         }
     }
 
-    T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
-        const T largest = reduces ? buffers.largest[r] : T(0);
-        const T moment = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
-        const T *o = buffers.o + r * sizes.dim_v;
-        if (partial) {
-            T *to = partial + r * (sizes.dim_v + Partial::COUNT), *numbers = to + sizes.dim_v;
-            memcpy(to, o, sizes.dim_v * sizeof(T));
-            numbers[Partial::ROW_MAX] = buffers.row_max[r];
-            numbers[Partial::L] = l;
-            numbers[Partial::LARGEST] = largest;
-            numbers[Partial::MOMENT] = moment;
-        } else {
-            const double natural = scaling.natural;
-            const double rises = (double(largest) - buffers.row_max[r]) * natural;
-            const WholeRow own = {buffers.row_max[r] * natural, l, largest * natural, rises, moment * natural};
-            const RowWithSink all = finish_row(call, entry, row_of(block, r), o, own.row_max, l);
-            if (reduces) write_row_reductions<T>(call, entry, row_of(block, r), own, all);
-        }
+    if (block.num_splits > 1) {
+        leave_partial(work, job, block, buffers);
+    } else {
+        finish_rows(call, entry, block, scaling, buffers);
     }
 }
 

@@ -96,14 +96,26 @@ __attribute__((noinline)) void rescale_moment(T factor, Vector<T> most, T row_ma
     store(reductions.moment, shrinks[0] > 0 ? load(reductions.moment) * shrinks : Vector<T>{});
 }
 
+// The largest number of each lane of a row of whole vectors. Every second vector is compared with its like alone: one
+// maximum that waits for the one before holds up as much of a row as its exponentials take.
+template <class T> inline Vector<T> largest_of_each_lane(const T *s, int64_t count) {
+    constexpr int N = LANES<T>;
+    Vector<T> even = load(s), odd = count > N ? load(s + N) : even;
+    int64_t j = 2 * N;
+#pragma GCC unroll 2
+    for (; j + N < count; j += 2 * N) {
+        even = larger<T>(even, load(s + j));
+        odd = larger<T>(odd, load(s + j + N));
+    }
+    if (j < count) even = larger<T>(even, load(s + j));
+    return larger<T>(even, odd);
+}
+
 // Raises the row max to the largest score, if that is above it by much.
 template <class T, class R>
 inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, const RowSoFar<T> &row,
                           R reductions) {
-    constexpr int N = LANES<T>;
-    Vector<T> most = load(s);
-#pragma GCC unroll 4
-    for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    const Vector<T> most = largest_of_each_lane(s, num_keys);
     if constexpr (R::IS_WANTED)
         if (any_above<T>(most, reductions.largest)) set_largest<T>(most, row.l, reductions);
     if (any_above<T>(most, row.row_max + scaling.rise)) {
@@ -183,9 +195,13 @@ template <class T> NOINLINE RowWithSink with_sink(const Call &call, Row row, dou
 
 // Writes values_of(d), a vector, to a row of out, for every d.
 template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
-    T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
     const int64_t step = call.strides[OUT][3], bytes = step * size_of(call.dtype);
+    if (call.dtype == OWN_DTYPE<T> && step == 1 && call.head_dim_v % LANES<T> == 0) {
+        for (int64_t d = 0; d < call.head_dim_v; d += LANES<T>) store((T *)out + d, values_of(d));
+        return;
+    }
+    T values[MAX_KEYS];
     for (int64_t d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const int64_t count = smaller(MAX_KEYS, call.head_dim_v - d);
         for (int64_t x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
@@ -193,13 +209,19 @@ template <class T, class F> inline void write_out(const Call &call, const Entry 
     }
 }
 
-// Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
+// Writes out and lse of a row, of which `all` is known, with the logarithm of its l.
+template <class T>
+inline void write_row(const Call &call, const Entry &entry, Row row, const T *o, const RowWithSink &all, T log_of_l) {
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of_l));
+    const Vector<T> factor = splat(T(all.shrinks / double(all.divisor<T>())));
+    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor; });
+}
+
+// The same, after its sink has joined the sum l of weights with this row max.
 template <class T>
 NOINLINE RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
     const RowWithSink all = with_sink<T>(call, row, row_max, l);
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of(T(all.l))));
-    const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks));
-    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor / divisor; });
+    write_row(call, entry, row, o, all, log_of(T(all.l)));
     return all;
 }
 
