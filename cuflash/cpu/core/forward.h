@@ -136,10 +136,15 @@ NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &blo
 
 template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
+    ForwardBuffers<T> buffers(work, memory);
+    if (MAY_HOLD_TILES && work.holds_tiles) {
+        const int64_t head = *buffers.head;
+        job = take_block(work, *buffers.head);
+        if (*buffers.head != head) memset(buffers.is_held, 0, work.packed_in_head);
+    }
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
-    ForwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
     const bool has_few = is_decode(call, entry, block);
@@ -244,6 +249,7 @@ template <class T> bool prepare_forward(Work &work) {
         HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     }
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
+    if (MAY_HOLD_TILES) hold_tiles<T>(work, BlockCount(work).all);
     const int64_t bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;

@@ -185,19 +185,47 @@ NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
         }
     };
     const int64_t num_heads = work.num_entries * call.num_heads_kv;
-    if (work.packed_keys) {  // blocks of a head follow each other: its packed keys stay in the cache
-        for (int64_t head = 0; head < num_heads; ++head)
+    if (work.holds_tiles && !work.allocate(work.heads, num_heads)) return false;
+    if (work.packed_keys ||
+        work.holds_tiles) {  // blocks of a head follow each other: its packed keys stay in the cache
+        for (int64_t head = 0; head < num_heads; ++head) {
+            const int64_t first = work.num_blocks;
             for (int64_t i = blocks.in_head - 1; i >= 0; --i)
                 make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+            if (work.holds_tiles) new (&work.heads[head]) HeadBlocks{{first}, work.num_blocks};
+        }
     } else {
         for (int64_t i = blocks.in_head - 1; i >= 0; --i)
             for (int64_t head = 0; head < num_heads; ++head)
                 make(i, head / call.num_heads_kv, head % call.num_heads_kv);
     }
-    const bool may_cut = !HAS_TILES || !call.batch_invariant;
+    const bool may_cut = (!HAS_TILES || !call.batch_invariant) && !work.holds_tiles;
     if (may_cut && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
     return true;
+}
+
+// The block that a thread takes next, and its head: of the head of its last block, else of one that no thread has begun,
+// else of the one with the most blocks left. There is one for each job, whichever jobs have begun.
+inline int64_t take_block(Work &work, int64_t &head) {
+    const int64_t num_heads = work.num_entries * work.call.num_heads_kv, none = -1;
+    auto take = [&](int64_t from) {
+        head = from;
+        const int64_t block = work.heads[from].next.fetch_add(1, std::memory_order_relaxed);
+        return block < work.heads[from].stop ? block : none;
+    };
+    int64_t block = head == NO_HEAD ? none : take(head);
+    while (block == none) {
+        int64_t from = work.next_head.fetch_add(1, std::memory_order_relaxed);
+        if (from >= num_heads) {
+            auto num_left = [&](int64_t h) { return work.heads[h].stop - work.heads[h].next.load(); };
+            from = 0;
+            for (int64_t h = 1; h < num_heads; ++h)
+                if (num_left(h) > num_left(from)) from = h;
+        }
+        block = take(from);
+    }
+    return block;
 }
 
 // ---- tiles of keys --------------------------------------------------------------------------------------------------

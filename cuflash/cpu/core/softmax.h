@@ -14,11 +14,15 @@ template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     int64_t keys_stride;
-    T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v;
-    unsigned char *kept;
+    T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v, *held;
+    unsigned char *kept, *is_held;
+    int64_t *head;  // whose tiles are held
 
     NOINLINE ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
+        head = scratch.template take<int64_t>(work.holds_tiles);  // comes first: `compute` clears it
+        is_held = scratch.template take<unsigned char>(work.holds_tiles ? work.packed_in_head : 0);
+        held = scratch.template take<T>(work.holds_tiles ? work.packed_in_head * work.packed_count : 0);
         const int64_t rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
         const int64_t terms = max_terms<T>(work.call),
