@@ -20,10 +20,11 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                          ForwardBuffers<T> &buffers, int64_t first, int64_t count) {
     const Call &call = work.call;
     const int64_t num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
+    const int64_t group = call.window_left < NO_BOUND || call.window_right < NO_BOUND ? GROUP : WIDE_GROUP;
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
-        n = rows_of_group(call, block, r0, GROUP);
+        n = rows_of_group(call, block, r0, group);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const int64_t here = keys.stop - keys.first;
         if (here <= 0) continue;
@@ -35,8 +36,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
         const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, round_up(here, LANES<T>), here};
         softmax_rows<T>(scaling, scores, keys.first, buffers, buffers.s, nullptr, 0, DoNothing());
-        product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
-                                o, dim_v, true);
+        product<T, Order::ROWS, Numbers<T>, TALL_BLOCKS>(
+            n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride, o, dim_v, true);
     }
 }
 
@@ -235,7 +236,9 @@ template <class T> bool prepare_forward(Work &work) {
     // out in tile registers load and store it less often, which matters where out is wide.
     const Call &call = work.call;
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
+    // Where threads hold tiles, what each tile of a block takes counts; decode has more splits of short tiles.
+    const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > FEW_ROWS;
+    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
     auto choose_of = [&](auto &block_rows) {
         for (const int64_t rows : block_rows) {
             if (are_equal && rows <= LEAST_ROWS) break;

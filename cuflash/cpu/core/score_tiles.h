@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 // Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
 constexpr int64_t GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
+// The same in the forward pass where no window hides keys from some of them, so that k and v come from the second cache
+// less often.
+constexpr int64_t WIDE_GROUP = VECTOR_BYTES == 64 && !HAS_TILES ? 48 : GROUP;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.
