@@ -135,6 +135,39 @@ NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &blo
     }
 }
 
+// Loads the rows of q of a block, in `terms` terms. Returns them by columns where decode reads them so, or null.
+template <class T>
+NOINLINE T *load_queries(const Work &work, const Entry &entry, const Block &block, bool has_few, int64_t terms,
+                         ForwardBuffers<T> &buffers) {
+    const Call &call = work.call;
+    if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
+        load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
+    } else if (terms == 2) {
+        if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
+    } else if (has_few) {
+        load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
+    } else {
+        buffers.q = find_queries(call, entry, block, buffers.q);
+    }
+    T *columns = nullptr;
+    if constexpr (MAY_USE_TILES<T>)
+        if (has_few && rows_of(block) > VERY_FEW_ROWS && max_terms<T>(call)) {
+            columns = buffers.q + FEW_ROWS * buffers.sizes.dim;
+            load_decode_columns(call, entry, block, buffers.rows, columns);
+        }
+    return columns;
+}
+
+// Sums of rows that have attended to no key yet.
+template <class T> NOINLINE void clear_sums(int64_t num_rows, bool reduces, ForwardBuffers<T> &buffers) {
+    clear(buffers.o, num_rows * buffers.sizes.dim_v);
+    clear(buffers.l, num_rows * LANES<T>);
+    for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
+    if (!reduces) return;
+    clear(buffers.moment, num_rows * LANES<T>);
+    for (int64_t r = 0; r < num_rows; ++r) buffers.largest[r] = T(-__builtin_inf());
+}
+
 template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     ForwardBuffers<T> buffers(work, memory);
@@ -146,32 +179,10 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
-    const Sizes<T> &sizes = buffers.sizes;
-    const int64_t num_rows = rows_of(block);
     const bool has_few = is_decode(call, entry, block);
     const int64_t terms = has_few ? 0 : num_terms<T>(work);
-    if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
-        load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
-    } else if (terms == 2) {
-        if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
-    } else {
-        load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
-    }
-    T *columns = nullptr;
-    if constexpr (MAY_USE_TILES<T>)
-        if (has_few && num_rows > VERY_FEW_ROWS && max_terms<T>(call)) {
-            columns = buffers.q + FEW_ROWS * sizes.dim;
-            load_decode_columns(call, entry, block, buffers.rows, columns);
-        }
-    clear(buffers.o, num_rows * sizes.dim_v);
-    clear(buffers.l, num_rows * LANES<T>);
-    for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
-    const bool reduces = has_row_reductions(call);
-    if (reduces) {
-        clear(buffers.moment, num_rows * LANES<T>);
-        for (int64_t r = 0; r < num_rows; ++r) buffers.largest[r] = T(-__builtin_inf());
-    }
-
+    const T *columns = load_queries(work, entry, block, has_few, terms, buffers);
+    clear_sums(rows_of(block), has_row_reductions(call), buffers);
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const int64_t begin = larger(tile_begin(work, visible.first), block.first_key),
                   end = smaller(visible.stop, block.stop_key);

@@ -301,53 +301,61 @@ struct DoNothing {
     void operator()() const {}
 };
 
+// Calls run(drops, reduces), the options that loops over scores are specialised on.
+template <class F> inline void with_softmax_options(const Call &call, F run) {
+    const bool drops = call.dropout_steps;
+    if (has_row_reductions(call)) {
+        run(drops, std::true_type());
+    } else {
+        drops ? run(std::true_type(), std::false_type()) : run(std::false_type(), std::false_type());
+    }
+}
+
+// `count` rows of a block from `own` on, whose scores `s` begin with key `at` of a tile.
+template <class T>
+inline FewRows<T> few_rows(const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t own, int64_t count,
+                           T *s, int64_t columns, int64_t at, double kept_scale) {
+    const int64_t dim = buffers.sizes.dim_v;
+    return {scaling,
+            count,
+            columns,
+            dim,
+            s,
+            buffers.row_max + own,
+            buffers.l + own * LANES<T>,
+            buffers.o + own * dim,
+            buffers.largest + own,
+            buffers.moment + own * LANES<T>,
+            buffers.kept + own * MAX_KEYS + at,
+            T(kept_scale),
+            {}};
+}
+
 // Turns scores of a tile, which begins with key `at` of s, into weights. With bf16x2, weights go to `p`, in `terms`
 // terms, and `between` is called after each row.
 template <class T, class F>
 NOINLINE void softmax_rows(const Scaling<T> &scaling, const ScoreTile &tile, int64_t at, ForwardBuffers<T> &buffers,
                            T *s, T *p, int64_t terms, F between) {
     const Call &call = tile.call;
-    const int64_t dim = buffers.sizes.dim_v;
-    // Calls run(drops, reduces), the options that loops over scores are specialised on.
-    auto with_options = [&](auto run) {
-        const bool drops = call.dropout_steps;
-        if (has_row_reductions(call)) {
-            run(drops, std::true_type());
-        } else {
-            drops ? run(std::true_type(), std::false_type()) : run(std::false_type(), std::false_type());
-        }
-    };
     // A cap takes long, and steps of products come between rows only.
     const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
     for (int64_t r = 0; r < tile.num_rows; r += most) {
-        const int64_t own = tile.r0 + r, count = smaller(most, tile.num_rows - r);
+        const int64_t count = smaller(most, tile.num_rows - r);
         T *scores = s + r * SCORES_STRIDE<T> + at;
         finish_scores_if_needed<T>(scaling, tile.rows(r, count), scores, buffers.bias, nullptr);
-        FewRows<T> rows = {scaling,
-                           count,
-                           tile.padded,
-                           dim,
-                           scores,
-                           buffers.row_max + own,
-                           buffers.l + own * LANES<T>,
-                           buffers.o + own * dim,
-                           buffers.largest + own,
-                           buffers.moment + own * LANES<T>,
-                           buffers.kept + own * MAX_KEYS + at,
-                           T(call.kept_scale),
-                           {}};
-        with_options([&](auto, auto reduces) { raise_row_maxima(reduces, rows); });
+        FewRows<T> rows = few_rows(scaling, buffers, tile.r0 + r, count, scores, tile.padded, at, call.kept_scale);
+        with_softmax_options(call, [&](auto, auto reduces) { raise_row_maxima(reduces, rows); });
         if constexpr (MAY_USE_BF16X2<T>)
             if (terms == 1) {
                 for (int64_t i = 0; i < count; ++i) {
-                    with_options([&](auto drops, auto reduces) {
+                    with_softmax_options(call, [&](auto drops, auto reduces) {
                         exponentials_as_bf16x2(drops, reduces, rows, i, p + (r + i) * KEYS_BF16X2_STRIDE);
                     });
                     between();
                 }
                 continue;
             }
-        with_options([&](auto drops, auto reduces) { exponentials(drops, reduces, rows); });
+        with_softmax_options(call, [&](auto drops, auto reduces) { exponentials(drops, reduces, rows); });
         if constexpr (MAY_USE_TILES<T>)
             for (int64_t i = r; i < r + count && terms == 2; ++i) {
                 split_to_bf16x2(s + i * SCORES_STRIDE<T> + at, tile.padded, p + 2 * i * KEYS_BF16X2_STRIDE,
