@@ -35,12 +35,15 @@ class EmulationError(Exception):
         block: int | None = None,
         thread: int | None = None,
     ) -> None:
+        super().__init__(kernel, message, file, line, block, thread)
         self.kernel, self.message = kernel, message
         self.file, self.line = file, line
         self.block, self.thread = block, thread
-        location = f"{Path(file).name}:{line}: " if file else ""
-        who = f", block {block}, thread {thread}" if thread is not None else ""
-        super().__init__(f"{location}kernel {kernel}{who}: {message}")
+
+    def __str__(self) -> str:
+        location = f"{Path(self.file).name}:{self.line}: " if self.file else ""
+        who = f", block {self.block}, thread {self.thread}" if self.thread is not None else ""
+        return f"{location}kernel {self.kernel}{who}: {self.message}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,9 @@ CUFLASH_DEVICE void increase_registers(Site site = Site::here()) {
   ::emulator::increase_registers(registers, site);
 }
 CUFLASH_DEVICE u32 uniform(u32 value, Site site = Site::here()) { return ::emulator::uniform(value, site); }
+CUFLASH_DEVICE u32 to_uniform_register(u32 value, Site site = Site::here()) {
+  return ::emulator::to_uniform_register(value, site);
+}
 CUFLASH_DEVICE void keep_before(float value, u32 scratch, Site site = Site::here()) {
   ::emulator::keep_before(value, scratch, site);
 }

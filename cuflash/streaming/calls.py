@@ -262,6 +262,7 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
 
 def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Call:
     """The arguments of a call, checked against each other."""
+    _check_served(arrays)
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")}
     hosts |= {name: arrays[name] for name in (*TANGENTS, *OF_KEYS) if name in arrays}

@@ -560,13 +560,13 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
     for name in ("k", "v"):
         pages = view_4d(arrays[name], layout)[table]  # batch, page, heads, keys, dim
         pages[table < 0] = np.nan
-        batch, _, heads, _, dim = pages.shape
-        rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
+        batch, count, heads, keys, dim = pages.shape
+        rows = pages.swapaxes(1, 2).reshape(batch, heads, count * keys, dim)
         gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
     for name in gathered.keys() & set(FP8_SCALES):
         if gathered[name].ndim:
             scales = gathered[name][table].swapaxes(1, 2)  # batch, heads, page, blocks of a page
-            gathered[name] = scales.reshape(*scales.shape[:2], -1)
+            gathered[name] = scales.reshape(*scales.shape[:2], math.prod(scales.shape[2:]))
     return gathered
 
 

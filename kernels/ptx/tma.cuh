@@ -174,6 +174,9 @@ CUFLASH_DEVICE void increase_registers() {
 }
 // Thread. The lane 0 value in every lane, so that the compiler knows it to be the same (shfl.sync.idx, 9.7.9.6).
 CUFLASH_DEVICE u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
+// Warp. A value that is the same in all lanes, moved to a uniform register: the result of redux.sync (9.7.13.12) is in
+// one, and no thread keeps it in a register of its own.
+CUFLASH_DEVICE u32 to_uniform_register(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 
 // Thread. Keeps what `value` depends on before the next wait; the assembler would sink it past that. It is a store that
 // never happens, of a value that is never negative. `scratch` is the address of 4 bytes of shared memory.

@@ -176,8 +176,8 @@ struct BackwardJvp {
     const auto gradient_rows = [&](u32 tile) {
       return own(ColumnMajorB<kRowV, kWarpsP>(tile, warp_p), kDimV * kElementBytes);
     };
-    multiply_dual<kDim / kStep / kWarpsK, kMovesK, kMovesQ>(p, pu, key_rows(s_k), key_rows(s_tk), query_rows(s.q),
-                                                            query_rows(s.tq));
+    multiply_dual<kDim / kStep / kWarpsK, kMovesK, kMovesQ, true>(p, pu, key_rows(s_k), key_rows(s_tk), query_rows(s.q),
+                                                                  query_rows(s.tq));
     multiply_dual<kDimV / kStep / kWarpsK, kMovesV, false>(dx, tdx, value_rows(s_v), value_rows(s_tv),
                                                            gradient_rows(s.dout), gradient_rows(s.tdout));
     if (has_tdout) multiply<kDimV / kStep / kWarpsK>(tdx, value_rows(s_v), gradient_rows(s.tdout));

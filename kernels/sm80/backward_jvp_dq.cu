@@ -102,7 +102,7 @@ struct BackwardJvpDq {
     set_zero(p), set_zero(pu), set_zero(dx), set_zero(tdx);
     const RowMajorA<kRow> q(s_q, warp_row), tq(s_tq, warp_row);
     const ColumnMajorB<kRow, 1> k(s_k), tk(s_tk);
-    multiply_dual<kDim / kStep, kMovesQ, kMovesK>(p, pu, q, tq, k, tk);
+    multiply_dual<kDim / kStep, kMovesQ, kMovesK, true>(p, pu, q, tq, k, tk);
     const RowMajorA<kRowV> gradients(s_do, warp_row), tangents(s_tdo, warp_row);
     const ColumnMajorB<kRowV, 1> v(s_v), tv(s_tv);
     multiply_dual<kDimV / kStep, false, kMovesV>(dx, tdx, gradients, tangents, v, tv);

@@ -189,14 +189,20 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, FragmentOf<Fl
     for (int j = 0; j < 4; ++j)
       rounded.word[i][j] = kByLanes ? fragment.word[i][j] : ptx::round_to_tf32(fragment.word[i][j]);
 }
-// One product of operands rounded to TF32. Where lanes multiply, the operands are not rounded.
-CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half) {
-  if constexpr (kByLanes) {
-    add_wide_lane_products(d, a.word, b.word, half);
-  } else {
+// The product of `columns` columns of operands rounded to TF32, from `first` on.
+template <int columns>
+CUFLASH_DEVICE void add_columns(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half,
+                                int first) {
 #pragma unroll
-    for (int i = 0; i < kStep / 8; ++i) ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
-  }
+  for (int i = first / 8; i < (first + columns) / 8; ++i)
+    ptx::mma_m16n8k8(d, a.word[i], b.word[i][2 * half], b.word[i][2 * half + 1]);
+}
+// One product of such operands. Where lanes multiply, the operands are not rounded.
+CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half) {
+  if constexpr (kByLanes)
+    add_wide_lane_products(d, a.word, b.word, half);
+  else
+    add_columns<kStep>(d, a, b, half, 0);
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
@@ -221,15 +227,32 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& te
 #pragma unroll
     for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], terms.big.word[i][j], terms.small.word[i][j]);
 }
-// The tensor cores cut sums off, so only the few products of one step are summed there, small ones first. The steps are
-// added with rounding.
-CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  multiply_add(sum, a.small, b.big, half);
-  multiply_add(sum, a.big, b.small, half);
-  multiply_add(sum, a.big, b.big, half);
+// The tensor cores cut sums off, so only the few products of `columns` columns are summed there, small ones first. These
+// sums are added with rounding.
+template <int columns>
+CUFLASH_DEVICE void add_split_columns(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] += sum[i];
+  for (int first = 0; first < kStep; first += columns) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    add_columns<columns>(sum, a.small, b.big, half, first);
+    add_columns<columns>(sum, a.big, b.small, half, first);
+    add_columns<columns>(sum, a.big, b.big, half, first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += sum[i];
+  }
+}
+CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
+  add_split_columns<kStep>(d, a, b, half);
+}
+
+// The same for products of scores, whose rounding moves weights: fewer columns are cut off together. For other sums this
+// would spill accumulators.
+template <class T, class F>
+CUFLASH_DEVICE void multiply_add_score(T (&d)[4], const F& a, const F& b, int half) {
+  multiply_add(d, a, b, half);
+}
+CUFLASH_DEVICE void multiply_add_score(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
+  add_split_columns<8>(d, a, b, half);
 }
 
 // The type that `factor_of` makes.

@@ -179,7 +179,7 @@ struct Jvp {
     set_zero(ts);
     const RowMajorA<kRowQ> operand_q(s_q, warp_row), operand_tq(s_tq, warp_row);
     const ColumnMajorB<kRowQ, kWarpsS> operand_k(s_k, warp), operand_tk(s_tk, warp);
-    multiply_dual<kDim / kStep, kMovesQ, kMovesK>(s, ts, operand_q, operand_tq, operand_k, operand_tk);
+    multiply_dual<kDim / kStep, kMovesQ, kMovesK, true>(s, ts, operand_q, operand_tq, operand_k, operand_tk);
   }
 
   // [5] The results, through the shared memory of Q so that the stores to global memory are wide.

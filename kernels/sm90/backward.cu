@@ -82,7 +82,7 @@ struct Consumer {
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
   Position<kPStages> p_at;
-  QueryTileIterator m_tile;
+  QueryTileOfStage m_tile;
   int stage_before = 0;
   LaneSums lane_sums;
   ScoreArgLane score_args;
@@ -106,7 +106,7 @@ struct Consumer {
         rows_v(shared.v + first * kLineBytes),
         kept_scale(kept_scale_of(common)),
         ping_pong(index),
-        m_tile(work.first()) {
+        m_tile(work.first<QueryTileOfStage>()) {
     set_zero((float (&)[1][sizeof(dk) / sizeof(dk[0])][4]) dk);
     set_zero((float (&)[1][sizeof(dv) / sizeof(dv[0])][4]) dv);
   }
@@ -257,8 +257,13 @@ struct Consumer {
     return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
+  // Takes the tile of queries of this step, where there is a block-sparse index. What few steps do takes it again, so
+  // that it is in no register in the others.
+  CUFLASH_DEVICE void take_tile() { m_tile.take(shared.listed + at.stage * kBytesListed); }
+
   // Hides pairs of a tile that needs a mask.
-  CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown) const {
+  CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown) {
+    take_tile();
     const int first_row = m_tile.m_block * kBlockM;
     if constexpr (kMaskByBits)
       hide_by_bits(p[0], shown);
@@ -268,8 +273,9 @@ struct Consumer {
           [&](int, int i) { return lane_key + i / 2 * 8; });
   }
   // Makes scores relative to the row max in a tile with large rows.
-  CUFLASH_DEVICE void make_large_relative(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 s_stats) const {
+  CUFLASH_DEVICE void make_large_relative(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 s_stats) {
     if (!has_large_rows(s_stats)) return;
+    take_tile();
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) make_relative(p[0][n], n, row_sums(), weights.exponent_scale);
   }
@@ -482,13 +488,15 @@ struct Consumer {
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     // Two derivatives share a register, as float16; or two weights do, see PackedWeights.
     [[maybe_unused]] u32 derivative[kKept != Kept::kNothing && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    if constexpr (kHasBlockIndex) wait_for_queries(s_q, s_do);
+    take_tile();
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions of_head(common, batch, m_tile.head);
     const PerRowValues row_values(of_head, s_row_values(), m_tile.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
-    wait_for_queries(s_q, s_do);
+    if constexpr (!kHasBlockIndex) wait_for_queries(s_q, s_do);
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
     if constexpr (kIssuesDpFirst) issue_dp_early(ds, s_do);
@@ -568,14 +576,16 @@ struct Consumer {
     // With a split of the queries, or with a block-sparse index, the block may have no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockIndex)) sums().leave_zeros();
     double dscale = 0;
-    if (work.num_steps > 0) {
+    // Summed from rows of the index, it would be in a register of each thread, of which none is left at head_dim 128.
+    const int num_steps = kHasBlockIndex ? (int)ptx::to_uniform_register((u32)work.num_steps) : work.num_steps;
+    if (num_steps > 0) {
       if constexpr (makes_dv && !kKeepsWeightsOfCap) may_be_large = work.has_large_rows(common);
       wait_for_keys();
       set_to_zero(p_operand);
       set_to_zero(ds_operand);
 #pragma unroll 1
-      for (int i = 0; i < work.num_steps; ++i) step(i);
-      issue_gradients(work.num_steps > 1, false);
+      for (int i = 0; i < num_steps; ++i) step(i);
+      issue_gradients(num_steps > 1, false);
       finish_gradients(true);
       if constexpr (makes_dk && kNeedsDscale) dscale = warp_sum(sum_of_products<kBlockN>(rows_k, warp_key, dk));
     } else if constexpr (makes_dk && kSumsScores) {

@@ -66,6 +66,7 @@ struct Producer {
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     if constexpr (kSplitsRoles) load_dout();  // the consumer that makes dV gives its stage back before the other does
     shared.q_ring.empty(at).wait(at.parity ^ 1);
+    next.hand_over(shared.listed + at.stage * kBytesListed);
     q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.maps[kMapQ], q_full, first_row, next.head,
                                entry_of(batch));

@@ -128,9 +128,12 @@ static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows
 constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages) + DqTurns::kBytes;
+// With a block-sparse index each stage has its entry and the query head, too: a consumer that loaded the entry of its
+// next step from memory would wait for it at the end of every step.
+constexpr u32 kBytesListed = 8;
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
                       kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP +
-                      kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers ==
+                      kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers + kNumStages * kBytesListed ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -195,6 +198,7 @@ struct Shared {
   Ring<kDsStages> ds_ring;
   Ring<kPStages> p_ring;
   DqTurns turns;
+  u32 listed;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -214,6 +218,7 @@ struct Shared {
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};
     p_ring = {ds_ring.address + Ring<kDsStages>::kBytes};
     turns.place(p_ring.address + Ring<kPStages>::kBytes);
+    listed = p_ring.address + Ring<kPStages>::kBytes + DqTurns::kBytes;
   }
 };
 

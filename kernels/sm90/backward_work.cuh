@@ -22,6 +22,29 @@ struct WorkSplit {
   }
 };
 
+// A tile of queries of the block-sparse index that the producer has handed over in 8 bytes of shared memory. A role that
+// loaded the entries of the index itself would wait for memory at the end of each step.
+struct ListedTile {
+  int head, m_block;
+  IndexEntry entry;
+
+  // Warp. The entry lies in a uniform register, so that no thread keeps it while products are made. With dropout, whose
+  // numbers are computed from the tile, the assembler then spills up to 68 bytes, and none otherwise.
+  CUFLASH_DEVICE void take(u32 address) {
+    const u32 word = ptx::load_shared_b32(address);
+    entry = {kHasDropout ? word : ptx::to_uniform_register(word)};
+    m_block = entry.tile();
+    head = (int)ptx::load_shared_b32(address + 4);
+  }
+  CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return entry.needs_mask(); }
+  CUFLASH_DEVICE bool evaluates_mask() const { return entry.evaluates_mask(); }
+  // The next tile belongs to another head where this one is the last of its row.
+  CUFLASH_DEVICE void advance(const QueryIndex&) { head += entry.is_last(); }
+  CUFLASH_DEVICE void skip(const QueryIndex&, int) {}
+  CUFLASH_DEVICE static ListedTile first(const QueryIndex&, int head) { return {head, 0, {0}}; }
+};
+using QueryTileOfStage = Either<kHasBlockIndex, ListedTile, RangeIterator>::Type;
+
 // The keys of a block, and the steps that every role iterates over.
 struct BackwardWork {
   Work work;
@@ -69,8 +92,9 @@ struct BackwardWork {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
     }
   }
-  CUFLASH_DEVICE QueryTileIterator first() const {
-    QueryTileIterator m_tile = QueryTileIterator::first(queries, first_head);
+  template <class Iterator = QueryTileIterator>
+  CUFLASH_DEVICE Iterator first() const {
+    Iterator m_tile = Iterator::first(queries, first_head);
     if (kSplitsTail && first_step > 0) m_tile.skip(queries, first_step);
     return m_tile;
   }

@@ -10,7 +10,8 @@ from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS
 from tests.compile.test_plans import SERIALIZED
 from tests.scored import of_functions
 
-# Bytes that a thread spills at most, stores and loads, by score and mask: what NVRTC 13.0 reports, and a small margin.
+# Bytes that a thread spills at most, stores and loads, by score and mask: what NVRTC 13.0 and 13.5 report, and a
+# small margin.
 SPILLS = {
     ("sm80/forward.cu", "alibi", "documents", 128): 16,
     # Larger tiles leave fewer registers, and are faster.
@@ -21,13 +22,13 @@ SPILLS = {
     ("sm90/forward.cu", "plane", "documents", 64): 276,
     ("sm80/backward.cu", "alibi", "documents", 128): 16,
     # The consumers hold weights, and row sums of rows with a large lse, next to products with derivatives.
-    ("sm90/backward.cu", "capped", None, 128): 256,
+    ("sm90/backward.cu", "capped", None, 128): 276,
     ("sm90/backward.cu", "plane", None, 128): 64,
     ("sm90/backward.cu", "box", None, 128): 32,
     # Lists of tiles take registers of the warpgroup of dQ.
     ("sm90/backward.cu", "alibi", "documents", 128): 320,
-    ("sm90/backward.cu", None, "documents", 128): 72,
-    ("sm90/backward.cu", "plane", "documents", 64): 112,
+    ("sm90/backward.cu", None, "documents", 128): 216,
+    ("sm90/backward.cu", "plane", "documents", 64): 120,
     ("sm90/backward.cu", "plane", "documents", 128): 280,
 }
 # The same of the backward kernel where it makes gradients of arrays, too: derivatives take registers next to dS, dK and
@@ -35,8 +36,9 @@ SPILLS = {
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 24,
     ("alibi", "documents", 128): 208,
-    ("distance", None, 64): 224,
-    ("distance", None, 128): 744,
+    ("distance", None, 64): 368,
+    ("distance", None, 128): 808,
+    ("tempered", None, 128): 24,
     ("t5", None, 128): 128,
 }
 

@@ -107,9 +107,9 @@ def compiled(tile, need, arch="9.0"):
 # more where consumers have no register left, and tanh of scores that comes back from shared memory.
 KEY_SUMS_SPILLS = {
     (128, "dscale"): 16,
-    (128, "dalibi_slopes"): 32,
-    (128, "dbias"): 64,
-    (128, "dsoftcap"): 72,
+    (128, "dalibi_slopes"): 44,
+    (128, "dbias"): 72,
+    (128, "dsoftcap"): 96,
 }
 SUMMED: dict[str, dict[str, Any]] = {
     "dscale": {},

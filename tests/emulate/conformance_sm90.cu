@@ -179,13 +179,14 @@ CUFLASH_DEFINE_KERNEL(tensor_store, Params, kWarpgroup, 1, store_box)
 
 // ---- Warps and their registers --------------------------------------------------------------------------------------
 
-// Which lanes were elected, twice, and the value of the first lane.
+// Which lanes were elected, twice, the value of the first lane, and one that is the same in all lanes.
 CUFLASH_DEVICE void store_elected(const Params& params) {
   const u32 thread = ptx::thread_index();
-  u32* destination = destination_of<u32>(params) + 3 * thread;
+  u32* destination = destination_of<u32>(params) + 4 * thread;
   destination[0] = ptx::elect_lane();
   destination[1] = ptx::elect_lane();
   destination[2] = ptx::uniform(7 * thread);
+  destination[3] = ptx::to_uniform_register(7 * (thread / 32));
 }
 CUFLASH_DEFINE_KERNEL(elected, Params, kWarpgroup, 1, store_elected)
 

@@ -189,10 +189,11 @@ def check_tensor_store(run):
 
 
 def check_elected(run):
-    got = run("elected", destination=ones(np.uint32, WARPGROUP // WARP, WARP, 3))
+    got = run("elected", destination=ones(np.uint32, WARPGROUP // WARP, WARP, 4))
     assert (got[:, :, 0].sum(axis=1) == 1).all()
     assert (got[:, :, 0] == got[:, :, 1]).all()
     assert (got[:, :, 2] == 7 * WARP * np.arange(WARPGROUP // WARP)[:, None]).all()
+    assert (got[:, :, 3] == 7 * np.arange(WARPGROUP // WARP)[:, None]).all()
 
 
 def check_kept(run):

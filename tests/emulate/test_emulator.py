@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -130,6 +131,13 @@ def test_planted_bug_is_reported(kernel, arguments, words, schedule):
 def test_report_names_block_and_thread():
     with pytest.raises(EmulationError, match=r"planted_bugs.cu:\d+: kernel global_write_overrun, block 0, thread 31: "):
         launch("global_write_overrun", count=ARRAY_LENGTH - WARP + 1)
+
+
+def test_report_is_the_same_in_another_process():
+    with pytest.raises(EmulationError) as caught:
+        launch("global_write_overrun", count=ARRAY_LENGTH - WARP + 1)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and vars(again) == vars(caught.value)
 
 
 def test_scratch_arrays_are_as_aligned_as_on_a_device():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
@@ -63,6 +64,17 @@ def test_the_oracle_is_that_of_each_entry_by_itself(case):
         expected = reference.forward(make_problem(options, q, k, v, **optional), q, k, v, **optional)
         np.testing.assert_array_equal(out[b : b + 1], expected[0])
         np.testing.assert_array_equal(lse[b : b + 1], expected[1])
+
+
+@settings(max_examples=examples(60))
+@given(paged_cases(["float8", "gqa"], layouts=["bhsd"], min_seqlen=0), st.booleans())
+def test_gathered_keys_are_those_of_all_entries(case, is_empty):
+    """Of none, too."""
+    case = dataclasses.replace(case, batch=0, kv_lengths=()) if is_empty else case
+    arrays = case.arrays()
+    whole = ct.gather_pages(arrays)
+    for name in ("k", "v"):
+        assert whole[name].shape == (case.batch, arrays[name].shape[-3], case.seqlen_k, arrays[name].shape[-1])
 
 
 def test_pages_may_be_shared():

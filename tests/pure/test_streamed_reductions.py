@@ -39,6 +39,27 @@ def test_any_chunks_keep_the_oracle_rule(data, case, how, count):
     judge(case, weights, sums, largest, top)
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(case=ct.cases(**SMALL | {"features": ("packed", "lengths", "causal", "gqa", "pages")}))
+def test_what_forward_does_not_take_is_refused(case):
+    attn, arrays = attention_of(case), inputs_of(case)
+    lse = lse_of(attn, arrays)
+    q, keys = arrays.pop("q"), cuflash.streamed(arrays.pop("k"), None)
+    dsums = np.zeros((*lse.shape[:-1], case.seqlen_k), lse.dtype)
+    for compute in (
+        functools.partial(attn.forward, q, *keys),
+        functools.partial(attn.column_sums, q, keys, lse),
+        functools.partial(attn.column_max, q, keys, lse),
+        functools.partial(attn.top_keys, q, keys, lse, 3),
+        functools.partial(attn.column_sums_backward, dsums, q, keys, lse),
+    ):
+        if case.cu_seqlens_q or case.page_size or case.causal == "lengths":
+            with pytest.raises(NotImplementedError, match="streamed"):
+                compute(**arrays)
+        else:
+            compute(**arrays)
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), case=AXES | ct.cases(**SMALL | {"dtypes": ("float64",)}), how=DEVICES)
 def test_all_results_are_those_of_keys_in_one_memory(data, case, how):

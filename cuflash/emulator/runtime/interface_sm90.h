@@ -20,6 +20,7 @@ void bulk_wait_read(u32 pending, Site site);
 
 bool elect_lane(Site site);
 u32 uniform(u32 value, Site site);
+u32 to_uniform_register(u32 value, Site site);
 void keep_before(float value, u32 scratch, Site site);
 void store_matrix(u32 address, const u32* fragment, Site site);
 void decrease_registers(u32 registers, Site site);

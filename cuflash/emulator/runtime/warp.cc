@@ -333,6 +333,16 @@ u32 uniform(u32 value, Site site) {
   return argument;
 }
 
+u32 to_uniform_register(u32 value, Site site) {
+  u32 argument = value;
+  collect("to_uniform_register", site, &argument, [](Warp& warp) {
+    u32 largest = 0;
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) largest = std::max(largest, argument_of<u32>(warp, lane));
+    for (u32 lane = 0; lane < kWarpLanes; ++lane) argument_of<u32>(warp, lane) = largest;
+  });
+  return argument;
+}
+
 void keep_before(float value, u32 scratch, Site site) {
   Thread& self = *block.current;
   self.site = site;

@@ -69,6 +69,9 @@ struct RangeIterator {
     m_block += tiles.backwards ? -(steps % length) : steps % length;
   }
   CUFLASH_DEVICE static RangeIterator first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
+  // Nothing is handed over: each role counts by itself.
+  CUFLASH_DEVICE void hand_over(u32) const {}
+  CUFLASH_DEVICE void take(u32) {}
 };
 
 // The position of an iterator in a row of the index: a number, which takes fewer registers, or a pointer in kernels
@@ -116,6 +119,11 @@ struct IndexIterator {
   CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return entry.needs_mask(); }
   // Whether a function that hides pairs must be called, if the tile needs a mask.
   CUFLASH_DEVICE bool evaluates_mask() const { return entry.evaluates_mask(); }
+  // Thread. To a ListedTile (sm90/backward_work.cuh).
+  CUFLASH_DEVICE void hand_over(u32 address) const {
+    ptx::store_shared_b32(address, entry.entry);
+    ptx::store_shared_b32(address + 4, (u32)head);
+  }
 
  private:
   CUFLASH_DEVICE void start_row(const QueryIndex& queries, int first) {

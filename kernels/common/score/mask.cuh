@@ -138,6 +138,11 @@ struct IsLeftEdge<LeftEdge> : Constant<true> {};
 // The argument `masked` for tiles in front of those that are visible as a whole.
 using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
+// Whether the block mask shows or hides whole tiles, of which the block-sparse index has those that it shows: then no
+// pair of such a tile is looked up in it.
+constexpr bool kShowsWholeTiles = kHasBlockIndex && kMaskBlockM % kBlockM == 0 && kMaskBlockN % kBlockN == 0;
+constexpr bool kLooksUpBlocks = kHasBlockMask && !kShowsWholeTiles;
+
 // The mask of one head, tested pair by pair.
 struct Mask {
   int key_stop;
@@ -172,8 +177,8 @@ struct Mask {
   }
 
   CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
-  // Whether a mask_mod shows the pair. If whole tiles are tested by it separately, the compiler loads
-  // what the function needs of a row, or of a key, once for all of its pairs; that takes registers.
+  // Whether a mask_mod shows the pair. If whole tiles are tested by it separately, the compiler loads what the function
+  // needs of a row, or of a key, once for all of its pairs.
   CUFLASH_DEVICE bool shows(int row, int key) const {
 #if CUFLASH_HAS_MASK_FUNCTION
     return functions.shows(row, key);
@@ -186,7 +191,7 @@ struct Mask {
     if constexpr (kHasRightBound) shown = shown && key <= row + right_offset;
     if constexpr (kHasLeftBound) shown = shown && key >= row + left_offset;
     if constexpr (kLooksUpMask) shown = shown && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
-    if constexpr (kHasBlockMask) shown = shown && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
+    if constexpr (kLooksUpBlocks) shown = shown && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
     return shown;
   }
 };

@@ -142,9 +142,8 @@ struct Weights {
     };
     if (!masked) return;
     const bool evaluated = kHasMaskFunction && evaluates;
-    if (kDim > 64 && evaluated) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
     hide_unless([&](int row, int key) { return mask.within(row, key); });
-    // A separate test by the function takes registers (Mask::shows), which dK and dV leave free if heads are narrow.
+    // A separate test, for which what the function needs is loaded once (Mask::shows).
     if (evaluated) hide_unless([&](int row, int key) { return mask.shows(row, key); });
   }
   // The same for products before `of_hidden`, if they are scores except for a positive factor. Otherwise it does

@@ -82,6 +82,8 @@ MUTANTS = (
     # ---- common/score/mask.cuh
     mutant("one key past the last is visible", MASK, "bool shown = key < key_stop;", "bool shown = key <= key_stop;",
            "forward"),
+    mutant("pairs of cut blocks are not looked up", MASK, "kHasBlockMask && !kShowsWholeTiles", "false",
+           "backward blocks"),
     mutant("the diagonal is hidden", MASK, "key <= row + right_offset", "key < row + right_offset", "forward window"),
     mutant("the last key of the window is hidden", MASK, "shown && key >= row + left_offset",
            "shown && key > row + left_offset", "forward window"),

@@ -24,8 +24,8 @@ SINKS = "helpers/sinks.cu"
 # fmt: off
 MUTANTS = (
     # ---- sm80/jvp.cu
-    mutant("tQ K^T is forgotten", JVP, "multiply_dual<kDim / kStep, kMovesQ, kMovesK>(s, ts,",
-           "multiply_dual<kDim / kStep, false, kMovesK>(s, ts,", "tangents"),
+    mutant("tQ K^T is forgotten", JVP, "multiply_dual<kDim / kStep, kMovesQ, kMovesK, true>(s, ts,",
+           "multiply_dual<kDim / kStep, false, kMovesK, true>(s, ts,", "tangents"),
     mutant("Q tK^T with K", JVP, "operand_tk(s_tk, warp)", "operand_tk(s_k, warp)", "tangents"),
     mutant("tV with V", JVP, "operand_tv(s_tv, warp_d)", "operand_tv(s_v, warp_d)", "tangents"),
     # ---- sm80/dual_products.cuh
@@ -355,8 +355,8 @@ MUTANTS = (
     mutant("tdP' without V tdO'", OF_KEYS,
            "if (has_tdout) multiply<kDimV / kStep / kWarpsK>(tdx, value_rows(s_v), gradient_rows(s.tdout));", "",
            "tangents"),
-    mutant("K tQ' is forgotten", OF_KEYS, "multiply_dual<kDim / kStep / kWarpsK, kMovesK, kMovesQ>",
-           "multiply_dual<kDim / kStep / kWarpsK, kMovesK, false>", "tangents"),
+    mutant("K tQ' is forgotten", OF_KEYS, "multiply_dual<kDim / kStep / kWarpsK, kMovesK, kMovesQ, true>",
+           "multiply_dual<kDim / kStep / kWarpsK, kMovesK, false, true>", "tangents"),
     mutant("warps sum the same half of the columns", OF_KEYS, "warp_k * (row_bytes / kWarpsK)", "0",
            "tangents of windows"),
     mutant("sums over the other half of the columns are lost", OF_KEYS, "add_left(own_pu, s_pu),", "",
