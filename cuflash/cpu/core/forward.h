@@ -8,9 +8,9 @@
 
 namespace {
 
-// Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
-// smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
-// largest.
+// Rows of a block, at most: the first of these that makes enough jobs, else the last. Unless blocks share tiles or
+// threads hold them, each block packs its keys: the smallest blocks are worth it only where some attend to fewer keys
+// than others, and where threads would wait for the largest.
 constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 // The last bits of what tile registers multiply depend on the rows that are multiplied together, so there blocks have
 // this many rows, whatever else a call has, if bits must not depend on that.

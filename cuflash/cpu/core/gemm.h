@@ -141,8 +141,8 @@ template <class T, int WIDE, class F> inline void for_columns(int64_t num_column
     take(std::integral_constant<int, 1>());
 }
 
-// How many vectors of columns are multiplied at a time: with more, fewer elements of A are loaded, with fewer, B is read
-// by more rows at a time.
+// How many vectors of columns are multiplied at a time: with more, fewer elements of A are loaded, with fewer, more
+// rows share what is read of B.
 constexpr int TALL_BLOCKS = HAS_LANE_PRODUCTS ? 3 : 2;
 constexpr int WIDE_BLOCKS = NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 4 : TALL_BLOCKS;
 

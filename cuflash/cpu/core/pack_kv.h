@@ -49,8 +49,8 @@ constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
 constexpr int64_t PACKED_BYTES = 32 << 20;  // at most, of all tiles
 constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 
-// With AVX-512 what one core packs takes longer to reach another one than to pack: each thread packs the tiles of a head
-// for itself, and keeps them, within the second cache, for the next blocks of that head, which it takes if any are left.
+// With AVX-512 what one core packs takes longer to reach another one than to pack: each thread packs the tiles of a
+// head for itself, and holds them for the next blocks of that head, which it takes if any are left.
 constexpr bool MAY_HOLD_TILES = VECTOR_BYTES == 64 && !HAS_BF16X2;
 constexpr int64_t HELD_BYTES = 3 << 20;
 

@@ -208,8 +208,8 @@ NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     return true;
 }
 
-// The block that a thread takes next, and its head: of the head of its last block, else of one that no thread has begun,
-// else of the one with the most blocks left. There is one for each job, whichever jobs have begun.
+// The block that a thread takes next, and its head: of the head of its last block, else of one that no thread has
+// begun, else of the one with the most blocks left. There is one for each job, whichever jobs have begun.
 inline int64_t take_block(Work &work, int64_t &head) {
     const int64_t num_heads = work.num_entries * work.call.num_heads_kv, none = -1;
     auto take = [&](int64_t from) {

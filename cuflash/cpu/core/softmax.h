@@ -128,8 +128,8 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_key
     }
 }
 
-// Neighbouring rows of a block, at most FEW_OF_GROUP, and their scores of a tile, in whole vectors. `minus` is their row
-// max, or 0 where a row has attended to no key yet: then it has only scores of -inf.
+// Neighbouring rows of a block, at most FEW_OF_GROUP, and their scores of a tile, in whole vectors. `minus` is their
+// row max, or 0 where a row has attended to no key yet: then it has only scores of -inf.
 template <class T> struct FewRows {
     const Scaling<T> &scaling;
     int64_t count, columns, dim;
