@@ -52,7 +52,7 @@ constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrowe
 // With AVX-512 what one core packs takes longer to reach another one than to pack: each thread packs the tiles of a
 // head for itself, and holds them for the next blocks of that head, which it takes if any are left.
 constexpr bool MAY_HOLD_TILES = VECTOR_BYTES == 64 && !HAS_BF16X2;
-constexpr int64_t HELD_BYTES = 3 << 20;
+constexpr int64_t HELD_BYTES = 5 << 19;  // of a thread, at most
 
 // Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two, unless a thread finds
 // them near enough where they lie.
