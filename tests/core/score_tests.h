@@ -142,8 +142,6 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
     Memory<T> o(DIM), l(LANES<T>), s(MAX_KEYS), moment(LANES<T>);
     Memory<unsigned char> kept(MAX_KEYS);
     T row_max = -std::numeric_limits<T>::infinity(), largest = row_max;
-    const RowSoFar<T> row = {row_max, l.data, o.data, DIM};
-    const Kept<T> dropout = {kept.data, T(1.25)};
     std::vector<double> all, values;
     for (long tile = 0; tile < TILES; ++tile) {
         const long num_keys = LANES<T> * (1 + random_below(MAX_KEYS / LANES<T>));
@@ -154,14 +152,14 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
             kept[j] = random_below(4) ? 0xFF : 0;
             all.push_back(double(s[j]) * scale);
         }
-        auto step = [&](auto reductions) {
-            if (has_dropout) {
-                exponentials<T>(std::true_type(), reductions, scaling, s.data, num_keys, row, dropout);
-            } else {
-                exponentials<T>(std::false_type(), reductions, scaling, s.data, num_keys, row, {});
-            }
+        FewRows<T> rows = {scaling, 1,        num_keys,    DIM,       s.data,  &row_max, l.data,
+                           o.data,  &largest, moment.data, kept.data, T(1.25), {}};
+        auto step = [&](auto drops, auto reduces) {
+            raise_row_maxima(reduces, rows);
+            exponentials(drops, reduces, rows);
         };
-        reduces ? step(RowReductions<T>{largest, moment.data}) : step(NoReductions());
+        auto step_with = [&](auto drops) { reduces ? step(drops, std::true_type()) : step(drops, std::false_type()); };
+        has_dropout ? step_with(std::true_type()) : step_with(std::false_type());
         for (long j = 0; j < num_keys; ++j) {
             const T value = T(random_normal());
             values.push_back(!has_dropout ? double(value) : kept[j] ? double(value) * 1.25 : 0);

@@ -185,7 +185,7 @@ int end(Running *running) {
 // page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as
 // memory of Python's would when the interpreter exits.
 struct CallerScratch {
-    static constexpr int64_t CALLER_BYTES = 1 << 20;
+    static constexpr int64_t CALLER_BYTES = 4 << 20;
     static inline ThreadMemory kept;
     void *memory;  // null if there is none
     bool is_kept;

@@ -8,9 +8,9 @@
 
 namespace {
 
-// Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
-// smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
-// largest.
+// Rows of a block, at most: the first of these that makes enough jobs, else the last. Unless blocks share tiles or
+// threads hold them, each block packs its keys: the smallest blocks are worth it only where some attend to fewer keys
+// than others, and where threads would wait for the largest.
 constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 // The last bits of what tile registers multiply depend on the rows that are multiplied together, so there blocks have
 // this many rows, whatever else a call has, if bits must not depend on that.
@@ -20,21 +20,24 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                          ForwardBuffers<T> &buffers, int64_t first, int64_t count) {
     const Call &call = work.call;
     const int64_t num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
+    const int64_t group = call.window_left < NO_BOUND || call.window_right < NO_BOUND ? GROUP : WIDE_GROUP;
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
-        n = rows_of_group(call, block, r0, GROUP);
+        n = rows_of_group(call, block, r0, group);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const int64_t here = keys.stop - keys.first;
         if (here <= 0) continue;
-        prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
+        // With AVX-512 it takes longer to ask for lines, nearly all of which are near, than to wait for the rest.
+        if (VECTOR_BYTES < 64)
+            prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
         const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, round_up(here, LANES<T>), here};
         softmax_rows<T>(scaling, scores, keys.first, buffers, buffers.s, nullptr, 0, DoNothing());
-        product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
-                                o, dim_v, true);
+        product<T, Order::ROWS, Numbers<T>, TALL_BLOCKS>(
+            n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride, o, dim_v, true);
     }
 }
 
@@ -85,38 +88,101 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
-template <class T> void forward_job(Work &work, char *memory, int64_t job) {
-    const Call &call = work.call;
-    const Block &block = work.blocks[job];
-    const Entry &entry = work.entries[block.entry];
-    const Scaling<T> scaling(call);
-    ForwardBuffers<T> buffers(work, memory);
-    const Sizes<T> &sizes = buffers.sizes;
+// Leaves what a job with a split of the keys has summed of each row.
+template <class T>
+NOINLINE void leave_partial(const Work &work, int64_t job, const Block &block, const ForwardBuffers<T> &buffers) {
+    const int64_t dim = buffers.sizes.dim_v;
+    const bool reduces = has_row_reductions(work.call);
+    for (int64_t r = 0; r < rows_of(block); ++r) {
+        T *to = partial_of<T>(work, job) + r * (dim + Partial::COUNT), *numbers = to + dim;
+        memcpy(to, buffers.o + r * dim, dim * sizeof(T));
+        numbers[Partial::ROW_MAX] = buffers.row_max[r];
+        numbers[Partial::L] = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
+        numbers[Partial::LARGEST] = reduces ? buffers.largest[r] : T(0);
+        numbers[Partial::MOMENT] = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
+    }
+}
+
+// Writes the results of a block's rows: a vector of logarithms takes as long as one.
+template <class T>
+NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
+                          const ForwardBuffers<T> &buffers) {
+    constexpr int N = LANES<T>;
     const int64_t num_rows = rows_of(block);
-    const bool has_few = is_decode(call, entry, block);
-    const int64_t terms = has_few ? 0 : num_terms<T>(work);
+    const double natural = scaling.natural;
+    for (int64_t r0 = 0; r0 < num_rows; r0 += N) {
+        const int64_t count = smaller(N, num_rows - r0);
+        RowWithSink all[N];
+        T own_l[N], l[N], logs[N];
+        for (int64_t i = 0; i < N; ++i) l[i] = T(1);
+        for (int64_t i = 0; i < count; ++i) {
+            own_l[i] = sum_of_lanes<T>(load(buffers.l + (r0 + i) * N));
+            all[i] = with_sink<T>(call, row_of(block, r0 + i), buffers.row_max[r0 + i] * natural, own_l[i]);
+            l[i] = T(all[i].l);
+        }
+        logs_of(l, logs);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t r = r0 + i;
+            write_row(call, entry, row_of(block, r), buffers.o + r * buffers.sizes.dim_v, all[i], logs[i]);
+            if (!has_row_reductions(call)) continue;
+            const double row_max = buffers.row_max[r], largest = buffers.largest[r];
+            const double moment = sum_of_lanes<T>(load(buffers.moment + r * N));
+            write_row_reductions<T>(
+                call, entry, row_of(block, r),
+                {row_max * natural, own_l[i], largest * natural, (largest - row_max) * natural, moment * natural},
+                all[i]);
+        }
+    }
+}
+
+// Loads the rows of q of a block, in `terms` terms. Returns them by columns where decode reads them so, or null.
+template <class T>
+NOINLINE T *load_queries(const Work &work, const Entry &entry, const Block &block, bool has_few, int64_t terms,
+                         ForwardBuffers<T> &buffers) {
+    const Call &call = work.call;
     if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
         load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
     } else if (terms == 2) {
         if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
-    } else {
+    } else if (has_few) {
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
+    } else {
+        buffers.q = find_queries(call, entry, block, buffers.q);
     }
     T *columns = nullptr;
     if constexpr (MAY_USE_TILES<T>)
-        if (has_few && num_rows > VERY_FEW_ROWS && max_terms<T>(call)) {
-            columns = buffers.q + FEW_ROWS * sizes.dim;
+        if (has_few && rows_of(block) > VERY_FEW_ROWS && max_terms<T>(call)) {
+            columns = buffers.q + FEW_ROWS * buffers.sizes.dim;
             load_decode_columns(call, entry, block, buffers.rows, columns);
         }
-    clear(buffers.o, num_rows * sizes.dim_v);
+    return columns;
+}
+
+// Sums of rows that have attended to no key yet.
+template <class T> NOINLINE void clear_sums(int64_t num_rows, bool reduces, ForwardBuffers<T> &buffers) {
+    clear(buffers.o, num_rows * buffers.sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
     for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
-    const bool reduces = has_row_reductions(call);
-    if (reduces) {
-        clear(buffers.moment, num_rows * LANES<T>);
-        for (int64_t r = 0; r < num_rows; ++r) buffers.largest[r] = T(-__builtin_inf());
-    }
+    if (!reduces) return;
+    clear(buffers.moment, num_rows * LANES<T>);
+    for (int64_t r = 0; r < num_rows; ++r) buffers.largest[r] = T(-__builtin_inf());
+}
 
+template <class T> void forward_job(Work &work, char *memory, int64_t job) {
+    const Call &call = work.call;
+    ForwardBuffers<T> buffers(work, memory);
+    if (MAY_HOLD_TILES && work.holds_tiles) {
+        const int64_t head = *buffers.head;
+        job = take_block(work, *buffers.head);
+        if (*buffers.head != head) memset(buffers.is_held, 0, work.packed_in_head);
+    }
+    const Block &block = work.blocks[job];
+    const Entry &entry = work.entries[block.entry];
+    const Scaling<T> scaling(call);
+    const bool has_few = is_decode(call, entry, block);
+    const int64_t terms = has_few ? 0 : num_terms<T>(work);
+    const T *columns = load_queries(work, entry, block, has_few, terms, buffers);
+    clear_sums(rows_of(block), has_row_reductions(call), buffers);
     const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const int64_t begin = larger(tile_begin(work, visible.first), block.first_key),
                   end = smaller(visible.stop, block.stop_key);
@@ -134,26 +200,10 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
         }
     }
 
-    T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
-        const T largest = reduces ? buffers.largest[r] : T(0);
-        const T moment = reduces ? sum_of_lanes<T>(load(buffers.moment + r * LANES<T>)) : T(0);
-        const T *o = buffers.o + r * sizes.dim_v;
-        if (partial) {
-            T *to = partial + r * (sizes.dim_v + Partial::COUNT), *numbers = to + sizes.dim_v;
-            memcpy(to, o, sizes.dim_v * sizeof(T));
-            numbers[Partial::ROW_MAX] = buffers.row_max[r];
-            numbers[Partial::L] = l;
-            numbers[Partial::LARGEST] = largest;
-            numbers[Partial::MOMENT] = moment;
-        } else {
-            const double natural = scaling.natural;
-            const double rises = (double(largest) - buffers.row_max[r]) * natural;
-            const WholeRow own = {buffers.row_max[r] * natural, l, largest * natural, rises, moment * natural};
-            const RowWithSink all = finish_row(call, entry, row_of(block, r), o, own.row_max, l);
-            if (reduces) write_row_reductions<T>(call, entry, row_of(block, r), own, all);
-        }
+    if (block.num_splits > 1) {
+        leave_partial(work, job, block, buffers);
+    } else {
+        finish_rows(call, entry, block, scaling, buffers);
     }
 }
 
@@ -197,7 +247,9 @@ template <class T> bool prepare_forward(Work &work) {
     // out in tile registers load and store it less often, which matters where out is wide.
     const Call &call = work.call;
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
+    // Where threads hold tiles, what each tile of a block takes counts; decode has more splits of short tiles.
+    const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > FEW_ROWS;
+    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
     auto choose_of = [&](auto &block_rows) {
         for (const int64_t rows : block_rows) {
             if (are_equal && rows <= LEAST_ROWS) break;
@@ -211,6 +263,7 @@ template <class T> bool prepare_forward(Work &work) {
         HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     }
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
+    if (MAY_HOLD_TILES) hold_tiles<T>(work, BlockCount(work).all);
     const int64_t bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;

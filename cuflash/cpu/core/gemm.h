@@ -141,13 +141,16 @@ template <class T, int WIDE, class F> inline void for_columns(int64_t num_column
     take(std::integral_constant<int, 1>());
 }
 
+// How many vectors of columns are multiplied at a time: with more, fewer elements of A are loaded, with fewer, more
+// rows share what is read of B.
+constexpr int TALL_BLOCKS = HAS_LANE_PRODUCTS ? 3 : 2;
+constexpr int WIDE_BLOCKS = NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 4 : TALL_BLOCKS;
+
 // A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
-template <class T, Order ORDER, class M = Numbers<T>>
+template <class T, Order ORDER, class M = Numbers<T>, int WIDTH = WIDE_BLOCKS>
 inline void product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride, const T *b,
                     int64_t b_stride, T *c, int64_t c_stride, bool adds) {
-    for_columns<T, HAS_LANE_PRODUCTS     ? 3
-                   : NUM_REGISTERS == 32 ? 4
-                                         : 2>(num_columns, [&](int64_t j, auto vectors) {
+    for_columns<T, WIDTH>(num_columns, [&](int64_t j, auto vectors) {
         product_columns<T, decltype(vectors)::value, ORDER, M>(num_rows, a, a_stride, b + j, b_stride, length, c + j,
                                                                c_stride, adds);
     });
@@ -166,7 +169,7 @@ inline void product_of_rows(int64_t num_rows, int64_t num_columns, int64_t lengt
         return;
     }
     const int64_t count = (length + SUM_LENGTH - 1) / SUM_LENGTH, step = (length + count - 1) / count;
-    for_columns<T, HAS_LANE_PRODUCTS ? 3 : 2>(num_columns, [&](int64_t j, auto vectors) {
+    for_columns<T, TALL_BLOCKS>(num_columns, [&](int64_t j, auto vectors) {
         for (int64_t k = 0; k < length; k += step) {
             const int64_t terms = length - k < step ? length - k : step;
             product_columns<T, decltype(vectors)::value, Order::ROWS, M>(

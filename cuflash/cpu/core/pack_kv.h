@@ -27,16 +27,18 @@ template <class T> inline void load_transposed_keys(const KeySlice &keys, T *row
 
 // Rows of v of a tile, of stride `v_stride`: where they lie, or copied to v. They are read again and again, so they are
 // copied where rows have large strides, which fall into the same few sets of the cache, or where their vectors straddle
-// lines of the cache, of which each load then reads two.
+// lines of the cache, of which each load then reads two. With AVX-512 the second line costs nothing next to the
+// products of a vector.
+template <class T> inline bool has_near_values(const Call &call) {
+    const int64_t stride = call.strides[V][2], dim = call.head_dim_v;
+    return (stride == dim || stride == -dim) && has_whole_rows<T>(call, V, dim);
+}
 template <class T> inline const T *find_values(const KeySlice &values, T *v, int64_t &v_stride) {
-    const int64_t stride = values.call.strides[V][2], dim = values.dim();
-    const char *own = values.row(0);
-    const bool lie_well = (stride == dim || stride == -dim) && (uintptr_t)own % 64 == 0;
-    if (lie_well && has_whole_rows<T>(values.call, V, dim)) {
-        v_stride = stride;
-        return (const T *)own;
+    if (has_near_values<T>(values.call) && (VECTOR_BYTES == 64 || (uintptr_t)values.row(0) % 64 == 0)) {
+        v_stride = values.call.strides[V][2];
+        return (const T *)values.row(0);
     }
-    v_stride = round_up(dim, LANES<T>);
+    v_stride = round_up(values.dim(), LANES<T>);
     load_keys(values, v, v_stride, values.count);
     return v;
 }
@@ -47,21 +49,36 @@ constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
 constexpr int64_t PACKED_BYTES = 32 << 20;  // at most, of all tiles
 constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
 
-// Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two.
+// With AVX-512 what one core packs takes longer to reach another one than to pack: each thread packs the tiles of a
+// head for itself, and holds them for the next blocks of that head, which it takes if any are left.
+constexpr bool MAY_HOLD_TILES = VECTOR_BYTES == 64 && !HAS_BF16X2;
+constexpr int64_t HELD_BYTES = 5 << 19;  // of a thread, at most
+
+// Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two, unless a thread finds
+// them near enough where they lie.
 template <class T> struct PackedTiles {
     const Work &work;
+    bool has_values;
     int64_t keys_stride, v_stride, count_k, count;  // numbers of k, and of a tile
 
-    explicit PackedTiles(const Work &work) : work(work), keys_stride(keys_stride_of<T>(work)) {
+    explicit PackedTiles(const Work &work)
+        : work(work), has_values(MAY_SHARE_PACKED || !has_near_values<T>(work.call)),
+          keys_stride(keys_stride_of<T>(work)) {
         const Sizes<T> sizes(work.call);
         v_stride = sizes.dim_v + 64 / int64_t(sizeof(T));
         count_k = sizes.dim * keys_stride;
-        count = count_k + work.keys_per_tile * v_stride;
+        count = count_k + (has_values ? work.keys_per_tile * v_stride : 0);
     }
     int64_t bytes(int64_t num_tiles) const { return num_tiles * count * int64_t(sizeof(T)); }
     T *at(const Entry &entry, int64_t head_kv, int64_t first) const {
         const int64_t heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
         return (T *)work.packed_keys->data() + (heads * work.packed_in_head + first / work.keys_per_tile) * count;
+    }
+    void pack(const KeySlice &keys, T *rows, T *packed) const {
+        load_transposed_keys(keys, rows, packed, keys_stride);
+        if (has_values)
+            load_keys({keys.call, V, keys.entry, keys.head_kv, keys.first, keys.count}, packed + count_k, v_stride,
+                      keys.count);
     }
 };
 
@@ -75,20 +92,30 @@ template <class T> void pack_job(Work &work, char *memory, int64_t job) {
     if (count <= 0 || first + count <= visible.first) return;
     const PackedTiles<T> tiles(work);
     const ForwardBuffers<T> buffers(work, memory);
-    T *k_t = tiles.at(entry, head_kv, first);
-    load_transposed_keys({call, K, entry, head_kv, first, count}, buffers.rows, k_t, tiles.keys_stride);
-    load_keys({call, V, entry, head_kv, first, count}, k_t + tiles.count_k, tiles.v_stride, count);
+    tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, tiles.at(entry, head_kv, first));
 }
 
-// Packs the tiles before the blocks, if there are several for each KV head, and if all tiles are read.
-template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks) {
+// Whether there are several blocks for each KV head, and all tiles are read. Finds how many a head has.
+inline bool read_tiles_again(Work &work, int64_t num_blocks) {
     const Call &call = work.call;
     const bool is_narrow = call.window_left + call.window_right < NARROW_WINDOW;
-    if (call.arrays[BLOCK_MASK] || call.arrays[MASK] || is_narrow ||
-        num_blocks < 2 * work.num_entries * call.num_heads_kv)
-        return true;
     for (int64_t e = 0; e < work.num_entries; ++e)
         work.packed_in_head = larger(work.packed_in_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
+    return !call.arrays[BLOCK_MASK] && !call.arrays[MASK] && !is_narrow &&
+           num_blocks >= 2 * work.num_entries * call.num_heads_kv;
+}
+
+// Has threads hold the tiles of a head, if they are read again and are few.
+template <class T> inline void hold_tiles(Work &work, int64_t num_blocks) {
+    const PackedTiles<T> tiles(work);
+    work.packed_count = tiles.count;
+    work.holds_tiles = read_tiles_again(work, num_blocks) && tiles.bytes(work.packed_in_head) <= HELD_BYTES;
+}
+
+// Packs the tiles before the blocks, if they are read again.
+template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks) {
+    const Call &call = work.call;
+    if (!read_tiles_again(work, num_blocks)) return true;
     const int64_t num_tiles = work.num_entries * call.num_heads_kv * work.packed_in_head;
     const int64_t bytes = PackedTiles<T>(work).bytes(num_tiles);
     if (bytes > PACKED_BYTES) return true;
@@ -96,6 +123,20 @@ template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks)
     if (!work.packed_keys) return false;
     work.add_phase(pack_job<T>, num_tiles);
     return true;
+}
+
+// A tile that the thread holds, or packs now.
+template <class T>
+inline Tile<T> held_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
+                         ForwardBuffers<T> &buffers) {
+    const Call &call = work.call;
+    const PackedTiles<T> tiles(work);
+    const int64_t index = first / work.keys_per_tile, count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+    T *packed = buffers.held + index * tiles.count;
+    if (!buffers.is_held[index]) tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, packed);
+    buffers.is_held[index] = true;
+    if (tiles.has_values) return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
+    return {packed, (const T *)key_address(call, V, entry, head_kv, first), call.strides[V][2], nullptr};
 }
 
 template <class T>
@@ -110,6 +151,7 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
         const T *packed = tiles.at(entry, head_kv, first);
         return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
     }
+    if (MAY_HOLD_TILES && work.holds_tiles) return held_tile(work, entry, head_kv, first, buffers);
     if constexpr (MAY_USE_TILES<T>)
         if (terms == 2) {
             T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;

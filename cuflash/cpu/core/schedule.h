@@ -146,12 +146,38 @@ inline Splits splits_of_entry(const Work &work, const Entry &entry) {
     return {larger(1, ceil_div(entry.seqlen_k, tiles * work.keys_per_tile)), tiles};
 }
 
+// Makes the blocks with the i-th rows of a head of k of an entry.
+NOINLINE void make_blocks_of(Work &work, const Splits &splits, int64_t i, int64_t e, int64_t h) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[e];
+    const int64_t group = group_of(call), heads = heads_of_block(work, entry);
+    const int64_t rows = rows_in_blocks(call, entry.seqlen_q, work.rows_per_block);
+    if (i * rows >= entry.seqlen_q) return;
+    const int64_t keys = splits.tiles * work.keys_per_tile;
+    for (int64_t g = 0; g < group; g += heads) {
+        if (splits.count > 1) work.split_blocks[work.num_split_blocks++] = work.num_blocks;
+        for (int64_t n = 0; n < splits.count; ++n) {
+            Block &block = work.blocks[work.num_blocks++];
+            block.entry = e;
+            block.head_kv = h;
+            block.first_head = h * group + g;
+            block.num_heads = smaller(heads, group - g);
+            block.first_row = i * rows;
+            block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
+            block.first_key = n * keys;
+            block.stop_key = n + 1 < splits.count ? (n + 1) * keys : entry.seqlen_k;
+            block.split = n;
+            block.num_splits = splits.count;
+            if (splits.count > 1) work.rows_per_partial = larger(work.rows_per_partial, rows_of(block));
+        }
+    }
+}
+
 // Makes the blocks of all entries. Those of the last rows, which may attend to the most keys, come first.
 NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     const Call &call = work.call;
-    const int64_t group = group_of(call), most = work.rows_per_block;
     const BlockCount blocks(work);
-    const int64_t count = blocks.all;
+    const int64_t count = blocks.all, num_heads = work.num_entries * call.num_heads_kv;
     const Splits of_call = splits_keys && !call.batch_invariant ? splits_of_call(work, count, bytes_of_row) : Splits();
     auto splits_of = [&](const Entry &entry) {
         return splits_keys && call.batch_invariant ? splits_of_entry(work, entry) : of_call;
@@ -160,44 +186,49 @@ NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     for (int64_t e = 0; e < work.num_entries; ++e) most_splits = larger(most_splits, splits_of(work.entries[e]).count);
     if (!work.allocate(work.blocks, count * most_splits + NUM_CUTS * CUT_BLOCKS)) return false;
     if (most_splits > 1 && !work.allocate(work.split_blocks, count)) return false;
-    auto make = [&](int64_t i, int64_t e, int64_t h) {
-        const Entry &entry = work.entries[e];
-        const int64_t rows = rows_in_blocks(call, entry.seqlen_q, most), heads = heads_of_block(work, entry);
-        if (i * rows >= entry.seqlen_q) return;
-        const Splits splits = splits_of(entry);
-        const int64_t keys = splits.tiles * work.keys_per_tile;
-        for (int64_t g = 0; g < group; g += heads) {
-            if (splits.count > 1) work.split_blocks[work.num_split_blocks++] = work.num_blocks;
-            for (int64_t n = 0; n < splits.count; ++n) {
-                Block &block = work.blocks[work.num_blocks++];
-                block.entry = e;
-                block.head_kv = h;
-                block.first_head = h * group + g;
-                block.num_heads = smaller(heads, group - g);
-                block.first_row = i * rows;
-                block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
-                block.first_key = n * keys;
-                block.stop_key = n + 1 < splits.count ? (n + 1) * keys : entry.seqlen_k;
-                block.split = n;
-                block.num_splits = splits.count;
-                if (splits.count > 1) work.rows_per_partial = larger(work.rows_per_partial, rows_of(block));
-            }
-        }
+    if (work.holds_tiles && !work.allocate(work.heads, num_heads)) return false;
+    auto make = [&](int64_t i, int64_t head) {
+        const int64_t e = head / call.num_heads_kv;
+        make_blocks_of(work, splits_of(work.entries[e]), i, e, head % call.num_heads_kv);
     };
-    const int64_t num_heads = work.num_entries * call.num_heads_kv;
-    if (work.packed_keys) {  // blocks of a head follow each other: its packed keys stay in the cache
-        for (int64_t head = 0; head < num_heads; ++head)
-            for (int64_t i = blocks.in_head - 1; i >= 0; --i)
-                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+    // Where packed tiles stay in the cache, the blocks of a head follow each other.
+    if (work.packed_keys || work.holds_tiles) {
+        for (int64_t head = 0; head < num_heads; ++head) {
+            const int64_t first = work.num_blocks;
+            for (int64_t i = blocks.in_head - 1; i >= 0; --i) make(i, head);
+            if (work.holds_tiles) new (&work.heads[head]) HeadBlocks{{first}, work.num_blocks};
+        }
     } else {
         for (int64_t i = blocks.in_head - 1; i >= 0; --i)
-            for (int64_t head = 0; head < num_heads; ++head)
-                make(i, head / call.num_heads_kv, head % call.num_heads_kv);
+            for (int64_t head = 0; head < num_heads; ++head) make(i, head);
     }
-    const bool may_cut = !HAS_TILES || !call.batch_invariant;
+    const bool may_cut = (!HAS_TILES || !call.batch_invariant) && !work.holds_tiles;
     if (may_cut && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
     return true;
+}
+
+// The block that a thread takes next, and its head: of the head of its last block, else of one that no thread has
+// begun, else of the one with the most blocks left. There is one for each job, whichever jobs have begun.
+inline int64_t take_block(Work &work, int64_t &head) {
+    const int64_t num_heads = work.num_entries * work.call.num_heads_kv, none = -1;
+    auto take = [&](int64_t from) {
+        head = from;
+        const int64_t block = work.heads[from].next.fetch_add(1, std::memory_order_relaxed);
+        return block < work.heads[from].stop ? block : none;
+    };
+    int64_t block = head == NO_HEAD ? none : take(head);
+    while (block == none) {
+        int64_t from = work.next_head.fetch_add(1, std::memory_order_relaxed);
+        if (from >= num_heads) {
+            auto num_left = [&](int64_t h) { return work.heads[h].stop - work.heads[h].next.load(); };
+            from = 0;
+            for (int64_t h = 1; h < num_heads; ++h)
+                if (num_left(h) > num_left(from)) from = h;
+        }
+        block = take(from);
+    }
+    return block;
 }
 
 // ---- tiles of keys --------------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 // Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
 constexpr int64_t GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
+// The same in the forward pass where no window hides keys from some of them, so that k and v come from the second cache
+// less often.
+constexpr int64_t WIDE_GROUP = VECTOR_BYTES == 64 && !HAS_TILES ? 48 : GROUP;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.
@@ -98,6 +101,16 @@ NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry
     load_rows(call, array, entry, block, dim, out, stride, num_rows);
     if (call.scale < 0)
         for (int64_t x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
+}
+
+// The same, or where rows of q lie if they need no change: with AVX-512 a copy takes a hundredth of a short call.
+template <class T> inline T *find_queries(const Call &call, const Entry &entry, const Block &block, T *q) {
+    const bool lie_well = call.dtype == OWN_DTYPE<T> && call.strides[Q][3] == 1 && call.scale >= 0 &&
+                          call.strides[Q][2] == call.head_dim && call.head_dim % LANES<T> == 0;
+    if (VECTOR_BYTES == 64 && lie_well && block.num_heads == 1)
+        return (T *)row_address(call, Q, entry, row_of(block, 0));
+    load_signed_rows(call, Q, entry, block, call.head_dim, q);
+    return q;
 }
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
@@ -246,7 +259,9 @@ NOINLINE Keys keys_of_group(const Call &call, const Entry &entry, const Block &b
 // rows attend to, which depend on how rows are cut into blocks, or they lie where those of all other rows do.
 inline int64_t tile_begin(const Work &work, int64_t key) {
     const Call &call = work.call;
-    const int64_t whole = call.arrays[BLOCK_MASK] || work.packed_keys || call.batch_invariant ? work.keys_per_tile : 16;
+    const int64_t whole = call.arrays[BLOCK_MASK] || work.packed_keys || work.holds_tiles || call.batch_invariant
+                              ? work.keys_per_tile
+                              : 16;
     return key / whole * whole;
 }
 

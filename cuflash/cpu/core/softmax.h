@@ -14,11 +14,15 @@ template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     int64_t keys_stride;
-    T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v;
-    unsigned char *kept;
+    T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v, *held;
+    unsigned char *kept, *is_held;
+    int64_t *head;  // whose tiles are held
 
     NOINLINE ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
+        head = scratch.template take<int64_t>(work.holds_tiles);  // comes first: `compute` clears it
+        is_held = scratch.template take<unsigned char>(work.holds_tiles ? work.packed_in_head : 0);
+        held = scratch.template take<T>(work.holds_tiles ? work.packed_in_head * work.packed_count : 0);
         const int64_t rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
         const int64_t terms = max_terms<T>(work.call),
@@ -32,7 +36,7 @@ template <class T> struct ForwardBuffers {
         moment = scratch.template take<T>(reduced);
         // With bf16x2, there are scores and weights of two groups of rows: one is multiplied during the softmax of the
         // other.
-        s = scratch.template take<T>((terms ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
+        s = scratch.template take<T>(larger((terms ? 2 : 1) * GROUP, WIDE_GROUP) * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * terms * GROUP * KEYS_BF16X2_STRIDE);
         bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
@@ -96,14 +100,26 @@ __attribute__((noinline)) void rescale_moment(T factor, Vector<T> most, T row_ma
     store(reductions.moment, shrinks[0] > 0 ? load(reductions.moment) * shrinks : Vector<T>{});
 }
 
+// The largest number of each lane of a row of whole vectors. Every second vector is compared with its like alone: one
+// maximum that waits for the one before holds up as much of a row as its exponentials take.
+template <class T> inline Vector<T> largest_of_each_lane(const T *s, int64_t count) {
+    constexpr int N = LANES<T>;
+    Vector<T> even = load(s), odd = count > N ? load(s + N) : even;
+    int64_t j = 2 * N;
+#pragma GCC unroll 2
+    for (; j + N < count; j += 2 * N) {
+        even = larger<T>(even, load(s + j));
+        odd = larger<T>(odd, load(s + j + N));
+    }
+    if (j < count) even = larger<T>(even, load(s + j));
+    return larger<T>(even, odd);
+}
+
 // Raises the row max to the largest score, if that is above it by much.
 template <class T, class R>
 inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, const RowSoFar<T> &row,
                           R reductions) {
-    constexpr int N = LANES<T>;
-    Vector<T> most = load(s);
-#pragma GCC unroll 4
-    for (int64_t j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    const Vector<T> most = largest_of_each_lane(s, num_keys);
     if constexpr (R::IS_WANTED)
         if (any_above<T>(most, reductions.largest)) set_largest<T>(most, row.l, reductions);
     if (any_above<T>(most, row.row_max + scaling.rise)) {
@@ -112,44 +128,75 @@ inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_key
     }
 }
 
-// Scores of one row become weights; their sum, before dropout, goes to l.
-template <class T, class Drops, class R>
-NOINLINE void exponentials(Drops drops, R reductions, const Scaling<T> &scaling, T *s, int64_t num_keys,
-                           const RowSoFar<T> &row, const Kept<T> &kept) {
-    constexpr int N = LANES<T>;
-    raise_row_max(scaling, s, num_keys, row, reductions);
-    // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
-    const Vector<T> minus = splat(row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max);
-    const Exp2OfScaled<T> power(scaling.factor);
-    Vector<T> sum = {}, moment = {}, largest = {};
-    if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < num_keys; j += N) {
-        const Vector<T> score = load(s + j), p = power(score - minus);
-        store(s + j, drops ? kept.of(p, j) : p);
-        sum += p;
-        if constexpr (R::IS_WANTED) moment += p * larger<T>(score - largest, splat(scaling.least));
+// Neighbouring rows of a block, at most FEW_OF_GROUP, and their scores of a tile, in whole vectors. `minus` is their
+// row max, or 0 where a row has attended to no key yet: then it has only scores of -inf.
+template <class T> struct FewRows {
+    const Scaling<T> &scaling;
+    int64_t count, columns, dim;
+    T *s, *row_max, *l, *o, *largest, *moment;
+    const unsigned char *are_kept;
+    T kept_scale;
+    T minus[FEW_OF_GROUP];
+
+    T *scores(int64_t i) const { return s + i * SCORES_STRIDE<T>; }
+    RowSoFar<T> row(int64_t i) const { return {row_max[i], l + i * LANES<T>, o + i * dim, dim}; }
+    Kept<T> kept(int64_t i) const { return {are_kept + i * MAX_KEYS, kept_scale}; }
+    // Those of a row, or of none.
+    auto reductions(std::true_type, int64_t i) const { return RowReductions<T>{largest[i], moment + i * LANES<T>}; }
+    auto reductions(std::false_type, int64_t) const { return NoReductions(); }
+};
+
+// Raises the row max of all rows before their exponentials, which wait for nothing then.
+template <class T, class Reduces> NOINLINE void raise_row_maxima(Reduces reduces, FewRows<T> &rows) {
+    for (int64_t i = 0; i < rows.count; ++i) {
+        const RowSoFar<T> row = rows.row(i);
+        raise_row_max(rows.scaling, rows.scores(i), rows.columns, row, rows.reductions(reduces, i));
+        rows.minus[i] = row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max;
     }
-    store(row.l, load(row.l) + sum);
-    if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + moment);
 }
 
-// The same, where weights become bf16x2 of neighbours.
-template <class Drops, class R>
-NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<float> &scaling, const float *s,
-                                     int64_t num_keys, const RowSoFar<float> &row, const Kept<float> &kept,
+// Scores become weights; their sums, before dropout, go to l.
+template <class T, class Drops, class Reduces>
+NOINLINE void exponentials(Drops drops, Reduces reduces, const FewRows<T> &rows) {
+    constexpr int N = LANES<T>;
+    const int64_t columns = rows.columns, count = rows.count;
+    const Exp2OfScaled<T> power(rows.scaling.factor);
+    T *s = rows.s, *l = rows.l;
+    for (int64_t i = 0; i < count; ++i, s += SCORES_STRIDE<T>, l += N) {
+        const Vector<T> minus = splat(rows.minus[i]);
+        const auto reductions = rows.reductions(reduces, i);
+        Vector<T> sum = {}, moment = {}, largest = {};
+        if constexpr (Reduces::value) largest = splat(reductions.largest);
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < columns; j += N) {
+            const Vector<T> score = load(s + j), p = power(score - minus);
+            store(s + j, drops ? rows.kept(i).of(p, j) : p);
+            sum += p;
+            if constexpr (Reduces::value) moment += p * larger<T>(score - largest, splat(rows.scaling.least));
+        }
+        store(l, load(l) + sum);
+        if constexpr (Reduces::value) store(reductions.moment, load(reductions.moment) + moment);
+    }
+}
+
+// The same of one of them, whose weights become bf16x2 of neighbours.
+template <class Drops, class Reduces>
+NOINLINE void exponentials_as_bf16x2(Drops drops, Reduces reduces, const FewRows<float> &rows, int64_t i,
                                      float *packed) {
     constexpr int N = LANES<float>;
-    raise_row_max(scaling, s, num_keys, row, reductions);
-    const Vector<float> minus = splat(row.row_max == -__builtin_inff() ? 0.0f : row.row_max),
-                        factor = splat(scaling.factor);
+    const float *s = rows.scores(i);
+    float *l = rows.row(i).l;
+    const int64_t num_keys = rows.columns;
+    const Kept<float> kept = rows.kept(i);
+    const auto reductions = rows.reductions(reduces, i);
+    const Vector<float> minus = splat(rows.minus[i]), factor = splat(rows.scaling.factor);
     const Vector<float> half = splat(0.5f);
     Vector<float> sums[2] = {}, moments[2] = {}, largest = {};
-    if constexpr (R::IS_WANTED) largest = splat(reductions.largest);
+    if constexpr (Reduces::value) largest = splat(reductions.largest);
     auto weight_of = [&](int64_t j, int n) {
         const Vector<float> score = load(s + j), p = exp2_of_half_less((score - minus) * factor + half);
         sums[n] += p;
-        if constexpr (R::IS_WANTED) moments[n] += p * larger<float>(score - largest, splat(scaling.least));
+        if constexpr (Reduces::value) moments[n] += p * larger<float>(score - largest, splat(rows.scaling.least));
         return p;
     };
     auto kept_of = [&](Vector<float> p, int64_t j) { return drops ? kept.of(p, j) : p; };
@@ -162,8 +209,8 @@ NOINLINE void exponentials_as_bf16x2(Drops drops, R reductions, const Scaling<fl
     if (j < num_keys) {
         store_halves(packed + j / 2, round_to_bfloat16<float>(kept_of(weight_of(j, 0), j)));
     }
-    store(row.l, load(row.l) + (sums[0] + sums[1]));
-    if constexpr (R::IS_WANTED) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
+    store(l, load(l) + (sums[0] + sums[1]));
+    if constexpr (Reduces::value) store(reductions.moment, load(reductions.moment) + (moments[0] + moments[1]));
 }
 
 // The sum l of the weights of a row with this row max, and how its sink joins it: the sink has the weight `of_sink`,
@@ -183,9 +230,13 @@ template <class T> NOINLINE RowWithSink with_sink(const Call &call, Row row, dou
 
 // Writes values_of(d), a vector, to a row of out, for every d.
 template <class T, class F> inline void write_out(const Call &call, const Entry &entry, Row row, F values_of) {
-    T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
     const int64_t step = call.strides[OUT][3], bytes = step * size_of(call.dtype);
+    if (call.dtype == OWN_DTYPE<T> && step == 1 && call.head_dim_v % LANES<T> == 0) {
+        for (int64_t d = 0; d < call.head_dim_v; d += LANES<T>) store((T *)out + d, values_of(d));
+        return;
+    }
+    T values[MAX_KEYS];
     for (int64_t d = 0; d < call.head_dim_v; d += MAX_KEYS) {
         const int64_t count = smaller(MAX_KEYS, call.head_dim_v - d);
         for (int64_t x = 0; x < count; x += LANES<T>) store(values + x, values_of(d + x));
@@ -193,13 +244,19 @@ template <class T, class F> inline void write_out(const Call &call, const Entry 
     }
 }
 
-// Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
+// Writes out and lse of a row, of which `all` is known, with the logarithm of its l.
+template <class T>
+inline void write_row(const Call &call, const Entry &entry, Row row, const T *o, const RowWithSink &all, T log_of_l) {
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of_l));
+    const Vector<T> factor = splat(T(all.shrinks / double(all.divisor<T>())));
+    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor; });
+}
+
+// The same, after its sink has joined the sum l of weights with this row max.
 template <class T>
 NOINLINE RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
     const RowWithSink all = with_sink<T>(call, row, row_max, l);
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of(T(all.l))));
-    const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks));
-    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor / divisor; });
+    write_row(call, entry, row, o, all, log_of(T(all.l)));
     return all;
 }
 
@@ -244,47 +301,65 @@ struct DoNothing {
     void operator()() const {}
 };
 
+// Calls run(drops, reduces), the options that loops over scores are specialised on.
+template <class F> inline void with_softmax_options(const Call &call, F run) {
+    const bool drops = call.dropout_steps;
+    if (has_row_reductions(call)) {
+        run(drops, std::true_type());
+    } else {
+        drops ? run(std::true_type(), std::false_type()) : run(std::false_type(), std::false_type());
+    }
+}
+
+// `count` rows of a block from `own` on, whose scores `s` begin with key `at` of a tile.
+template <class T>
+inline FewRows<T> few_rows(const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t own, int64_t count,
+                           T *s, int64_t columns, int64_t at, double kept_scale) {
+    const int64_t dim = buffers.sizes.dim_v;
+    return {scaling,
+            count,
+            columns,
+            dim,
+            s,
+            buffers.row_max + own,
+            buffers.l + own * LANES<T>,
+            buffers.o + own * dim,
+            buffers.largest + own,
+            buffers.moment + own * LANES<T>,
+            buffers.kept + own * MAX_KEYS + at,
+            T(kept_scale),
+            {}};
+}
+
 // Turns scores of a tile, which begins with key `at` of s, into weights. With bf16x2, weights go to `p`, in `terms`
 // terms, and `between` is called after each row.
 template <class T, class F>
 NOINLINE void softmax_rows(const Scaling<T> &scaling, const ScoreTile &tile, int64_t at, ForwardBuffers<T> &buffers,
                            T *s, T *p, int64_t terms, F between) {
     const Call &call = tile.call;
-    const int64_t columns = tile.padded, dim = buffers.sizes.dim_v;
-    // Calls run(drops, reductions) for a row, by the options that its loop over scores is specialised on.
-    auto with_options = [&](int64_t r, auto run) {
-        const bool drops = call.dropout_steps;
-        if (has_row_reductions(call)) {
-            run(drops, RowReductions<T>{buffers.largest[r], buffers.moment + r * LANES<T>});
-        } else {
-            drops ? run(std::true_type(), NoReductions()) : run(std::false_type(), NoReductions());
-        }
-    };
     // A cap takes long, and steps of products come between rows only.
     const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
-    for (int64_t r = 0; r < tile.num_rows; ++r) {
+    for (int64_t r = 0; r < tile.num_rows; r += most) {
+        const int64_t count = smaller(most, tile.num_rows - r);
         T *scores = s + r * SCORES_STRIDE<T> + at;
-        if (r % most == 0)
-            finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(most, tile.num_rows - r)), scores, buffers.bias,
-                                       nullptr);
-        const int64_t own = tile.r0 + r;
-        const RowSoFar<T> row = {buffers.row_max[own], buffers.l + own * LANES<T>, buffers.o + own * dim, dim};
-        const Kept<T> kept = {buffers.kept + own * MAX_KEYS + at, T(call.kept_scale)};
+        finish_scores_if_needed<T>(scaling, tile.rows(r, count), scores, buffers.bias, nullptr);
+        FewRows<T> rows = few_rows(scaling, buffers, tile.r0 + r, count, scores, tile.padded, at, call.kept_scale);
+        with_softmax_options(call, [&](auto, auto reduces) { raise_row_maxima(reduces, rows); });
         if constexpr (MAY_USE_BF16X2<T>)
             if (terms == 1) {
-                with_options(own, [&](auto drops, auto reductions) {
-                    exponentials_as_bf16x2(drops, reductions, scaling, scores, columns, row, kept,
-                                           p + r * KEYS_BF16X2_STRIDE);
-                });
-                between();
+                for (int64_t i = 0; i < count; ++i) {
+                    with_softmax_options(call, [&](auto drops, auto reduces) {
+                        exponentials_as_bf16x2(drops, reduces, rows, i, p + (r + i) * KEYS_BF16X2_STRIDE);
+                    });
+                    between();
+                }
                 continue;
             }
-        with_options(own, [&](auto drops, auto reductions) {
-            exponentials<T>(drops, reductions, scaling, scores, columns, row, kept);
-        });
+        with_softmax_options(call, [&](auto drops, auto reduces) { exponentials(drops, reduces, rows); });
         if constexpr (MAY_USE_TILES<T>)
-            if (terms == 2) {
-                split_to_bf16x2(scores, columns, p + 2 * r * KEYS_BF16X2_STRIDE, p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
+            for (int64_t i = r; i < r + count && terms == 2; ++i) {
+                split_to_bf16x2(s + i * SCORES_STRIDE<T> + at, tile.padded, p + 2 * i * KEYS_BF16X2_STRIDE,
+                                p + (2 * i + 1) * KEYS_BF16X2_STRIDE);
                 between();
             }
     }

@@ -190,6 +190,7 @@ void set_at_jobs(Running &running, Participant &self, bool is_at_jobs) {
 void compute(Running &running, Participant &self, char *scratch) {
     Work &work = running.work;
     running.kernels->begin();
+    if (work.holds_tiles) *(int64_t *)scratch = NO_HEAD;
     for (int phase = 0; phase < work.num_phases; ++phase) {
         if (phase && wait_until(running, self, [&] { return is_past(work, phase - 1); })) {
             leave_core(self.core);  // it may have lent it

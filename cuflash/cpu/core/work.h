@@ -32,6 +32,13 @@ struct Block {
     int64_t split, num_splits;    // where several jobs split its keys
 };
 
+// The blocks of a head of k that no thread has taken yet: from `next` on, before `stop`.
+struct HeadBlocks {
+    std::atomic<int64_t> next;
+    int64_t stop;
+};
+constexpr int64_t NO_HEAD = -1;
+
 // A tile of keys, and its position in the order in which gradients are summed.
 struct KeyTile {
     int64_t entry, head_kv, first_key, num_keys;
@@ -110,8 +117,12 @@ struct Work {
     char *row_sums = nullptr;                  // sums of rows, if lse of any of them is large
     int64_t *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
     LargeMemory *packed_keys = nullptr;        // tiles of k and v, where blocks share them
+    bool holds_tiles = false;                  // whether each thread keeps those that it has packed of a head
+    HeadBlocks *heads = nullptr;               // the blocks of each head of k, if so
+    std::atomic<int64_t> next_head{0};         // the first one that no thread has begun
     int64_t rows_per_partial = 0;              // rows of a block whose keys are split, at most
-    int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0, packed_in_head = 0;
+    int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
+    int64_t packed_in_head = 0, packed_count = 0;  // packed tiles of a head, and numbers of a tile
     void *allocated[16] = {};
     int num_allocated = 0;
 

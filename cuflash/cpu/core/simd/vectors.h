@@ -194,6 +194,15 @@ template <class T> NOINLINE T log_of(T x) {
     return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
 
+// Logarithms of as many numbers as a vector has lanes.
+template <class T> inline void logs_of(const T *x, T *logs) {
+    bool are_normal = true;
+    for (int i = 0; i < LANES<T>; ++i)
+        are_normal &= x[i] >= std::numeric_limits<T>::min() && x[i] <= std::numeric_limits<T>::max();
+    if (are_normal) return store(logs, log<T>(load(x)));
+    for (int i = 0; i < LANES<T>; ++i) logs[i] = log_of(x[i]);
+}
+
 // out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple
 // of the lanes of a vector.
 template <class T>
