@@ -269,52 +269,52 @@ template <class T> bool prepare_row_sums(Work &work) {
     return true;
 }
 
+// Allocates the sums that several jobs make or read; returns false if there is no memory.
+template <class T> bool allocate_sums(Work &work, DqGradient dq, BiasGradient bias, bool has_sums) {
+    const Call &call = work.call;
+    if (dq == DqGradient::ACCUM && !work.allocate(work.shared, bytes_of_dq_accum<T>(call))) return false;
+    if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
+    if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
+    const bool are_ordered = work.adds_dq || bias == BiasGradient::ORDERED;
+    return (!are_ordered || allocate_progress(work)) && allocate_row_sums<T>(work) && allocate_first_max(work);
+}
+
+// Adds the phases of a bias whose gradient is summed after the jobs of keys, or by jobs of its own.
+template <class T, class Buffers> void add_bias_phases(Work &work, BiasGradient bias, bool finds_rows) {
+    const Call &call = work.call;
+    const BiasJobs jobs(work);
+    if (bias == BiasGradient::KEYS)
+        work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
+    if (bias == BiasGradient::SEPARATE) {
+        if (HAS_TILES && finds_rows)
+            work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
+        work.add_phase(bias_job<T, Buffers>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
+    }
+}
+
 template <class T, class Buffers> bool prepare_backward(Work &work) {
     const Call &call = work.call, &results = work.results();
     if (!make_entries(work)) return false;
     choose_backward_tiles<T, Buffers>(work);
     if (!make_tiles(work)) return false;
     work.scratch_bytes = Buffers(work, nullptr).scratch.used;
-    const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(results, DQ);
-    const int64_t batch = is_packed ? 1 : call.batch;
-    const int64_t dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * int64_t(sizeof(T));
-    const bool has_accum = wants_dq && has_dq_accum(call);
-    const bool accum_fits = !has_accum || dq_bytes <= DQ_BYTES || call.batch_invariant;
-    const bool has_sums =
-        is_wanted(results, DALIBI_SLOPES) || is_wanted(results, DSCALE) || is_wanted(results, DSOFTCAP);
+    const DqGradient dq = dq_gradient<T>(work);
     const BiasGradient bias = bias_gradient<T>(work);
-    const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
-    work.adds_dq = wants_dq && accum_fits;
-    if (has_accum && accum_fits && !work.allocate(work.shared, dq_bytes)) return false;
-    if (!allocate_row_sums<T>(work) || !allocate_first_max(work)) return false;
-    const bool looks_ahead = (work.row_sums && !call.arrays[ROW_SUMS]) || work.first_max;
-    if (((has_accum && !accum_fits) || looks_ahead) && !make_blocks(work, false, 0)) return false;
-    if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
-    if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
-    if (work.adds_dq || bias == BiasGradient::ORDERED) {
-        if (!work.allocate(work.progress, work.num_tiles)) return false;
-        if (!work.allocate(work.kept_dq, work.num_tiles)) return false;
-        for (int64_t t = 0; t < work.num_tiles; ++t) {
-            work.progress[t] = 0;
-            work.kept_dq[t] = nullptr;
-        }
-    }
-    work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (looks_ahead) work.add_phase(row_sums_job<T>, work.num_blocks);
-    if (wants_dq || is_wanted(results, DK) || is_wanted(results, DV) || has_sums || has_bias)
+    const bool has_sums = is_any_wanted(results, DALIBI_SLOPES, DSCALE, DSOFTCAP);
+    work.adds_dq = dq == DqGradient::IN_PLACE || dq == DqGradient::ACCUM;
+    if (!allocate_sums<T>(work, dq, bias, has_sums)) return false;
+    const bool finds_rows = (work.row_sums && !call.arrays[ROW_SUMS]) || work.first_max;
+    if ((dq == DqGradient::SEPARATE || finds_rows) && !make_blocks(work, false, 0)) return false;
+    work.add_phase(clear_job<T>, batch_of_arrays(call) * larger(call.num_heads, call.num_heads_kv));
+    if (finds_rows) work.add_phase(row_sums_job<T>, work.num_blocks);
+    const bool is_bias_of_keys = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
+    if (is_any_wanted(results, DQ, DK, DV) || has_sums || is_bias_of_keys)
         work.add_phase(key_tile_job<T, Buffers>, work.num_tiles);
-    if (has_accum && accum_fits) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
-    if (has_accum && !accum_fits) work.add_phase(dq_job<T, Buffers>, work.num_blocks);
+    if (dq == DqGradient::ACCUM) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
+    if (dq == DqGradient::SEPARATE) work.add_phase(dq_job<T, Buffers>, work.num_blocks);
     if (has_sums) work.add_phase(sums_job<T>, 1);
     if (is_wanted(results, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
-    const BiasJobs jobs(work);
-    if (bias == BiasGradient::KEYS)
-        work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
-    if (bias == BiasGradient::SEPARATE) {
-        if (HAS_TILES && looks_ahead)
-            work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
-        work.add_phase(bias_job<T, Buffers>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
-    }
+    add_bias_phases<T, Buffers>(work, bias, finds_rows);
     return true;
 }
 

@@ -11,9 +11,11 @@
 namespace {
 
 constexpr int64_t BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
-constexpr int64_t DQ_BYTES = 32 << 20;  // at most, for the dq accumulator in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
+template <class... Arrays> inline bool is_any_wanted(const Call &call, Arrays... arrays) {
+    return (is_wanted(call, arrays) || ...);
+}
 
 // Which jobs compute dbias. It is summed over the axes that the bias does not have.
 enum class BiasGradient {

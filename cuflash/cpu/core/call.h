@@ -49,6 +49,10 @@ struct Call {
 
 // How many heads of q share a head of k.
 inline int64_t group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
+// How long the batch axis of the arrays is: packed sequences share one.
+inline int64_t batch_of_arrays(const Call &call) { return call.arrays[CU_SEQLENS_Q] ? 1 : call.batch; }
+// The queries of all heads and batch entries.
+inline int64_t num_rows_of(const Call &call) { return batch_of_arrays(call) * call.num_heads * call.seqlen_q; }
 // Whether k and v are fp8.
 inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }

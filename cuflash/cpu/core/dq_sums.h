@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t TURN_NS = 20'000;          // how long a job polls for its turn before it keeps its partial dq
 constexpr int64_t YIELD_NS = 50'000;         // and, where it cannot keep it, before it yields its core
+constexpr int64_t DQ_BYTES = 32 << 20;       // at most, for the dq accumulator, where dq has half precision
 constexpr int64_t KEPT_DQ_BYTES = 16 << 20;  // at most, of all jobs of a call
 
 // The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and
@@ -51,7 +52,36 @@ struct AddingOrder {
     }
 };
 
+// Allocates how far jobs of keys have come; returns false if there is no memory.
+inline bool allocate_progress(Work &work) {
+    if (!work.allocate(work.progress, work.num_tiles) || !work.allocate(work.kept_dq, work.num_tiles)) return false;
+    for (int64_t t = 0; t < work.num_tiles; ++t) {
+        work.progress[t] = 0;
+        work.kept_dq[t] = nullptr;
+    }
+    return true;
+}
+
 inline bool has_dq_accum(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
+
+// Which jobs compute dq.
+enum class DqGradient {
+    NONE,
+    IN_PLACE,  // jobs of keys add to dq, one after the other
+    ACCUM,     // they add to the dq accumulator, and dq is rounded afterwards
+    SEPARATE   // dq has jobs of its own, which compute the weights once more: its accumulator would be too large
+};
+
+template <class T> inline int64_t bytes_of_dq_accum(const Call &call) {
+    return num_rows_of(call) * call.head_dim * int64_t(sizeof(T));
+}
+
+template <class T> inline DqGradient dq_gradient(const Work &work) {
+    const Call &call = work.call;
+    if (!is_wanted(work.results(), DQ)) return DqGradient::NONE;
+    if (!has_dq_accum(call)) return DqGradient::IN_PLACE;
+    return bytes_of_dq_accum<T>(call) <= DQ_BYTES || call.batch_invariant ? DqGradient::ACCUM : DqGradient::SEPARATE;
+}
 
 // Address of the sum of dq of a row, where dq itself has 16 bits.
 template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row row) {

@@ -29,7 +29,7 @@ template <class T> constexpr RowSum<T> NO_ROW_SUM = {0, -1};
 
 // Whether any row of the call has a large lse.
 template <class T> inline bool has_large_rows(const Call &call) {
-    const int64_t batch = call.arrays[CU_SEQLENS_Q] ? 1 : call.batch, step = call.strides[LSE][2];
+    const int64_t batch = batch_of_arrays(call), step = call.strides[LSE][2];
     auto any_large = [](const T *lse, int64_t count, int64_t step) {
         int any = 0;
         for (int64_t i = 0; i < count; ++i) any |= is_large(lse[i * step]);
@@ -54,7 +54,7 @@ inline double *numbers_of_row(const Call &call, int64_t batch, int64_t head, int
 template <class T> NOINLINE bool allocate_row_sums(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[ROW_SUMS] && !has_large_rows<T>(call)) return true;
-    const int64_t num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    const int64_t num_rows = num_rows_of(call);
     if (!work.allocate(work.row_sums, num_rows * int64_t(sizeof(RowSum<T>)))) return false;
     RowSum<T> *sums = (RowSum<T> *)work.row_sums;
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -71,7 +71,7 @@ template <class T> NOINLINE bool allocate_row_sums(Work &work) {
 inline bool allocate_first_max(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[DMAX]) return true;
-    const int64_t num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    const int64_t num_rows = num_rows_of(call);
     if (!work.allocate(work.first_max, num_rows)) return false;
     for (int64_t r = 0; r < num_rows; ++r) work.first_max[r] = -1;
     return true;
