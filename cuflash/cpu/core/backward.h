@@ -132,56 +132,53 @@ NOINLINE void finish_key_tile(const Work &work, const KeyTile &tile, int64_t job
                    buffers.total + g * SCORES_STRIDE<T>, tile.num_keys * sizeof(T));
 }
 
+// Sums of a tile to which no block has added yet.
+template <class T> inline void clear_sums(const Call &call, int64_t count, BackwardBuffers<T> &buffers) {
+    const Sizes<T> &sizes = buffers.sizes;
+    clear(buffers.dk, BACKWARD_IN_BF16X2<T> ? sizes.dim * buffers.keys_stride : count * sizes.dim);
+    clear(buffers.dv, BACKWARD_IN_BF16X2<T> ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
+    clear(buffers.sums, call.num_heads + 2);
+    if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, group_of(call) * SCORES_STRIDE<T>);
+}
+
 template <class T, class Buffers> void key_tile_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     const KeyTile &tile = work.tiles[job];
     const Entry &entry = work.entries[tile.entry];
     const Scaling<T> scaling(call);
     Buffers buffers(work, memory);
-    const Sizes<T> &sizes = buffers.sizes;
     const Steps steps(work, entry);
     const int64_t first = tile.first_key, count = tile.num_keys;
-    const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
-    const AddingOrder order{work, wants_dq ? &KeyTile::before : nullptr};
-    const AddingOrder bias_order{work, adds_bias ? &KeyTile::bias_before : nullptr};
-    DqAdder<T> dq(work, job, sizes.dim, !adds_bias);
-    auto steps_before = [&](int64_t most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
-    const bool begins_bias = adds_bias && tile.bias_before < 0;
+    const bool adds_bias = buffers.bias == BiasGradient::ORDERED, begins_bias = adds_bias && tile.bias_before < 0;
+    const Progress progress(work, job, adds_bias);
+    DqAdder<T> dq(progress, buffers.sizes.dim, !adds_bias);
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
-    clear(buffers.dk, BACKWARD_IN_BF16X2<T> ? sizes.dim * buffers.keys_stride : count * sizes.dim);
-    clear(buffers.dv, BACKWARD_IN_BF16X2<T> ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
-    clear(buffers.sums, call.num_heads + 2);
-    if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
+    clear_sums(call, count, buffers);
     for (int64_t step = 0; step < steps.count; ++step) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const Block block = steps.block(entry, tile, step);
-        const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-        const bool is_hidden =
-            keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
+        const bool is_hidden = !attends_to(call, entry, block, first, count);
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
-            for (int64_t r = 0; r < rows_of(block); ++r)
-                clear_bias(work.results(), entry, row_of(block, r), first, count);
+            clear_bias(work.results(), entry, block, first, count);
         if (is_hidden) continue;
-        // Hidden steps before this one count as done.
-        if (work.progress && !dq.first) work.progress[job].store(steps_before(step), std::memory_order_release);
+        if (!dq.first) progress.skip_to(step);
         load_queries(work, entry, block, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (visible.rows.stop <= visible.rows.first) continue;
         add_to_dk_and_dv(call, block, visible, count, buffers);
-        if (wants_dq) {
+        if (work.adds_dq) {
             multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), false, buffers);
             if (!dq.add(step, block, visible.rows, buffers.dq)) return;
         }
         if (adds_bias) {
-            if (!bias_order.wait(job, step + 1)) return;
+            if (!progress.bias.wait(job, step + 1)) return;
             add_bias(work.results(), entry, block, visible, first, count, buffers.score_gradients());
         }
-        if (work.progress && !dq.first) work.progress[job].store(step + 1, std::memory_order_release);
+        if (!dq.first) progress.set(step + 1);
     }
     if (adds_bias) {
-        work.progress[job].store(steps_before(steps.count) == steps.count ? steps.count : AddingOrder::DONE,
-                                 std::memory_order_release);
-    } else if (wants_dq) {
+        progress.finish(steps.count);
+    } else if (work.adds_dq) {
         dq.finish();
     }
     finish_key_tile(work, tile, job, buffers);
@@ -198,7 +195,7 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
     load_queries(work, entry, block, buffers);
     T *total = buffers.dq;  // a job of keys has the partial dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
-    const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys keys = keys_visible_to(call, entry, block);
     for (int64_t first = tile_begin(work, keys.first); first < keys.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);

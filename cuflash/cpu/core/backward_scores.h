@@ -235,6 +235,11 @@ inline void clear_bias(const Call &call, const Entry &entry, Row row, int64_t fi
         clear_row(bias_address(call, DBIAS, entry, row, first), call.bias_dtype, call.strides[DBIAS][3], count);
 }
 
+// The same for all rows of a block.
+inline void clear_bias(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count) {
+    for (int64_t r = 0; r < rows_of(block); ++r) clear_bias(call, entry, row_of(block, r), first, count);
+}
+
 struct RowRange {
     int64_t first, stop;
     void include(int64_t begin, int64_t end) {
@@ -284,7 +289,7 @@ inline Visible for_visible_rows(const Call &call, const Entry &entry, const Bloc
     Visible visible;
     visible.rows = none;
     for (RowRange &section : visible.sections) section = none;
-    const Keys of_block = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys of_block = keys_visible_to(call, entry, block);
     visible.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
     visible.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
     for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
@@ -532,7 +537,7 @@ inline void for_scores(const Work &work, const Scaling<T> &scaling, const Block 
                        N is_needed, F body) {
     const Call &call = work.call;
     const Entry &entry = work.entries[block.entry];
-    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys visible = keys_visible_to(call, entry, block);
     for (int64_t first = tile_begin(work, visible.first); first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);

@@ -179,8 +179,7 @@ template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_
                 for (int64_t i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
                     if (work.stopped.load(std::memory_order_relaxed)) return;
                     const Block block = jobs.block(call, e, h, i);
-                    const Keys keys =
-                        keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+                    const Keys keys = keys_visible_to(call, entry, block);
                     if (keys.stop <= first || keys.first >= first + count) continue;
                     if (!any_visible(call, entry, block, first, count)) continue;
                     if (!is_loaded) load_key_tile(call, entry, block.head_kv, first, count, buffers);

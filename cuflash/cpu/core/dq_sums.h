@@ -52,6 +52,26 @@ struct AddingOrder {
     }
 };
 
+// How far a job of keys has come with the sums that it adds to, dq and an ordered dbias, for the jobs after it.
+struct Progress {
+    Work &work;
+    const int64_t job;
+    const AddingOrder dq, bias;
+
+    Progress(Work &work, int64_t job, bool adds_bias)
+        : work(work), job(job), dq{work, work.adds_dq ? &KeyTile::before : nullptr},
+          bias{work, adds_bias ? &KeyTile::bias_before : nullptr} {}
+
+    int64_t steps_before(int64_t most) const { return dq.steps_before(job, bias.steps_before(job, most)); }
+    void set(int64_t steps) const {
+        if (work.progress) work.progress[job].store(steps, std::memory_order_release);
+    }
+    // The steps of this job before `step` add nothing: they count as done as far as jobs before it have come.
+    void skip_to(int64_t step) const { set(steps_before(step)); }
+    // All `steps` are done.
+    void finish(int64_t steps) const { set(steps_before(steps) == steps ? steps : AddingOrder::DONE); }
+};
+
 // Allocates how far jobs of keys have come; returns false if there is no memory.
 inline bool allocate_progress(Work &work) {
     if (!work.allocate(work.progress, work.num_tiles) || !work.allocate(work.kept_dq, work.num_tiles)) return false;
@@ -116,24 +136,24 @@ template <class T> struct DqAdder {
     const Entry &entry;
     const KeyTile &tile;
     const Steps steps;
-    const AddingOrder order;
+    const Progress &progress;
     const int64_t job, dim;
     const bool may_keep;
     KeptDq *first = nullptr, *last = nullptr;  // of steps whose turn has not come, in order
 
-    DqAdder(Work &work, int64_t job, int64_t dim, bool may_keep)
-        : work(work), entry(work.entries[work.tiles[job].entry]), tile(work.tiles[job]), steps(work, entry),
-          order{work, &KeyTile::before}, job(job), dim(dim), may_keep(may_keep) {}
+    DqAdder(const Progress &progress, int64_t dim, bool may_keep)
+        : work(progress.work), entry(work.entries[work.tiles[progress.job].entry]), tile(work.tiles[progress.job]),
+          steps(work, entry), progress(progress), job(progress.job), dim(dim), may_keep(may_keep) {}
     DqAdder(const DqAdder &) = delete;
     ~DqAdder() { KeptDq::release(first); }  // of a call that has been stopped
 
     // Adds what is kept, as far as its turn has come; returns whether nothing is left.
     bool add_kept() {
-        while (first && order.is_turn(job, first->step + 1)) {
+        while (first && progress.dq.is_turn(job, first->step + 1)) {
             KeptDq *kept = first;
             const RowRange rows = {kept->first_row, kept->stop_row};
             add_dq(work, entry, steps.block(entry, tile, kept->step), rows, (const T *)kept->numbers(), dim);
-            work.progress[job].store(kept->step + 1, std::memory_order_release);
+            progress.set(kept->step + 1);
             first = kept->next;
             work.kept_bytes -= kept->bytes;
             free(kept);
@@ -159,12 +179,12 @@ template <class T> struct DqAdder {
         const T *own = dq + rows.first * dim;
         if (may_keep) {
             const int64_t patience = first ? 0 : TURN_NS;
-            const bool is_turn = add_kept() && order.poll(job, step + 1, patience);
+            const bool is_turn = add_kept() && progress.dq.poll(job, step + 1, patience);
             if (!is_turn && keep(step, rows, own)) return true;
         }
         for (; first; add_kept())
-            if (!order.wait(job, first->step + 1)) return false;
-        if (!order.wait(job, step + 1)) return false;
+            if (!progress.dq.wait(job, first->step + 1)) return false;
+        if (!progress.dq.wait(job, step + 1)) return false;
         add_dq(work, entry, block, rows, own, dim);
         return true;
     }
@@ -172,7 +192,7 @@ template <class T> struct DqAdder {
     // All steps of a job are done, but for what is kept: other jobs add that when they end.
     void finish() {
         if (add_kept()) {
-            finish_order();
+            progress.finish(steps.count);
         } else {
             ++work.num_kept;
             work.kept_dq[job].store(first, std::memory_order_release);
@@ -191,20 +211,16 @@ template <class T> struct DqAdder {
         for (int64_t other = 0; other < work.num_tiles; ++other) {
             KeptDq *kept = work.kept_dq[other].load(std::memory_order_acquire);
             if (!kept) continue;
-            DqAdder of_other(work, other, dim, true);
+            const Progress of_job(work, other, false);
+            DqAdder of_other(of_job, dim, true);
             of_other.first = kept;
             if (of_other.add_kept()) {
-                of_other.finish_order();
+                of_job.finish(of_other.steps.count);
                 --work.num_kept;
             }
             work.kept_dq[other].store(of_other.first, std::memory_order_relaxed);
             of_other.first = nullptr;
         }
-    }
-
-    void finish_order() const {
-        const bool is_last = order.steps_before(job, steps.count) == steps.count;
-        work.progress[job].store(is_last ? steps.count : AddingOrder::DONE, std::memory_order_release);
     }
 };
 

@@ -183,7 +183,7 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const int64_t terms = has_few ? 0 : num_terms<T>(work);
     const T *columns = load_queries(work, entry, block, has_few, terms, buffers);
     clear_sums(rows_of(block), has_row_reductions(call), buffers);
-    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys visible = keys_visible_to(call, entry, block);
     const int64_t begin = larger(tile_begin(work, visible.first), block.first_key),
                   end = smaller(visible.stop, block.stop_key);
     for (int64_t first = begin; first < end; first += work.keys_per_tile) {

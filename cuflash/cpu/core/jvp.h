@@ -179,7 +179,7 @@ template <class T> void jvp_job(Work &work, char *memory, int64_t job) {
     clear(buffers.shift, num_rows);
     for (int64_t r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
 
-    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys visible = keys_visible_to(call, entry, block);
     for (int64_t first = tile_begin(work, visible.first); first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, visible.stop - first);

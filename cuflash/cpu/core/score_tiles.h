@@ -173,6 +173,11 @@ inline Keys keys_visible_to(const Call &call, const Entry &entry, int64_t first,
     return Keys{smaller(larger(begin, 0), stop), stop};
 }
 
+// The same for all rows of a block.
+inline Keys keys_visible_to(const Call &call, const Entry &entry, const Block &block) {
+    return keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+}
+
 // The keys that every one of these rows attends to.
 inline Keys keys_visible_to_all(const Call &call, const Entry &entry, int64_t first, int64_t last) {
     const int64_t begin = last + entry.diagonal - call.window_left,
@@ -211,6 +216,12 @@ NOINLINE bool any_visible(const Call &call, const Entry &entry, const Block &blo
         return false;
     }
     return true;
+}
+
+// Whether the window, the length and these masks leave any of the keys [first, first + count) to the rows of a block.
+inline bool attends_to(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count) {
+    const Keys keys = keys_visible_to(call, entry, block);
+    return keys.stop > first && keys.first < first + count && any_visible(call, entry, block, first, count);
 }
 
 // How many rows of a block, from r0 on, are computed at a time: at most `most`, and none past a block of a block mask.

@@ -58,7 +58,7 @@ template <class T> void columns_job(Work &work, char *memory, int64_t job) {
     for (int64_t step = 0; step < steps.count; ++step) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const Block block = steps.block(entry, tile, step);
-        const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+        const Keys keys = keys_visible_to(call, entry, block);
         if (keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count))
             continue;
         load_queries(work, entry, block, buffers);
