@@ -88,23 +88,29 @@ template <class T> inline T *bias_sums(const Work &work, int64_t entry, int64_t 
     return (T *)work.bias_sums + (entry * call.num_heads + head) * round_up(call.seqlen_k, MAX_KEYS) + key;
 }
 
+// What a job sums over on an axis of the scores: its own index where dbias has the axis, else all of it.
+inline Range summed_over(bool has_axis, int64_t own, int64_t length) {
+    return has_axis ? Range{own, own + 1} : Range{0, length};
+}
+
 // Computes dbias of some keys. Their sums over the rows are there already; it adds up entries and heads, in order.
 template <class T> void bias_sums_job(Work &work, char *, int64_t job) {
     const Call &call = work.results();
     const int64_t *strides = call.strides[DBIAS];
-    const int64_t num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), heads = strides[1] ? call.num_heads : 1;
-    const int64_t first = job % num_tiles * MAX_KEYS, own_head = job / num_tiles % heads,
-                  own_entry = job / num_tiles / heads;
+    const int64_t num_tiles = ceil_div(call.seqlen_k, MAX_KEYS), num_heads = strides[1] ? call.num_heads : 1;
+    const int64_t first = job % num_tiles * MAX_KEYS;
+    const Range heads = summed_over(strides[1] != 0, job / num_tiles % num_heads, call.num_heads),
+                entries = summed_over(strides[0] != 0, job / num_tiles / num_heads, call.batch);
     T total[MAX_KEYS] = {};
-    for (int64_t e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+    for (int64_t e = entries.first; e < entries.stop; ++e) {
         const int64_t count = smaller(MAX_KEYS, work.entries[e].seqlen_k - first);
-        for (int64_t h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+        for (int64_t h = heads.first; h < heads.stop; ++h) {
             const T *from = bias_sums<T>(work, e, h, first);
             for (int64_t j = 0; j < count; ++j) total[j] += from[j];
         }
     }
     store_row(total, call.bias_dtype, strides[3], smaller(MAX_KEYS, call.seqlen_k - first),
-              address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, 0, first));
+              address(call, DBIAS, size_of(call.bias_dtype), entries.first, heads.first, 0, first));
 }
 
 // How dbias is cut into jobs: they share the axes that the bias has, and each job sums over the others.
@@ -135,6 +141,54 @@ struct BiasJobs {
     }
 };
 
+// What a job of dbias sums over.
+struct BiasAxes {
+    Range entries, heads, blocks, tiles;
+    BiasAxes(const Call &call, const BiasJobs &jobs, const int64_t *strides, int64_t job)
+        : entries(summed_over(strides[0] != 0, job / jobs.tiles / jobs.blocks / jobs.heads, call.batch)),
+          heads(summed_over(strides[1] != 0, job / jobs.tiles / jobs.blocks % jobs.heads, call.num_heads)),
+          blocks(summed_over(strides[2] != 0, job / jobs.tiles % jobs.blocks, jobs.num_blocks)),
+          tiles(summed_over(jobs.tiles > 1, job % jobs.tiles, jobs.num_tiles)) {}
+};
+
+// The sum of a job of dbias: for each row of a block and each key of a tile, as far as the bias has these axes.
+template <class T> struct BiasTotal {
+    static constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+    const bool has_rows, has_keys;
+    const int64_t num_rows;
+    T *const rows;
+    long double of_all = 0;  // of a bias without rows and keys: one sum over many rows, as that of a sink
+
+    void clear_rows() {
+        for (int64_t r = 0; r < num_rows; ++r) clear(rows + r * STRIDE, STRIDE);
+    }
+    // Adds the gradients ds of the scores of a block, and of a tile of `count` keys.
+    void add(const Visible &visible, int64_t count, const T *ds) {
+        for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r) {
+            const T *from = ds + r * STRIDE;
+            T *to = rows + (has_rows ? r : 0) * STRIDE;
+            if (has_keys) {
+                for (int64_t j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j) to[j] += from[j];
+            } else {
+                Vector<T> sum = {};
+                for (int64_t j = visible.keys.first; j < visible.keys.stop; j += LANES<T>) sum += load(from + j);
+                if (has_rows)
+                    to[0] += sum_of_lanes<T>(sum);
+                else
+                    of_all += sum_of_lanes<T>(sum);
+            }
+        }
+    }
+    // Writes the sums of `count` keys from `first` on, into the rows of `results` from `first_row` on.
+    void write(const Call &results, const BiasAxes &axes, int64_t first_row, int64_t first, int64_t count) {
+        if (!has_rows && !has_keys) rows[0] = T(of_all);
+        for (int64_t r = 0; r < num_rows; ++r)
+            store_row(rows + r * STRIDE, results.bias_dtype, results.strides[DBIAS][3], count,
+                      address(results, DBIAS, size_of(results.bias_dtype), axes.entries.first, axes.heads.first,
+                              first_row + r, first));
+    }
+};
+
 // Finds the sums of the rows of a block of `bias_job`. Where tile registers multiply, the last bits of a score depend
 // on the rows that it is computed with, and the blocks of other jobs may have more of these.
 template <class T> void bias_row_sums_job(Work &work, char *memory, int64_t job) {
@@ -145,73 +199,41 @@ template <class T> void bias_row_sums_job(Work &work, char *memory, int64_t job)
 
 template <class T, class Buffers> void bias_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call, &results = work.results();
+    const int64_t *strides = results.strides[DBIAS];
     const Scaling<T> scaling(call);
     Buffers buffers(work, memory);
     const BiasJobs jobs(work);
-    const int64_t own_tile = job % jobs.tiles, own_block = job / jobs.tiles % jobs.blocks;
-    const int64_t own_head = job / jobs.tiles / jobs.blocks % jobs.heads,
-                  own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
-    const int64_t *strides = results.strides[DBIAS];
-    const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
-    constexpr int64_t STRIDE = SCORES_STRIDE<T>;
-    T *total = buffers.total;
-    const int64_t first_row = own_block * jobs.rows;
-    const int64_t num_rows = has_rows ? smaller(jobs.rows, call.seqlen_q - first_row) : 1;
-    auto clear_total = [&] {
-        for (int64_t r = 0; r < num_rows; ++r) clear(total + r * STRIDE, STRIDE);
-    };
-    auto write_total = [&](int64_t first, int64_t count) {
-        for (int64_t r = 0; r < num_rows; ++r)
-            store_row(total + r * STRIDE, call.bias_dtype, strides[3], count,
-                      address(results, DBIAS, size_of(call.bias_dtype), own_entry, own_head, first_row + r, first));
-    };
-    clear_total();
-    long double of_all = 0;  // of a bias without rows and keys: one sum over many rows, as that of a sink
-    const int64_t begin = jobs.tiles > 1 ? own_tile : 0, end = jobs.tiles > 1 ? own_tile + 1 : jobs.num_tiles;
-    for (int64_t t = begin; t < end; ++t) {
+    const BiasAxes axes(call, jobs, strides, job);
+    const int64_t first_row = axes.blocks.first * jobs.rows;
+    const int64_t num_rows = strides[2] ? smaller(jobs.rows, call.seqlen_q - first_row) : 1;
+    BiasTotal<T> total{strides[2] != 0, strides[3] != 0, num_rows, buffers.total};
+    total.clear_rows();
+    for (int64_t t = axes.tiles.first; t < axes.tiles.stop; ++t) {
         const int64_t first = t * work.keys_per_tile;
-        for (int64_t e = own_entry; e < (strides[0] ? own_entry + 1 : call.batch); ++e) {
+        for (int64_t e = axes.entries.first; e < axes.entries.stop; ++e) {
             const Entry &entry = work.entries[e];
             const int64_t count = smaller(work.keys_per_tile, entry.seqlen_k - first);
             if (count <= 0) continue;
-            for (int64_t h = own_head; h < (strides[1] ? own_head + 1 : call.num_heads); ++h) {
+            for (int64_t h = axes.heads.first; h < axes.heads.stop; ++h) {
                 bool is_loaded = false;
-                for (int64_t i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
+                for (int64_t i = axes.blocks.first; i < axes.blocks.stop; ++i) {
                     if (work.stopped.load(std::memory_order_relaxed)) return;
                     const Block block = jobs.block(call, e, h, i);
-                    const Keys keys = keys_visible_to(call, entry, block);
-                    if (keys.stop <= first || keys.first >= first + count) continue;
-                    if (!any_visible(call, entry, block, first, count)) continue;
+                    if (!attends_to(call, entry, block, first, count)) continue;
                     if (!is_loaded) load_key_tile(call, entry, block.head_kv, first, count, buffers);
                     is_loaded = true;
                     load_queries(work, entry, block, buffers);
                     const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
-                    for (int64_t r = visible.rows.first; r < visible.rows.stop; ++r) {
-                        const T *ds = buffers.score_gradients() + r * STRIDE;
-                        T *to = total + (has_rows ? r : 0) * STRIDE;
-                        if (has_keys) {
-                            for (int64_t j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j)
-                                to[j] += ds[j];
-                        } else {
-                            Vector<T> sum = {};
-                            for (int64_t j = visible.keys.first; j < visible.keys.stop; j += LANES<T>)
-                                sum += load(ds + j);
-                            if (has_rows)
-                                to[0] += sum_of_lanes<T>(sum);
-                            else
-                                of_all += sum_of_lanes<T>(sum);
-                        }
-                    }
+                    total.add(visible, count, buffers.score_gradients());
                 }
             }
         }
-        if (has_keys) {
-            write_total(first, smaller(work.keys_per_tile, call.seqlen_k - first));
-            clear_total();
+        if (total.has_keys) {
+            total.write(results, axes, first_row, first, smaller(work.keys_per_tile, call.seqlen_k - first));
+            total.clear_rows();
         }
     }
-    if (!has_rows && !has_keys) total[0] = T(of_all);
-    if (!has_keys) write_total(0, 1);
+    if (!total.has_keys) total.write(results, axes, first_row, 0, 1);
 }
 
 }  // namespace
