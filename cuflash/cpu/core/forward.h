@@ -239,21 +239,23 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
     }
 }
 
-template <class T> bool prepare_forward(Work &work) {
-    if (!make_entries(work)) return false;
-    // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that split keys.
-    const bool are_equal = work.call.window_right >= NO_BOUND;
-    // Long tiles read rows of a bias or a mask, which have large strides, in longer pieces. And products that add to
-    // out in tile registers load and store it less often, which matters where out is wide.
-    const Call &call = work.call;
+// Keys of a tile, at most. Long tiles read rows of a bias or a mask, which have large strides, in longer pieces. And
+// products that add to out in tile registers load and store it less often, which matters where out is wide. Where
+// threads hold tiles, what each tile of a block takes counts; decode has more splits of short tiles.
+template <class T> int64_t most_keys_per_tile(const Call &call) {
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    // Where threads hold tiles, what each tile of a block takes counts; decode has more splits of short tiles.
     const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > FEW_ROWS;
-    const int64_t keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
+    return call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
+}
+
+template <class T> void choose_forward_tiles(Work &work) {
+    const Call &call = work.call;
+    // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that split keys.
+    const bool are_equal = call.window_right >= NO_BOUND;
     auto choose_of = [&](auto &block_rows) {
         for (const int64_t rows : block_rows) {
             if (are_equal && rows <= LEAST_ROWS) break;
-            choose_tiles<T>(work, rows, keys);
+            choose_tiles<T>(work, rows, most_keys_per_tile<T>(call));
             if (BlockCount(work).all >= ENOUGH_JOBS) break;
         }
     };
@@ -262,13 +264,19 @@ template <class T> bool prepare_forward(Work &work) {
     } else {
         HAS_TILES ? choose_of(BLOCK_ROWS_OF_TILES) : choose_of(BLOCK_ROWS);
     }
+}
+
+template <class T> bool prepare_forward(Work &work) {
+    const Call &call = work.call;
+    if (!make_entries(work)) return false;
+    choose_forward_tiles<T>(work);
     if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
     if (MAY_HOLD_TILES) hold_tiles<T>(work, BlockCount(work).all);
-    const int64_t bytes_of_row = (Sizes<T>(work.call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
+    const int64_t bytes_of_row = (Sizes<T>(call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
     if constexpr (MAY_USE_TILES<T>)
-        if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
+        if (may_split(call)) work.add_phase(check_job<T>, work.num_entries * call.num_heads);
     work.add_phase(forward_job<T>, work.num_blocks);
     if (work.num_split_blocks) {
         if (!work.allocate(work.shared, work.num_blocks * work.rows_per_partial * bytes_of_row)) return false;
