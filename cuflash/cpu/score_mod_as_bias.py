@@ -36,6 +36,7 @@ from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import Folded, evaluate, fold
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
+from cuflash.score_mod.program import Program, ScoreTangents
 from cuflash.spec.inputs import INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, Origin
 from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, MOVABLE_OVER_ROWS, REQUIRED_BY_BACKWARD
@@ -168,6 +169,67 @@ class _PreparedSlice(NamedTuple):
     entries: dict[tuple[int, Tile], Array]
 
 
+class _Names(NamedTuple):
+    """The names of the arrays of a call, by what they are."""
+
+    given: tuple[str, ...]  # all, in their order
+    score_args: tuple[str, ...]
+    reads: tuple[str, ...]  # those whose gradients are wanted
+    moved: tuple[str, ...]  # those that have tangents
+    read_by_functions: tuple[str, ...]  # score_args, and the tangents of those
+    optional_inputs: tuple[str, ...]
+    tangents: tuple[str, ...]  # of optional inputs and numbers
+    results: tuple[str, ...]  # gradients of q, k and v, and tangents of these
+    arrays: tuple[str, ...]  # all others
+
+    @classmethod
+    def of(cls, problem: Problem, given: tuple[str, ...]) -> _Names:
+        def those_given(of: Iterable[str], prefix: str = "") -> tuple[str, ...]:
+            return tuple(name for name in of if f"{prefix}{name}" in given)
+
+        score_args = tuple(name for name, _ in problem.score_args)
+        reads, moved = those_given(score_args, "d"), those_given(score_args, "t")
+        optional_inputs = those_given(OTHER_INPUTS)
+        tangents = tuple(f"t{name}" for name in those_given((*OTHER_INPUTS, *NUMBERS), "t"))
+        results = those_given((*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS))
+        read_by_functions = (*score_args, *(f"t{name}" for name in moved))
+        of_score_args = {*read_by_functions, *(f"d{name}" for name in reads)}
+        others = of_score_args.union(optional_inputs, tangents, results, STARTS)
+        arrays = tuple(name for name in given if name not in others)
+        return cls(given, score_args, reads, moved, read_by_functions, optional_inputs, tangents, results, arrays)
+
+
+class _Score(NamedTuple):
+    """How a score, if there is one, becomes a bias."""
+
+    program: Program
+    multiplies: bool  # whether it is no sum of the scaled product and a number, so that NumPy multiplies q and k
+    moves_products: bool  # whether these products have tangents
+    by_tangents: ScoreTangents | None  # of the score and of its derivatives, if there are any
+    tangent: Node | None  # of what the score adds, or of the score, if there is one
+    has_diagonals: bool  # whether it is a sum, what it adds follows from i - j alone, and that has no tangent
+
+    @classmethod
+    def of(cls, problem: Problem, names: _Names) -> _Score:
+        program, by_tangents, tangent = problem.program.on_numpy(), None, None
+        if program.score is None:
+            return cls(program, False, False, None, None, False)
+        multiplies = not is_sum(program.score)
+        moves_products = multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names.given)
+        if names.moved or moves_products:
+            by_tangents = problem.score_tangents(names.moved)
+            tangent = by_tangents.score
+        has_diagonals = not multiplies and tangent is None and is_of_diagonals(program.score, program.arrays)
+        return cls(program, multiplies, moves_products, by_tangents, tangent, has_diagonals)
+
+    @property
+    def distinguishes(self) -> set[str]:
+        """What functions, or products, distinguish: "batch" and "head"."""
+        roots = [root for root in (self.program.score, self.program.mask) if root is not None]
+        inputs = {at.payload for at in in_order(roots) if at.op == "input"}
+        return {name for name in ("batch", "head") if self.multiplies or name in inputs}
+
+
 class Prepared:
     """What calls, or packed sequences, on arrays of the same names, shapes, strides and dtypes have in common.
 
@@ -177,18 +239,6 @@ class Prepared:
         Whether its slices are so few that they are kept.
     are_4d : bool
         Whether arrays are (batch, heads, seqlen, dim) as they are given.
-    is_sum : bool
-        Whether the score is the scaled product and what does not depend on it.
-    multiplies : bool
-        Whether there is a score that is not, so that NumPy multiplies q and k.
-    has_diagonals : bool
-        Whether it is a sum, what it adds follows from i - j alone, and that has no tangent.
-    tangent : Node or None
-        The tangent of what the score adds, or of the score, if there is one.
-    moves_products : bool
-        Whether the products have tangents on which that depends.
-    different : set of {"batch", "head"}
-        What functions, or products, distinguish.
     is_split : bool
         Whether several slices add to dk and dv.
     wide : dtype or None
@@ -207,30 +257,13 @@ class Prepared:
     """
 
     def __init__(self, problem: Problem, names: tuple[str, ...], pass_: Pass, sequence: int = 0) -> None:
-        self.problem, self.names, self.pass_, self.sequence = problem, names, pass_, sequence
+        self.problem, self.pass_, self.sequence = problem, pass_, sequence
         self.dtype = np.dtype(problem.softmax_dtype)
-        self.score_args = tuple(name for name, _ in problem.score_args)
-        self.reads = tuple(name for name in self.score_args if f"d{name}" in names)
-        self.moved = tuple(name for name in self.score_args if f"t{name}" in names)
-        self.optional_inputs = tuple(name for name in OTHER_INPUTS if name in names)
-        self.tangents = tuple(f"t{name}" for name in (*OTHER_INPUTS, *NUMBERS) if f"t{name}" in names)
-        self.results = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in names)
-        of_score_args = (*(f"t{name}" for name in self.moved), *(f"d{name}" for name in self.reads))
-        others = {*self.score_args, *of_score_args, *self.optional_inputs, *self.tangents, *self.results, *STARTS}
-        self.arrays = tuple(name for name in names if name not in others)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
-        program = self.program = problem.program.on_numpy()
-        self.is_sum = program.score is not None and is_sum(program.score)
-        self.multiplies = program.score is not None and not self.is_sum
-        self.moves_products = self.multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names)
-        self.by_tangents = problem.score_tangents(self.moved) if self.moved or self.moves_products else None
-        self.tangent = None if self.by_tangents is None else self.by_tangents.score
-        self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
-        self.has_diagonals = self.has_diagonals and self.tangent is None
-        roots = [root for root in (program.score, program.mask) if root is not None]
-        inputs = {at.payload for at in in_order(roots) if at.op == "input"}
-        self.different = {name for name in ("batch", "head") if self.multiplies or name in inputs}
-        is_line = self.has_diagonals and program.mask is None and not self.reads
+        own = self.names = _Names.of(problem, names)
+        score = self.score = _Score.of(problem, own)
+        self.different = score.distinguishes
+        is_line = score.has_diagonals and score.program.mask is None and not own.reads
         most, of_lines = SLICE_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
         self._slices = list(call_slices(problem, self.different, most, of_lines))
         self.is_kept = len(self._slices) <= MOST_SLICES
@@ -238,30 +271,31 @@ class Prepared:
         is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
         self.wide = self.dtype if is_wide else None
         self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
-        self.of_products = tuple(name for name in self.results if self.multiplies and name in _OF_PRODUCTS)
+        self.of_products = tuple(name for name in own.results if score.multiplies and name in _OF_PRODUCTS)
         of_pairs = {
-            "scaled": self.multiplies,
-            "tscaled": self.moves_products,
-            "bias": program.score is not None and not self.has_diagonals,
-            "tbias": self.tangent is not None,
-            "dbias": self.reads or self.of_products,
+            "scaled": score.multiplies,
+            "tscaled": score.moves_products,
+            "bias": score.program.score is not None and not score.has_diagonals,
+            "tbias": score.tangent is not None,
+            "dbias": own.reads or self.of_products,
             "tdbias": pass_.has_tangents and self.of_products,
         }
         self.of_pairs = tuple(name for name, is_needed in of_pairs.items() if is_needed)
-        self.loads = [(name, load) for name in self.reads for load in program.loads.get(name, ())]
         self._set_expressions()
 
     def _set_expressions(self) -> None:
-        program, score, of_tangents = self.program, self.program.score, self.by_tangents
-        of_tile = {"bias": None if self.has_diagonals else score, "tbias": self.tangent, "mask": program.mask}
+        program, score, of_tangents = self.score.program, self.score.program.score, self.score.by_tangents
+        has_diagonals = self.score.has_diagonals
+        of_tile = {"bias": None if has_diagonals else score, "tbias": self.score.tangent, "mask": program.mask}
         masked = {name: root for name, root in of_tile.items() if root is not None}
         whole = {name: root for name, root in masked.items() if name != "mask"}
         by_s = (program.by_s, None if of_tangents is None else of_tangents.by_s)
+        self.loads = [(name, load) for name in self.names.reads for load in program.loads.get(name, ())]
         self.written = {"masked": tuple(masked), "whole": tuple(whole)}
         self.expressions: dict[str, list[Node]] = {
             "masked": [*masked.values()],
             "whole": [*whole.values()],
-            "diagonals": [score] if self.has_diagonals and score is not None else [],
+            "diagonals": [score] if has_diagonals and score is not None else [],
             "by_s": [root for root in by_s if root is not None],
             "loads": [root for _, load in self.loads for root in (load.derivative, *load.at.args)],
         }
@@ -272,14 +306,14 @@ class Prepared:
             return
         shapes = {name: operand.shape for name, operand in self.problem.score_args}
         for prepared in self._prepared:
-            if self.has_diagonals:
+            if self.score.has_diagonals:
                 _, _, rows, keys = prepared.pairs.shape
                 inputs = prepared.pairs.of_diagonals(prepared.pairs.rows[-1] - np.arange(rows + keys - 1))
                 prepared.folded["diagonals", None] = fold(self.expressions["diagonals"], inputs, shapes, self.dtype)
             for tile in prepared.tiles:
                 for group in ("masked", "whole", "by_s", "loads"):
-                    inputs = tile.inputs(are_diagonals=self.has_diagonals and group == "loads")
-                    if self.multiplies:
+                    inputs = tile.inputs(are_diagonals=self.score.has_diagonals and group == "loads")
+                    if self.score.multiplies:
                         del inputs["s"]
                     prepared.folded[group, tile] = fold(self.expressions[group], inputs, shapes, self.dtype)
                     for number, (name, load) in enumerate(self.loads if group == "loads" else ()):
@@ -301,17 +335,18 @@ class Prepared:
         """
         if not are_disjoint:
             return core.OVERLAPPING
-        given = dict(zip(self.names, arrays, strict=True))
-        views = {name: given[name] for name in (*self.arrays, *self.results)}
+        given = dict(zip(self.names.given, arrays, strict=True))
+        names = self.names
+        views = {name: given[name] for name in (*names.arrays, *names.results)}
         if not self.are_4d:
             for name, x in views.items():
                 views[name] = view_rows(x) if name in MOVABLE_OVER_ROWS else view_4d(x, self.problem.layout)
         call = _Call(
             arrays=views,
-            optional_inputs={name: given[name] for name in self.optional_inputs},
-            tangents={name: given[name] for name in self.tangents},
-            score_args={name: given[name] for name in (*self.score_args, *[f"t{name}" for name in self.moved])},
-            sums={name: np.zeros(given[name].shape) for name in self.reads} if sums is None else sums,
+            optional_inputs={name: given[name] for name in names.optional_inputs},
+            tangents={name: given[name] for name in names.tangents},
+            score_args={name: given[name] for name in names.read_by_functions},
+            sums={name: np.zeros(given[name].shape) for name in names.reads} if sums is None else sums,
             random=(random[0] or 0, random[1] or 0),
             memory={},
         )
@@ -320,11 +355,12 @@ class Prepared:
             if self.is_split:
                 self._add_slices(call, every)
             else:
-                for name in () if self._slices else self.results:
-                    views[name][...] = 0
+                for name in () if self._slices else self.names.results:
+                    call.arrays[name][...] = 0
                 for prepared in every:
                     indices = prepared.indices
-                    self._run_slice(call, prepared, {name: views[name][indices[name]] for name in self.results})
+                    results = {name: call.arrays[name][indices[name]] for name in self.names.results}
+                    self._run_slice(call, prepared, results)
             if sums is None:
                 for name, x in call.sums.items():
                     given[f"d{name}"][...] = x
@@ -332,7 +368,7 @@ class Prepared:
 
     def _add_slices(self, call: _Call, every: Iterable[_PreparedSlice]) -> None:
         """Write gradients, all computed in the dtype of the softmax, where several slices add to dk and dv."""
-        whole = {name: call.arrays[name] for name in self.results}
+        whole = {name: call.arrays[name] for name in self.names.results}
         totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
         for prepared in every:
             own = {name: x[prepared.indices[name]] for name, x in totals.items()}
@@ -346,11 +382,11 @@ class Prepared:
 
     def _prepare(self, call_slice: CallSlice) -> _PreparedSlice:
         pairs, shown = Pairs(self.problem, call_slice, self.different, self.sequence), None
-        tiles, mask = pairs.tiles(), self.program.mask
+        tiles, mask = pairs.tiles(), self.score.program.mask
         if mask is not None and not any(at.op == "load" for at in in_order([mask])):
             shown = self._blocks(mask, pairs, Tables({}))
             tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-        indices = {name: call_slice.index_of(name) for name in (*self.arrays, *self.results)}
+        indices = {name: call_slice.index_of(name) for name in (*self.names.arrays, *self.names.results)}
         return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {}, {}, {})
 
     def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
@@ -358,7 +394,7 @@ class Prepared:
         pairs, tiles = prepared.pairs, prepared.tiles
         arrays, optional_inputs, tangents, of_pairs = self._arrays_of_slice(call, prepared)
         products = None
-        if self.multiplies:
+        if self.score.multiplies:
             moves = {name: arrays.pop(name) for name in ("tq", "tk") if name in arrays}
             own = {
                 # Heads that share keys have an axis.
@@ -372,9 +408,9 @@ class Prepared:
             arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
         written, shown = {name: of_pairs[name] for name in self.written["whole"]}, prepared.shown
         is_mixed: Array | None = None
-        if self.program.mask is not None:
+        if self.score.program.mask is not None:
             if shown is None:
-                shown = self._blocks(self.program.mask, pairs, Tables(call.score_args))
+                shown = self._blocks(self.score.program.mask, pairs, Tables(call.score_args))
                 tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
             optional_inputs["block_mask"] = shown[1]
             if (shown[1] & ~shown[0]).any():
@@ -383,9 +419,9 @@ class Prepared:
             work = functools.partial(self._evaluate_tile, call, prepared, products, written, is_mixed)
             for _ in map(work, tiles) if len(tiles) == 1 else jobs.results(work, tiles, jobs.count_cores()):
                 pass
-        if self.has_diagonals:
+        if self.score.has_diagonals:
             optional_inputs["bias"] = self._bias_of_diagonals(call, prepared)
-        if self.tangent is not None:
+        if self.score.tangent is not None:
             tangents["tbias"] = written.pop("tbias")
         if "mask" in optional_inputs and "mask" in written:
             written["mask"] = written["mask"] & optional_inputs["mask"]
@@ -424,7 +460,7 @@ class Prepared:
     def _arrays_of_slice(self, call: _Call, prepared: _PreparedSlice) -> tuple[dict[str, Array], ...]:
         """Views of the arrays of a call, of its optional inputs and of tangents; and arrays of pairs to be written."""
         call_slice, shape, memory = prepared.call_slice, prepared.pairs.shape, call.memory
-        arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.arrays}
+        arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.names.arrays}
         if self.wide is not None:
             arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
         optional_inputs = {
@@ -476,7 +512,7 @@ class Prepared:
         inputs = tile.inputs() if folded is None else {}
         if products is not None:
             inputs["s"] = products.scaled[tile.index]
-        if self.tangent is not None:
+        if self.score.tangent is not None:
             inputs["ts"] = self._moved(tile, products)
         values = evaluate(self.expressions[group], inputs, call.score_args, self.dtype, folded)
         for name, x in zip(self.written[group], values, strict=True):
@@ -515,8 +551,8 @@ class Prepared:
     ) -> list[tuple[str, Any, Array]]:
         """What a tile adds to the gradients of arrays, which follows from that of the bias: names, entries and sums."""
         own, found, folded = dbias[tile.index], [], prepared.folded.get(("loads", tile))
-        inputs = tile.inputs(are_diagonals=self.has_diagonals) if folded is None else {}
-        if self.has_diagonals:
+        inputs = tile.inputs(are_diagonals=self.score.has_diagonals) if folded is None else {}
+        if self.score.has_diagonals:
             own = sums_of_diagonals(own)
         if products is not None:
             inputs["s"] = products.scaled[tile.index]
@@ -547,7 +583,7 @@ class Prepared:
         own, tangent = dbias[tile.index], of_pairs["tdbias" if has_tangents else "dbias"][tile.index]
         inputs = tile.inputs() if folded is None else {}
         inputs["s"] = products.scaled[tile.index]
-        if self.by_tangents is not None:
+        if self.score.by_tangents is not None:
             inputs["ts"] = self._moved(tile, products)
         slope, *moved = evaluate(self.expressions["by_s"], inputs, call.score_args, self.dtype, folded)
         if has_tangents:
