@@ -179,3 +179,8 @@ def results(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int) ->
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def on_cores(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    """The results of jobs in their order, computed on as many threads as a call may use."""
+    return results(work, jobs, count_cores())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -160,13 +160,28 @@ class _PreparedSlice(NamedTuple):
     indices: Mapping[str, tuple[slice, ...]]  # of the slice in an array of the call, by the name of this
     pairs: Pairs
     tiles: list[Tile]
-    shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
+    shown: tuple[Array, Array] | None  # `Prepared._blocks`, if these do not depend on arrays
     # What the core computes, by the names of the optional inputs; also as prepared, except in passes with tangents.
     calls: dict[tuple[str, ...], tuple[Problem, core.Prepared | None]]
     # For repeated calls: `Prepared.expressions` by name and tile, none for all diagonals of the slice; and the entries
     # that loads name, by the number of the load and the tile.
     folded: dict[tuple[str, Tile | None], Folded]
     entries: dict[tuple[int, Tile], Array]
+
+
+class _Slice(NamedTuple):
+    """The arrays of a slice, while a call computes it."""
+
+    call: _Call
+    prepared: _PreparedSlice
+    tiles: list[Tile]  # in which the mask shows pairs
+    shown: tuple[Array, Array] | None  # `Prepared._blocks`, if there is a mask
+    arrays: dict[str, Array]  # as the core gets them: zeros for q and k where NumPy multiplies these
+    optional_inputs: dict[str, Array]
+    tangents: dict[str, Array]  # of optional inputs and numbers
+    of_pairs: dict[str, Array]  # `Prepared.of_pairs`
+    products: Products | None
+    sums: dict[str, Array]  # of `Prepared.of_products`
 
 
 class _Names(NamedTuple):
@@ -243,10 +258,12 @@ class Prepared:
         Whether several slices add to dk and dv.
     wide : dtype or None
         In place of the dtype of q, if it is another one.
-    of_products : tuple of str
-        The results that follow from the gradients of products.
+    of_products, of_core : tuple of str
+        The results that follow from the gradients of products, and what the core writes.
     of_pairs : tuple of str
         The arrays of pairs of a slice.
+    adding : list of callable
+        What tells the addends of a tile to gradients that follow from that of the bias.
     loads : list of (str, Loaded)
         How the score reads the arrays whose gradients are wanted.
     written : dict of tuple of str
@@ -271,17 +288,26 @@ class Prepared:
         is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
         self.wide = self.dtype if is_wide else None
         self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
-        self.of_products = tuple(name for name in own.results if score.multiplies and name in _OF_PRODUCTS)
+        self._set_results()
+        self._set_expressions()
+
+    def _set_results(self) -> None:
+        score, results = self.score, self.names.results
+        self.of_products = tuple(name for name in results if score.multiplies and name in _OF_PRODUCTS)
         of_pairs = {
             "scaled": score.multiplies,
             "tscaled": score.moves_products,
             "bias": score.program.score is not None and not score.has_diagonals,
             "tbias": score.tangent is not None,
-            "dbias": own.reads or self.of_products,
-            "tdbias": pass_.has_tangents and self.of_products,
+            "dbias": self.names.reads or self.of_products,
+            "tdbias": self.pass_.has_tangents and self.of_products,
         }
         self.of_pairs = tuple(name for name, is_needed in of_pairs.items() if is_needed)
-        self._set_expressions()
+        written = {*results, *self.of_pairs}.difference(self.of_products)
+        of_bias = "tdbias" if self.pass_.has_tangents else "dbias"
+        self.of_core = tuple(name for name in (*results, of_bias) if name in written)
+        adding = {Prepared._sums_of_tile: self.names.reads, Prepared._gradients_of_tile: self.of_products}
+        self.adding = [addends_of_tile for addends_of_tile, wanted in adding.items() if wanted]
 
     def _set_expressions(self) -> None:
         program, score, of_tangents = self.score.program, self.score.program.score, self.score.by_tangents
@@ -385,84 +411,51 @@ class Prepared:
         tiles, mask = pairs.tiles(), self.score.program.mask
         if mask is not None and not any(at.op == "load" for at in in_order([mask])):
             shown = self._blocks(mask, pairs, Tables({}))
-            tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
+            tiles = _shown_tiles(tiles, shown)
         indices = {name: call_slice.index_of(name) for name in (*self.names.arrays, *self.names.results)}
         return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {}, {}, {})
 
     def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
         """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
-        pairs, tiles = prepared.pairs, prepared.tiles
-        arrays, optional_inputs, tangents, of_pairs = self._arrays_of_slice(call, prepared)
-        products = None
-        if self.score.multiplies:
-            moves = {name: arrays.pop(name) for name in ("tq", "tk") if name in arrays}
-            own = {
-                # Heads that share keys have an axis.
-                name: x.astype(self.dtype, copy=False).reshape(
-                    *arrays["k"].shape[:2], -1 if name[-1] == "q" else 1, *x.shape[2:]
-                )
-                for name, x in (("q", arrays["q"]), ("k", arrays["k"]), *moves.items())
-            }
-            scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
-            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **own)
-            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
-        written, shown = {name: of_pairs[name] for name in self.written["whole"]}, prepared.shown
+        own = self._slice_of(call, prepared, wanted)
+        optional_inputs, of_pairs, tiles = own.optional_inputs, own.of_pairs, own.tiles
+        deal: Callable[..., Iterable[Any]] = map if len(tiles) == 1 else jobs.on_cores
+        written = {name: of_pairs[name] for name in self.written["whole"]}
         is_mixed: Array | None = None
-        if self.score.program.mask is not None:
-            if shown is None:
-                shown = self._blocks(self.score.program.mask, pairs, Tables(call.score_args))
-                tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-            optional_inputs["block_mask"] = shown[1]
-            if (shown[1] & ~shown[0]).any():
-                is_mixed, written["mask"] = shown[1] & ~shown[0], np.ones(pairs.shape, bool)
+        if own.shown is not None:
+            always, sometimes = own.shown
+            optional_inputs["block_mask"], is_mixed = sometimes, sometimes & ~always
+            if is_mixed.any():
+                written["mask"] = np.ones(prepared.pairs.shape, bool)
         if written:
-            work = functools.partial(self._evaluate_tile, call, prepared, products, written, is_mixed)
-            for _ in map(work, tiles) if len(tiles) == 1 else jobs.results(work, tiles, jobs.count_cores()):
+            for _ in deal(functools.partial(self._evaluate_tile, own, written, is_mixed), tiles):
                 pass
         if self.score.has_diagonals:
             optional_inputs["bias"] = self._bias_of_diagonals(call, prepared)
         if self.score.tangent is not None:
-            tangents["tbias"] = written.pop("tbias")
+            own.tangents["tbias"] = written.pop("tbias")
         if "mask" in optional_inputs and "mask" in written:
             written["mask"] = written["mask"] & optional_inputs["mask"]
         optional_inputs |= written
-        results = {name: x for name, x in wanted.items() if name not in self.of_products}
-        gradient = "tdbias" if self.pass_.has_tangents else "dbias"
-        if gradient in of_pairs:
-            results[gradient] = of_pairs[gradient]
-        given = {**arrays, **optional_inputs, **tangents, **results}
-        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(
-            prepared, arrays, optional_inputs, given
-        )
-        if self.of_products and self.pass_.has_tangents:
-            names = (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums", *optional_inputs)
-            own = {name: x for name, x in given.items() if name in names} | {"dbias": of_pairs["dbias"]}
-            core.run(problem, own, BACKWARD, *call.random)
+        results = {**wanted, **of_pairs}
+        given = {**own.arrays, **optional_inputs, **own.tangents, **{name: results[name] for name in self.of_core}}
+        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(own, given)
+        if "tdbias" in of_pairs:
+            self._run_backward(own, problem, given)
         every = tuple(given.values())
         if prepared_call is None or core.compute(prepared_call, every, call.random, are_disjoint=True) != core.DONE:
             core.run(problem, given, self.pass_, *call.random)
-        if self.loads:
-            of_tile = functools.partial(self._sums_of_tile, call, prepared, products, of_pairs["dbias"])
-            for found in map(of_tile, tiles) if len(tiles) == 1 else jobs.results(of_tile, tiles, jobs.count_cores()):
-                for name, indices, x in found:
-                    call.sums[name].reshape(-1)[indices] += x
-        if products is not None and self.of_products:
-            sums = {name: np.zeros(wanted[name].shape, self.dtype) for name in self.of_products}
-            multiply = functools.partial(self._multiply_tile, call, prepared, products, of_pairs, sums)
-            for addends in (
-                map(multiply, tiles) if len(tiles) == 1 else jobs.results(multiply, tiles, jobs.count_cores())
-            ):
-                for total, addend in addends:
-                    total += addend
-            for name, x in sums.items():
-                wanted[name][...] = x
+        for addends_of_tile in self.adding:
+            for addends in deal(functools.partial(addends_of_tile, self, own), tiles):
+                for total, index, x in addends:
+                    total[index] += x
+        for name, x in own.sums.items():
+            wanted[name][...] = x
 
-    def _arrays_of_slice(self, call: _Call, prepared: _PreparedSlice) -> tuple[dict[str, Array], ...]:
-        """Views of the arrays of a call, of its optional inputs and of tangents; and arrays of pairs to be written."""
+    def _slice_of(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> _Slice:
+        """The arrays of a slice, of which nothing is computed yet: views of those of the call, and arrays of pairs."""
         call_slice, shape, memory = prepared.call_slice, prepared.pairs.shape, call.memory
         arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.names.arrays}
-        if self.wide is not None:
-            arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
         optional_inputs = {
             name: call_slice.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
         }
@@ -470,51 +463,62 @@ class Prepared:
             name: x if name[1:] in NUMBERS else call_slice.view_of(x, cast("int", core.AXES[name[1:]]))
             for name, x in call.tangents.items()
         }
-        for of, name in ((optional_inputs, "bias"), (tangents, "tbias")):
-            if self.wide is not None and name in of and _is_narrow(of[name], self.wide):
-                of[name] = of[name].astype(self.wide)
+        if self.wide is not None:
+            for of, names in ((arrays, (*arrays,)), (optional_inputs, ("bias",)), (tangents, ("tbias",))):
+                _widen(of, names, self.wide)
         size, of_pairs = math.prod(shape), dict[str, Array]()
         for name in self.of_pairs:
             if name not in memory or memory[name].size < size:
                 memory[name] = np.empty(size, self.dtype)
             of_pairs[name] = memory[name][:size].reshape(shape)
-        return arrays, optional_inputs, tangents, of_pairs
+        products = None
+        if self.score.multiplies:
+            operands = {name: arrays[name] for name in ("q", "k", "tq", "tk") if name in arrays}
+            own = {
+                # Heads that share keys have an axis.
+                name: x.astype(self.dtype, copy=False).reshape(
+                    *arrays["k"].shape[:2], -1 if name[-1] == "q" else 1, *x.shape[2:]
+                )
+                for name, x in operands.items()
+            }
+            scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
+            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **own)
+            for name in ("tq", "tk"):
+                arrays.pop(name, None)
+            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
+        tiles, shown, mask = prepared.tiles, prepared.shown, self.score.program.mask
+        if mask is not None and shown is None:
+            shown = self._blocks(mask, prepared.pairs, Tables(call.score_args))
+            tiles = _shown_tiles(tiles, shown)
+        sums = {name: np.zeros(wanted[name].shape, self.dtype) for name in self.of_products}
+        return _Slice(call, prepared, tiles, shown, arrays, optional_inputs, tangents, of_pairs, products, sums)
 
-    def _prepare_call(
-        self,
-        prepared: _PreparedSlice,
-        arrays: Mapping[str, Array],
-        optional_inputs: Mapping[str, Array],
-        given: Mapping[str, Array],
-    ) -> tuple[Problem, core.Prepared | None]:
+    def _run_backward(self, own: _Slice, problem: Problem, given: Mapping[str, Array]) -> None:
+        """Compute the gradient of the bias, on which the tangents of gradients of q and k depend."""
+        names = (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums", *own.optional_inputs)
+        of_backward = {name: x for name, x in given.items() if name in names}
+        core.run(problem, of_backward | {"dbias": own.of_pairs["dbias"]}, BACKWARD, *own.call.random)
+
+    def _prepare_call(self, own: _Slice, given: Mapping[str, Array]) -> tuple[Problem, core.Prepared | None]:
         """What the core computes for a slice, from now on: `given` are all arrays, in their order."""
-        problem = make_problem(
-            self._options(prepared.call_slice), *(arrays[name] for name in INPUTS), **dict(optional_inputs)
-        )
+        inputs = [own.arrays[name] for name in INPUTS]
+        problem = make_problem(self._options(own.prepared.call_slice), *inputs, **own.optional_inputs)
         prepared_call = None if self.pass_.has_tangents else core.prepare(problem, given, self.pass_)
-        prepared.calls[tuple(optional_inputs)] = problem, prepared_call
+        own.prepared.calls[tuple(own.optional_inputs)] = problem, prepared_call
         return problem, prepared_call
 
-    def _evaluate_tile(
-        self,
-        call: _Call,
-        prepared: _PreparedSlice,
-        products: Products | None,
-        written: Mapping[str, Array],
-        is_mixed: Array | None,
-        tile: Tile,
-    ) -> None:
+    def _evaluate_tile(self, own: _Slice, written: Mapping[str, Array], is_mixed: Array | None, tile: Tile) -> None:
         """Write the products of a tile, and optional inputs; these may be anything in tiles that are hidden."""
-        if products is not None:
-            products.write(tile)
+        if own.products is not None:
+            own.products.write(tile)
         group = "whole" if is_mixed is None or not is_mixed[tile.blocks].any() else "masked"
-        folded = prepared.folded.get((group, tile))
+        folded = own.prepared.folded.get((group, tile))
         inputs = tile.inputs() if folded is None else {}
-        if products is not None:
-            inputs["s"] = products.scaled[tile.index]
+        if own.products is not None:
+            inputs["s"] = own.products.scaled[tile.index]
         if self.score.tangent is not None:
-            inputs["ts"] = self._moved(tile, products)
-        values = evaluate(self.expressions[group], inputs, call.score_args, self.dtype, folded)
+            inputs["ts"] = self._moved(tile, own.products)
+        values = evaluate(self.expressions[group], inputs, own.call.score_args, self.dtype, folded)
         for name, x in zip(self.written[group], values, strict=True):
             written[name][tile.index] = x
 
@@ -546,57 +550,52 @@ class Prepared:
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def _sums_of_tile(
-        self, call: _Call, prepared: _PreparedSlice, products: Products | None, dbias: Array, tile: Tile
-    ) -> list[tuple[str, Any, Array]]:
-        """What a tile adds to the gradients of arrays, which follows from that of the bias: names, entries and sums."""
-        own, found, folded = dbias[tile.index], [], prepared.folded.get(("loads", tile))
+    def _sums_of_tile(self, own: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
+        """What a tile adds to the gradients of arrays, which follows from that of the bias: sums, entries and addends.
+
+        The sums are flat.
+        """
+        dbias, found, folded = own.of_pairs["dbias"][tile.index], [], own.prepared.folded.get(("loads", tile))
         inputs = tile.inputs(are_diagonals=self.score.has_diagonals) if folded is None else {}
         if self.score.has_diagonals:
-            own = sums_of_diagonals(own)
-        if products is not None:
-            inputs["s"] = products.scaled[tile.index]
-        values = iter(evaluate(self.expressions["loads"], inputs, call.score_args, self.dtype, folded))
+            dbias = sums_of_diagonals(dbias)
+        if own.products is not None:
+            inputs["s"] = own.products.scaled[tile.index]
+        values = iter(evaluate(self.expressions["loads"], inputs, own.call.score_args, self.dtype, folded))
         for number, (name, load) in enumerate(self.loads):
             # A pair that does not count adds nothing, whatever the derivative is.
-            of_pairs = own * np.where(own == 0, 0, next(values))
+            of_pairs = dbias * np.where(dbias == 0, 0, next(values))
             indices = list(itertools.islice(values, len(load.at.args)))
-            named = prepared.entries.get((number, tile))
+            named = own.prepared.entries.get((number, tile))
             if named is None:
-                named = entries(call.score_args[name].shape, indices)
-            found.append((name, *sums_of_entries(named, of_pairs)))
+                named = entries(own.call.score_args[name].shape, indices)
+            found.append((own.call.sums[name].reshape(-1), *sums_of_entries(named, of_pairs)))
         return found
 
-    def _multiply_tile(
-        self,
-        call: _Call,
-        prepared: _PreparedSlice,
-        products: Products,
-        of_pairs: Mapping[str, Array],
-        sums: Mapping[str, Array],
-        tile: Tile,
-    ) -> list[tuple[Array, Array]]:
-        """What a tile adds to gradients of q and k, or their tangents, which follow from that of the bias: rows or keys
-        of `sums`, and addends."""
-        has_tangents, folded = self.pass_.has_tangents, prepared.folded.get(("by_s", tile))
-        dbias = of_pairs["dbias"]
-        own, tangent = dbias[tile.index], of_pairs["tdbias" if has_tangents else "dbias"][tile.index]
+    def _gradients_of_tile(self, own: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
+        """What a tile adds to gradients of q and k, or their tangents, which follow from that of the bias: sums, the
+        index of its rows or keys, and addends."""
+        assert own.products is not None
+        has_tangents, folded = self.pass_.has_tangents, own.prepared.folded.get(("by_s", tile))
+        of_pairs, whole = own.of_pairs, slice(None)
+        dbias, tangent = (of_pairs[name][tile.index] for name in ("dbias", "tdbias" if has_tangents else "dbias"))
         inputs = tile.inputs() if folded is None else {}
-        inputs["s"] = products.scaled[tile.index]
+        inputs["s"] = own.products.scaled[tile.index]
         if self.score.by_tangents is not None:
-            inputs["ts"] = self._moved(tile, products)
-        slope, *moved = evaluate(self.expressions["by_s"], inputs, call.score_args, self.dtype, folded)
+            inputs["ts"] = self._moved(tile, own.products)
+        slope, *moved = evaluate(self.expressions["by_s"], inputs, own.call.score_args, self.dtype, folded)
         if has_tangents:
             tangent *= np.where(tangent == 0, 0, slope)
         for of_slope in moved:
-            tangent += own * np.where(own == 0, 0, of_slope)
-        own *= np.where(own == 0, 0, slope)
+            tangent += dbias * np.where(dbias == 0, 0, of_slope)
+        dbias *= np.where(dbias == 0, 0, slope)
         if has_tangents:
-            found = products.tangents_of_gradients(tile, dbias, of_pairs["tdbias"], sums)
+            found = own.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], own.sums)
         else:
-            found = products.gradients(tile, dbias, sums)
+            found = own.products.gradients(tile, of_pairs["dbias"], own.sums)
         return [
-            (sums[name][:, :, tile.own_rows if name in _OF_ROWS else tile.own_keys], x) for name, x in found.items()
+            (own.sums[name], (whole, whole, tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
+            for name, x in found.items()
         ]
 
     def _moved(self, tile: Tile, products: Products | None) -> Array:
@@ -612,5 +611,13 @@ class Prepared:
         return always, sometimes
 
 
-def _is_narrow(x: Array, dtype: np.dtype[Any]) -> bool:
-    return x.dtype.itemsize < dtype.itemsize
+def _shown_tiles(tiles: Iterable[Tile], shown: tuple[Array, Array]) -> list[Tile]:
+    """The tiles in which a mask shows pairs: `shown` is what `Prepared._blocks` found."""
+    return [tile for tile in tiles if shown[1][tile.blocks].any()]
+
+
+def _widen(arrays: dict[str, Array], names: Iterable[str], dtype: np.dtype[Any]) -> None:
+    """Convert those of some arrays that have smaller numbers than `dtype`."""
+    for name in names:
+        if name in arrays and arrays[name].dtype.itemsize < dtype.itemsize:
+            arrays[name] = arrays[name].astype(dtype)
