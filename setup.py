@@ -151,6 +151,64 @@ def _failure_of(command: list[str]) -> str:
     return f"{command[0]} failed ({process.returncode}): {' | '.join(said[:3])[:MOST_SAID]}"
 
 
+class Toolchain(NamedTuple):
+    """A compiler, and what it is given for what it compiles for."""
+
+    command: list[str]
+    triple: str
+    system: System
+    is_gcc: bool
+    flags_of_user: list[str]
+
+    @classmethod
+    def found(cls) -> Toolchain:
+        command = _compiler()
+        if shutil.which(command[0]) is None:
+            raise NotBuiltError(f"there was no C++ compiler ({command[0]})")
+        triple = _triple()
+        is_gcc = "Free Software Foundation" in _said_by_compiler("--version")
+        return cls(command, triple, _system(triple), is_gcc, _words_of("CXXFLAGS"))
+
+    @property
+    def is_x86_64(self) -> bool:
+        return self.triple.partition("-")[0] in ("x86_64", "amd64")
+
+    @property
+    def is_mingw_gcc(self) -> bool:
+        return self.is_gcc and "mingw" in self.triple
+
+    @property
+    def targets(self) -> dict[str, list[str]]:
+        """The flags of what kernels are compiled for, by name."""
+        if not self.is_x86_64:
+            return TARGETS["other"]
+        models = {"amx": MODEL_OF_AMX} if "-DMODEL_OF_TILES" in self.flags_of_user else {}
+        return TARGETS["x86_64"] | models
+
+    def level(self, name: str) -> list[str]:
+        """How far a unit is optimised."""
+        if not self.is_x86_64 or name == "core":
+            return FAST
+        if name == "baseline":
+            return QUICKLY_BUILT_BY_GCC if self.is_gcc else QUICKLY_BUILT
+        return BY_GCC if self.is_gcc else FAST
+
+    def failure_of_unit(self, source: str, name: str, to: Path, *own: str) -> str:
+        """Compile a unit; returns what the compiler said if it fails."""
+        flags = [*FLAGS, *self.system.flags, *(MINGW_GCC if self.is_mingw_gcc else [])]
+        flags += [*self.level(name), *self.flags_of_user, *own]  # the user may change the level
+        return _failure_of([*self.command, *flags, "-c", f"{SOURCES}/{source}", "-o", str(to)])
+
+    def failure_of_link(self, objects: list[Path], to: Path) -> str:
+        """Link a library; returns what the compiler said if it fails."""
+        strip = [] if any(word.startswith("-g") for word in self.flags_of_user) else self.system.strip
+        # The core needs none of it, and zig would compile it for minutes. GCC has no such option before version 13.
+        without_cpp_library = [] if self.is_gcc or "msvc" in self.triple else ["-nostdlib++"]
+        static = MINGW_GCC_LINK if self.is_mingw_gcc else []
+        link = [*self.system.link, *static, *without_cpp_library, *strip]
+        return _failure_of([*self.command, *link, *map(str, objects), "-o", str(to)])
+
+
 class BuildCore(build_ext):
     """Compiles the sources with CXX, or c++, and CXXFLAGS, and never fails.
 
@@ -184,39 +242,21 @@ class BuildCore(build_ext):
 
     def _compile(self, directory: Path, target: Path) -> list[str]:
         """Build the library; returns what is left out of it."""
-        compiler = _compiler()
-        if shutil.which(compiler[0]) is None:
-            raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
-        triple = _triple()
-        system = _system(triple)
-        machine = "x86_64" if triple.partition("-")[0] in ("x86_64", "amd64") else "other"
-        targets = TARGETS[machine]
-        is_gcc = "Free Software Foundation" in _said_by_compiler("--version")
-        levels = {"baseline": QUICKLY_BUILT} if machine == "x86_64" else {}
-        if is_gcc and machine == "x86_64":
-            levels = dict.fromkeys(targets, BY_GCC) | {"baseline": QUICKLY_BUILT_BY_GCC}
-        flags_of_user = _words_of("CXXFLAGS")  # after the level, which they may change
-        if "amx" in targets and "-DMODEL_OF_TILES" in flags_of_user:
-            targets = targets | {"amx": MODEL_OF_AMX}
-        flags = [*FLAGS, *system.flags, *(MINGW_GCC if is_gcc and "mingw" in triple else [])]
+        toolchain = Toolchain.found()
+        command, targets = toolchain.command[0], toolchain.targets
         begun = time.monotonic()
         print(
-            f"cuflash: {compiler[0]} compiles the core of the CPU path for {triple}, {len(targets)} times", flush=True
+            f"cuflash: {command} compiles the core of the CPU path for {toolchain.triple}, {len(targets)} times",
+            flush=True,
         )
+        objects = {name: directory / f"{name}.o" for name in (*targets, "core")}
 
-        def failure_of_unit(name: str, unit: str, *own: str) -> str:
-            own = (*levels.get(name, FAST), *flags_of_user, *own)
-            output = ["-c", f"{SOURCES}/{unit}", "-o", str(directory / f"{name}.o")]
-            return _failure_of([*compiler, *flags, *own, *output])
+        def failure_of_target(name: str) -> str:
+            return toolchain.failure_of_unit("target.cpp", name, objects[name], f"-DTARGET={name}", *targets[name])
 
         # The texts of compilers that run side by side do not mix, and each of these is waited for.
         with ThreadPoolExecutor(len(targets)) as pool:
-            failures = dict(
-                pool.map(
-                    lambda name: (name, failure_of_unit(name, "target.cpp", f"-DTARGET={name}", *targets[name])),
-                    targets,
-                )
-            )
+            failures = dict(zip(targets, pool.map(failure_of_target, targets), strict=True))
         if failures["baseline"]:
             raise NotBuiltError(failures["baseline"])
         missing = [f"without {NAMES[name]}: {failure}" for name, failure in failures.items() if failure]
@@ -224,16 +264,10 @@ class BuildCore(build_ext):
             self.warn(f"the compiled core is built {words}")
         built = [name for name, failure in failures.items() if not failure]
         left_out = " ".join(f"IS_LEFT_OUT({name})" for name in NAMES if name not in built)
-        failure = failure_of_unit("core", "core.cpp", f'-DSOURCES="{hash_of_sources()}"', f"-DLEFT_OUT={left_out}")
-        if not failure:
-            objects = [str(directory / f"{name}.o") for name in (*built, "core")]
-            strip = [] if any(word.startswith("-g") for word in flags_of_user) else system.strip
-            library = directory / f"built{system.suffix}"
-            # The core needs none of it, and zig would compile it for minutes. GCC has no such option before version 13.
-            without_cpp_library = [] if is_gcc or "msvc" in triple else ["-nostdlib++"]
-            static = MINGW_GCC_LINK if is_gcc and "mingw" in triple else []
-            link = [*system.link, *static, *without_cpp_library, *strip]
-            failure = _failure_of([*compiler, *link, *objects, "-o", str(library)])
+        definitions = f'-DSOURCES="{hash_of_sources()}"', f"-DLEFT_OUT={left_out}"
+        library = directory / f"built{toolchain.system.suffix}"
+        failure = toolchain.failure_of_unit("core.cpp", "core", objects["core"], *definitions)
+        failure = failure or toolchain.failure_of_link([objects[name] for name in (*built, "core")], library)
         if failure:
             raise NotBuiltError(failure)
         target.parent.mkdir(parents=True, exist_ok=True)
