@@ -8,11 +8,11 @@ choose 0 for a product with a factor of 0 (`zero_where`), the other factor times
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cuflash.score_mod.derivatives import ZERO, add, choose, is_at_limit, local_derivatives, made, multiply, zero_where
 from cuflash.score_mod.nodes import Node, in_order, node
-from cuflash.score_mod.ranges import ranges
+from cuflash.score_mod.ranges import Range, ranges
 
 TANGENT_OF_S = node("input", (), "ts", "float")
 
@@ -37,38 +37,42 @@ def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node], score: Node | No
         if at in seeds or at.type != "float":
             continue
         if at in guards:
-            if at.args[2] in found:
-                found[at] = found[at.args[2]]
-            if at.args[2] in steep:
-                steep.add(at)
-            continue
-        is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
-        total, chosen = ZERO, {}
-        for arg, factor in local_derivatives(at):
-            own = found.get(arg, ZERO)
-            if not isinstance(factor, Node):
-                which, takes = factor
-                chosen[takes] = own
-                total = choose(which, chosen.get(True, ZERO), chosen.get(False, ZERO))
-                continue
-            if own is ZERO:
-                continue
-            if at in guarded:  # 0 wherever a factor is, however infinite the other one
-                term = zero_where(factor, made("product", own, factor))
-            elif at.op == "product":  # 0 wherever its first factor is 0, or has no value because of a choice
-                term = made("product", own, factor) if arg is at.args[0] else made("product", factor, own)
-            elif arg in steep or is_at_limit(at, arg, known[arg]):
-                term = made("product", factor, own)
-            else:
-                term = multiply(factor, own)
-            if is_steep:
-                term = zero_where(own, term)
-            if is_steep or arg in steep:
-                steep.add(at)
-            total = add(total, term)
-        if total is not ZERO:
-            found[at] = total
+            own, may_be_infinite = found.get(at.args[2], ZERO), at.args[2] in steep
+        else:
+            own, may_be_infinite = _tangent(at, found, steep, known, is_guarded=at in guarded)
+        if own is not ZERO:
+            found[at] = own
+        if may_be_infinite:
+            steep.add(at)
     return [found.get(root, ZERO) for root in roots]
+
+
+def _tangent(
+    at: Node, found: Mapping[Node, Node], steep: Collection[Node], known: Mapping[Node, Range], *, is_guarded: bool
+) -> tuple[Node, bool]:
+    """The tangent of a node by the chain rule, from those of its arguments, and whether it may be infinite."""
+    total, may_be_infinite = ZERO, False
+    is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
+    for arg, factor in local_derivatives(at):
+        own = found.get(arg, ZERO)
+        if not isinstance(factor, Node):  # of the first argument of a choice, then of the second
+            takes_first, is_first = factor
+            total = own if is_first else choose(takes_first, total, own)
+        elif own is not ZERO:
+            factor_is_0 = is_at_limit(at, arg, known[arg])
+            term = _term(at, arg, factor, own, is_guarded=is_guarded, may_be_infinite=arg in steep or factor_is_0)
+            total = add(total, zero_where(own, term) if is_steep else term)
+            may_be_infinite = may_be_infinite or is_steep or arg in steep
+    return total, may_be_infinite
+
+
+def _term(at: Node, arg: Node, factor: Node, own: Node, *, is_guarded: bool, may_be_infinite: bool) -> Node:
+    """The derivative by an argument times the tangent of this."""
+    if is_guarded:  # 0 wherever a factor is, however infinite the other one
+        return zero_where(factor, made("product", own, factor))
+    if at.op == "product":  # 0 wherever its first factor is 0, or has no value because of a choice
+        return made("product", own, factor) if arg is at.args[0] else made("product", factor, own)
+    return made("product", factor, own) if may_be_infinite else multiply(factor, own)
 
 
 def _guards(roots: Sequence[Node], score: Node) -> set[Node]:
