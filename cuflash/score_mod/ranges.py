@@ -27,6 +27,10 @@ class Range(NamedTuple):
     def is_positive(self) -> bool:
         return self.is_least_0 and self.is_nonzero
 
+    @property
+    def negated(self) -> Range:
+        return self._replace(is_least_0=self.is_most_0, is_most_0=self.is_least_0)
+
 
 def ranges(root: Node) -> dict[Node, Range]:
     """What is known of an expression and of all that it is made of."""
@@ -48,24 +52,32 @@ def _sign(at: Node, args: Sequence[Range]) -> tuple[bool, bool, bool]:
     if at.op == "exp":
         return True, False, False  # it may underflow
     if at.op == "neg":
-        return args[0].is_most_0, args[0].is_least_0, args[0].is_nonzero
+        return args[0].negated[:3]
     if at.op == "where":
         return _of_all(args[1:])
-    if at.op in ("mul", "div"):
+    if at.op == "mul":
+        return _sign_of_product(*args, is_square=at.args[0] is at.args[1])
+    if at.op == "div":
         x, y = args
-        is_square = at.args[0] is at.args[1]
-        same = is_square or (x.is_least_0 and y.is_least_0) or (x.is_most_0 and y.is_most_0)
-        opposite = (x.is_least_0 and y.is_most_0) or (x.is_most_0 and y.is_least_0)
-        return same, opposite, x.is_nonzero and y.is_nonzero and not (at.op == "div" and y.may_be_infinite)
+        least_0, most_0, is_nonzero = _sign_of_product(x, y, is_square=at.args[0] is at.args[1])
+        return least_0, most_0, is_nonzero and not y.may_be_infinite
     if at.op in ("add", "sub"):
         x, y = args
-        if at.op == "sub":
-            y = y._replace(is_least_0=y.is_most_0, is_most_0=y.is_least_0)
-        least_0, most_0 = x.is_least_0 and y.is_least_0, x.is_most_0 and y.is_most_0
-        return least_0, most_0, (least_0 or most_0) and (x.is_nonzero or y.is_nonzero)
+        return _sign_of_sum(x, y if at.op == "add" else y.negated)
     if at.op == "max" and any(x.is_positive for x in args):
         return True, False, True
     return _of_all(args) if at.op in ("min", "max") else (False, False, False)
+
+
+def _sign_of_product(x: Range, y: Range, *, is_square: bool) -> tuple[bool, bool, bool]:
+    have_same_sign = (x.is_least_0 and y.is_least_0) or (x.is_most_0 and y.is_most_0)
+    have_opposite_signs = (x.is_least_0 and y.is_most_0) or (x.is_most_0 and y.is_least_0)
+    return is_square or have_same_sign, have_opposite_signs, x.is_nonzero and y.is_nonzero
+
+
+def _sign_of_sum(x: Range, y: Range) -> tuple[bool, bool, bool]:
+    least_0, most_0 = x.is_least_0 and y.is_least_0, x.is_most_0 and y.is_most_0
+    return least_0, most_0, (least_0 or most_0) and (x.is_nonzero or y.is_nonzero)
 
 
 def _of_all(args: Sequence[Range]) -> tuple[bool, bool, bool]:
