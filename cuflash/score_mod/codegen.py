@@ -38,6 +38,10 @@ FAST = (
     "cos",
     "div",
 )  # approximations compute these, unless their last bits may decide a result
+# How operations are written: by operators of C++, or else as calls of the functions of the same name.
+OPERATORS = {op: f"{{}} {sign} {{}}" for op, sign in INFIX.items() if op not in ("floordiv", "mod", "pow")}
+OPERATORS |= {"neg": "-{}", "not": "!{}", "where": "{} ? {} : {}"}
+CALLED = (*FUNCTIONS, "div", "floordiv", "mod", "pow", "min", "max", "abs", "floor", "product")
 _TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump where their arguments do not
 
 
@@ -126,35 +130,26 @@ class Writer:
         if at.type == "int" and own == "i64" and at.op != "floor":
             args = [f"(i64){x}" if arg.type == "int" else x for x, arg in zip(args, at.args, strict=True)]
         if at.op == "cast":
-            (of,) = at.args
-            if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
-                return f"score_abs((Real){self.names[of.args[0]]})"
-            return f"{args[0]} != 0" if at.type == "bool" else f"({own}){args[0]}"
-        if at.type == "float" and at.op in ("div", "floordiv", "mod") and (reciprocal := self._reciprocal(at.args[1])):
+            return self._cast(at, args[0])
+        divides = at.type == "float" and at.op in ("div", "floordiv", "mod")
+        reciprocal = self._reciprocal(at.args[1]) if divides else None
+        if reciprocal is not None:
             args.append(reciprocal)
-        is_fast = at.op in FAST and at not in self.deciding and not self.exact
-        if is_fast or at.op in ("floordiv", "mod") or (at.op == "div" and len(args) == 3):
-            return f"score_{'fast_' * is_fast}{at.op}({', '.join(args)})"
         if (squares := self._sum_of_squares(at)) is not None:
             return squares
-        if at.op == "pow":
-            return f"score_pow({args[0]}, {args[1]})"
-        if at.op in INFIX:
-            sign = INFIX[at.op]
-            return f"{args[0]} {sign} {args[1]}"
-        if at.op == "neg":
-            return f"-{args[0]}"
-        if at.op == "not":
-            return f"!{args[0]}"
-        if at.op == "where":
-            return f"{args[0]} ? {args[1]} : {args[2]}"
-        if at.op in ("min", "max"):
-            return f"score_{at.op}({args[0]}, {args[1]})"
-        if at.op == "floor" and at.type == "int":
-            return f"score_floor_to_int({args[0]})"
-        if at.op in (*FUNCTIONS, "abs", "floor", "product"):
-            return f"score_{at.op}({', '.join(args)})"
-        raise AssertionError(at.op)
+        is_fast = at.op in FAST and at not in self.deciding and not self.exact
+        if at.op in OPERATORS and reciprocal is None and not is_fast:
+            return OPERATORS[at.op].format(*args)
+        assert at.op in CALLED, at.op
+        name = "floor_to_int" if at.op == "floor" and at.type == "int" else at.op
+        return f"score_{'fast_' * is_fast}{name}({', '.join(args)})"
+
+    def _cast(self, at: Node, arg: str) -> str:
+        (of,) = at.args
+        own = self.type_of(at)
+        if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
+            return f"score_abs((Real){self.names[of.args[0]]})"
+        return f"{arg} != 0" if at.type == "bool" else f"({own}){arg}"
 
     def _reciprocal(self, divisor: Node) -> str | None:
         """The reciprocal of a real number, if it is known before any pair is."""
