@@ -86,15 +86,7 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
         for arg, factor in local_derivatives(at):
             if arg not in depends:
                 continue
-            if isinstance(factor, Node):
-                summand = _scaled(own, factor, at in chosen)
-                if is_steep:
-                    summand = zero_where(own, summand)
-                if at in steep:
-                    summand = zero_where(factor, summand)
-            else:
-                takes_first, takes = factor
-                summand = choose(takes_first, own, ZERO) if takes else choose(takes_first, ZERO, own)
+            summand = _summand(own, factor, at in chosen, is_steep, at in steep)
             if at in chosen or not isinstance(factor, Node) or is_at_limit(at, arg, known[arg]):
                 chosen.add(arg)
             if at in steep or is_steep:
@@ -108,10 +100,21 @@ def is_at_limit(at: Node, arg: Node, known: Range) -> bool:
     return known.may_be_infinite and (at.op in ("exp", "tanh", "pow") or (at.op == "div" and arg is at.args[1]))
 
 
-def _scaled(adjoint: Node, factor: Node, is_chosen: bool) -> Node:
-    if is_chosen and factor.op != "constant":
-        return made("product", adjoint, factor)
-    return multiply(adjoint, factor)
+def _summand(
+    adjoint: Node, factor: Node | tuple[Node, bool], is_chosen: bool, is_steep: bool, may_be_infinite: bool
+) -> Node:
+    """What a node adds to the derivative by an argument: its own derivative times `factor`, that of its value.
+
+    `is_chosen` and `may_be_infinite` are said of its own derivative, `is_steep` of the factor.
+    """
+    if not isinstance(factor, Node):
+        takes_first, takes = factor
+        return choose(takes_first, adjoint, ZERO) if takes else choose(takes_first, ZERO, adjoint)
+    may_be_0 = is_chosen and factor.op != "constant"
+    summand = made("product", adjoint, factor) if may_be_0 else multiply(adjoint, factor)
+    if is_steep:
+        summand = zero_where(adjoint, summand)
+    return zero_where(factor, summand) if may_be_infinite else summand
 
 
 def zero_where(x: Node, product: Node) -> Node:
