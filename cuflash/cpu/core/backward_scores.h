@@ -71,7 +71,7 @@ template <class T> struct BackwardBuffers {
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const Call &call = work.call;
         const int64_t rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
-        const bool has_products = is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
+        const bool has_products = is_any_wanted(call, DSCALE, DSOFTCAP);
         const bool wants_bias = is_wanted(work.results(), DBIAS);
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
         k_t = scratch.template take<T>(sizes.dim * keys_stride);
@@ -438,6 +438,11 @@ inline void add_gradients_of_numbers(const ScoreTile &tile, Row row, const T *ta
     }
 }
 
+// Whether anything but products follows from the gradients of scores.
+inline bool needs_score_gradients(const Call &call) {
+    return is_any_wanted(call, DBIAS, DALIBI_SLOPES, DSOFTCAP) || call.arrays[DMAX] || call.arrays[DENTROPY];
+}
+
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
 // gradient of scores with their bias, else that of scale q k^T. Hidden scores of the rows and keys that it returns have
 // zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the
@@ -446,14 +451,12 @@ template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                              int64_t first, int64_t count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int64_t STRIDE = SCORES_STRIDE<T>;
-    const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
+    const bool has_products = !for_bias && is_any_wanted(call, DSCALE, DSOFTCAP);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
     const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
-    const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
-                                !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP) && !call.arrays[DMAX] &&
-                                !call.arrays[DENTROPY];
+    const bool slopes_at_once = has_cap(call) && !for_bias && !needs_score_gradients(call);
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (writes_bias) clear_bias(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         clear_scores(computed, r, begin, end, buffers.p);
