@@ -440,46 +440,61 @@ def add_convert(
     reduces_dq: bool,
 ) -> None:
     """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
-    problem, run_time = draft.problem, draft.run_time
-    dim, dim_v = draft.padded_dims(main)
-    blocks, shared_bytes = 0, 0
-    splits = max(run_time.group_splits, run_time.tail_splits)
-    results = len(set(draft.need) & {"dk", "dv"})
     # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
     partial_warps = helper.num_warps if helper is main else main.block_n // 16
-    wide_keys = _leaves_wide_keys(draft, family)
-    if (splits > 1 or wide_keys) and results:
-        shared = n_blocks - run_time.whole_tiles
-        divisors = partial_warps // helper.num_warps
-        blocks += shared * divisors * results
-        shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
-        draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
-        what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
-        last = "the last " if run_time.whole_tiles else ""
-        if splits > 1:
-            draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
-        if wide_keys:
-            draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
-    if reduces_dq:
-        m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
-        blocks += m_blocks
-        shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
-        in_order = family.dq_in_order(main)
-        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_order else 0)
-        if run_time.clear_ahead:
-            draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
-            draft.reasons.append(f"blocks clear the dq accumulator {run_time.clear_ahead} heads ahead of its use")
-        if in_order and problem.is_packed:
-            draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
-        if in_order:
-            name = "tdq" if draft.pass_.has_tangents else "dq"
-            draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
+    of_keys = _convert_keys(draft, family, main, n_blocks, partial_warps // helper.num_warps)
+    of_dq = _convert_dq(draft, family, main) if reduces_dq else _Converted()
+    shared_bytes = max(of_keys.shared_bytes, of_dq.shared_bytes)
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
         wide = tuple(name for name in ("dq", *_OF_KEYS) if draft.has_wide(name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
+        blocks = of_keys.blocks + of_dq.blocks
         draft.add("helpers/backward_postprocess.cu", helper, blocks, shared_bytes, makes, **defines)
+
+
+class _Converted(NamedTuple):
+    """What it takes to turn sums into results."""
+
+    blocks: int = 0
+    shared_bytes: int = 0
+
+
+def _convert_keys(draft: Draft, family: KeysFamily[Any], main: Tile, n_blocks: int, divisors: int) -> _Converted:
+    """Add scratch memory for the sums that blocks leave of dk and dv, if they do; `divisors` blocks convert a tile."""
+    run_time, (dim, dim_v) = draft.run_time, draft.padded_dims(main)
+    splits = max(run_time.group_splits, run_time.tail_splits)
+    results = len(set(draft.need) & set(_OF_KEYS))
+    is_wide = _leaves_wide_keys(draft, family)
+    if not results or (splits == 1 and not is_wide):
+        return _Converted()
+    shared = n_blocks - run_time.whole_tiles
+    draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
+    what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
+    last = "the last " if run_time.whole_tiles else ""
+    if splits > 1:
+        draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
+    if is_wide:
+        draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
+    shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
+    return _Converted(shared * divisors * results, shared_bytes)
+
+
+def _convert_dq(draft: Draft, family: KeysFamily[Any], main: Tile) -> _Converted:
+    """Add the dq accumulator, with what its order and its clearing take."""
+    problem, run_time, (dim, _) = draft.problem, draft.run_time, draft.padded_dims(main)
+    m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
+    elements = draft.heads * run_time.stats_rows * dim
+    if run_time.clear_ahead:
+        elements += problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        draft.reasons.append(f"blocks clear the dq accumulator {run_time.clear_ahead} heads ahead of its use")
+    if family.dq_in_order(main):
+        elements += m_blocks + int(problem.is_packed)  # packed: a word that says whether sequences overlap
+        name = "tdq" if draft.pass_.has_tangents else "dq"
+        draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
+    draft.scratch["dq_accumulator"] = elements
+    return _Converted(m_blocks, tile_bytes(main.block_m, dim, main.element_bytes))
 
 
 def _leaves_wide_keys(draft: Draft, family: KeysFamily[Any]) -> bool:
