@@ -176,21 +176,24 @@ class Execution(Run):
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=widens and calls.is_on_cpu)
                 for span in tile.needed:
                     own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.needed)]
-        found = [
-            self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in traversal.pieces
-        ]
-        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
-        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
-        order = sorted(
-            (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
-        )
-        partials = [dlpack.on_host(x) for x in found]
-        partials[self.rank] = self._of_queries(own, self.rank)
-        merged = row_sums.merged([partials[rank][i] for _, rank, i in order])[0]
+        merged = row_sums.merged(self._partials_of_all(own, traversal))[0]
         if self.arrays.get("sinks") is not None:
             merged = row_sums.with_score(merged, dlpack.on_host(self.arrays["sinks"]))
         merged[~row_sums.is_large(dlpack.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
         return self.xp.asarray(merged)
+
+    def _partials_of_all(self, own: Array, traversal: Traversal) -> list[Array]:
+        """The row sums of this rank's queries that all ranks have, in the order of pieces; `own` are of all queries."""
+        shape = (*self.arrays["lse"].shape, row_sums.NUMBERS)
+        found = [self.xp.empty((len(of_rank), *shape), np.float64) for of_rank in traversal.pieces]
+        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
+        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
+        partials = [dlpack.on_host(x) for x in found]
+        partials[self.rank] = self._of_queries(own, self.rank)
+        order = sorted(
+            (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
+        )
+        return [partials[rank][i] for _, rank, i in order]
 
     def _lse_of(self, calls: Slices, tile: Tile, arrays: Mapping[str, Array]) -> Array:
         """The lse of the keys of a tile."""
