@@ -379,18 +379,17 @@ class Calls:
         if q.dtype.itemsize == 2:
             score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in axes.sums)
-            if (
-                sums
-                and gives_partials
-                and not set(sums) & set(DEFAULT_NEED_TANGENTS)
-                and ("dq" not in sums or self._dq_is_added_up())
-            ):
+            if sums and gives_partials and self._may_be_wide(sums):
                 self.options = replace(options, wide=sums)
             elif sums:
                 self._widened = (*MOVABLE_OVER_HEAD_DIM, "bias", "tbias", *score_args)
                 self._indirect = tuple(x for x in results if x in axes.indirect or model_of(x) in self._widened)
             if {"dbias", "tdbias"} & set(axes.sums) and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias", "tbias")
+
+    def _may_be_wide(self, sums: Collection[str]) -> bool:
+        """Whether passes that give partial results give these in the dtype of the softmax."""
+        return not set(sums) & set(DEFAULT_NEED_TANGENTS) and ("dq" not in sums or self._dq_is_added_up())
 
     def _dq_is_added_up(self) -> bool:
         """Whether kernels add dq up in the dtype of the softmax, instead of computing it from rounded weights."""
