@@ -205,7 +205,7 @@ def _dq_row(draft: Draft, main: _Main | None, dq: Any) -> Any:
 
 
 def _makes_dq(draft: Draft, main: _Main) -> bool:
-    """Whether the main kernel makes dq: not where its blocks would add to it in any order, and may not."""
+    """Whether the main kernel makes dq: not if dq has to be deterministic and its blocks add to it in any order."""
     family = main.family
     in_order = family.dq_in_order(main.tile) or family.stores_dq
     return family.makes_dq and (in_order or not draft.problem.deterministic)

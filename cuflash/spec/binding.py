@@ -149,7 +149,7 @@ class _Memory(NamedTuple):
     arrays: dict[str, Any]
     addresses: dict[str, int]  # 0 for these, and for all if no addresses are known
     copied: tuple[str, ...]
-    is_known: bool  # whether addresses are known
+    has_addresses: bool
 
 
 def _problem_of(
@@ -187,7 +187,7 @@ def _memory_of(
         arrays=arrays,
         addresses=dict.fromkeys(arrays, 0) | addresses | dict.fromkeys(copies, 0),
         copied=tuple(copies),
-        is_known=address_of is not None,
+        has_addresses=address_of is not None,
     )
 
 
@@ -199,7 +199,7 @@ def _over_head_dim(problem: Problem) -> Collection[str]:
 def _with_inputs(problem: Problem, operands: Mapping[str, Operand], memory: _Memory) -> Problem:
     """The problem with q, k and v as they lie, and with the alignment of the bias."""
     q, k, v = (operands[name] for name in INPUTS)
-    if memory.is_known and not {"k", "v"} & set(memory.copied):
+    if memory.has_addresses and not {"k", "v"} & set(memory.copied):
         arrays, addresses = memory.arrays, memory.addresses
         v = replace(v, in_k=is_in_k(arrays["k"], arrays["v"], addresses["k"], addresses["v"]))
     bias = problem.bias
