@@ -75,11 +75,7 @@ class _Main(NamedTuple):
     summed: tuple[str, ...] = ()  # score gradients that it sums
     sums_score_args: bool = False  # whether it also sums the gradients of arrays that the score reads
     reduces_dq: bool = False  # whether its blocks add to the dq accumulator
-
-    def n_blocks(self, draft: Draft) -> int:
-        """How many tiles of keys it has."""
-        problem = draft.problem
-        return problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, self.tile.block_n)
+    n_blocks: int = 0  # how many tiles of keys it has
 
 
 class _Rows(NamedTuple):
@@ -127,7 +123,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if rows.dq is not None:
         _add_dq(draft, rows)
     if main is not None:
-        add_convert(draft, main.family, main.tile, helper, main.n_blocks(draft), main.reduces_dq)
+        add_convert(draft, main.family, main.tile, helper, main.n_blocks, main.reduces_dq)
 
 
 def set_order(draft: Draft, family: KeysFamily[Any], main: Any, *, reduces_dq: bool) -> None:
@@ -152,11 +148,11 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     row, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
     main = _main_row(draft, row, chooses=not tiles)
     dq = _dq_row(draft, main, dq)
-    others = ScoreGradients.of(draft)
     if main is not None:
-        main = _summing(draft, main, is_alone=scores is None)
-        main = main._replace(reduces_dq="dq" in draft.need and dq is None and not main.family.stores_dq)
-        others = others.without(main.summed, of_args=main.sums_score_args)
+        main = _summing(draft, main, dq, is_alone=scores is None)
+        others = ScoreGradients.of(draft, main.summed, of_args=not main.sums_score_args)
+    else:
+        others = ScoreGradients.of(draft)
     row = None if main is None else main.tile
     bias = _bias_row(draft, row, bias, others, chooses=scores is None)
     of_scores = others if bias is None else others._replace(stored=())
@@ -175,21 +171,19 @@ def _first(tiles: Iterable[Any]) -> Any:
 
 def _main_row(draft: Draft, row: Any, *, chooses: bool) -> _Main | None:
     """The main kernel, if there is one: by the given row, or the one that this chooses."""
-    need = set(draft.need)
-    main = None
+    need, family = set(draft.need), None
     if not chooses:
         draft.reasons.append(draft.origin)
-        main = None if row is None else _Main(family_of(BACKWARD_FAMILIES, row), row)
+        family = None if row is None else family_of(BACKWARD_FAMILIES, row)
     elif need & {"dk", "dv"} or ("dq" in need and may_make_dq_alone(BACKWARD_FAMILIES, draft)):
         family, row, reason = choose_family(BACKWARD_FAMILIES, draft)
-        main = _Main(family, row)
         draft.reasons.append(reason)
-    if main is None or not need & {"dq", "dk", "dv"}:
+    if family is None or not need & {"dq", "dk", "dv"}:
         return None
     missing = " and ".join(name for name in _OF_KEYS if name not in need)
-    if missing and main.family.makes_both:
+    if missing and family.makes_both:
         draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
-    return main._replace(tile=main.family.configured(main.tile, draft))
+    return _Main(family, family.configured(row, draft))
 
 
 def _dq_row(draft: Draft, main: _Main | None, dq: Any) -> Any:
@@ -211,13 +205,16 @@ def _makes_dq(draft: Draft, main: _Main) -> bool:
     return family.makes_dq and (in_order or not draft.problem.deterministic)
 
 
-def _summing(draft: Draft, main: _Main, *, is_alone: bool) -> _Main:
-    """The main kernel with the score gradients that it sums: none where a kernel of these is given, too."""
+def _summing(draft: Draft, main: _Main, dq: Any, *, is_alone: bool) -> _Main:
+    """The main kernel with all that it sums: no score gradients where a kernel of these is given, too."""
+    family, problem = main.family, draft.problem
     summed = _summed_by_main(draft, main) if is_alone else ()
     sums_score_args = is_alone and _sums_score_args(draft, main)
-    tile = main.family.summing(main.tile, summed)
-    tile = main.family.summing_score_args(draft, tile) if sums_score_args else tile
-    return main._replace(tile=tile, summed=summed, sums_score_args=sums_score_args)
+    tile = family.summing(main.tile, summed)
+    tile = family.summing_score_args(draft, tile) if sums_score_args else tile
+    reduces_dq = "dq" in draft.need and dq is None and not family.stores_dq
+    n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+    return _Main(family, tile, summed, sums_score_args, reduces_dq, n_blocks)
 
 
 def _sums_score_args(draft: Draft, main: _Main) -> bool:
@@ -274,7 +271,7 @@ def _scores_row(draft: Draft, scores: Any, gradients: ScoreGradients) -> Any:
 
 def _share_work(draft: Draft, main: _Main) -> None:
     """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
-    family, n_blocks = main.family, main.n_blocks(draft)
+    family, n_blocks = main.family, main.n_blocks
     # What blocks share are sums of partial results, where tiles are few.
     if n_blocks == 0 or not family.shares_tiles or draft.problem.batch_invariant:
         return
@@ -395,7 +392,7 @@ def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile) -> None:
         family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
     draft.add_block_index(tile, "query_index")
     run_time = draft.run_time
-    shared = (main.n_blocks(draft) - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
+    shared = (main.n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
     makes = (*summed, "score_args") if main.sums_score_args else summed
     options = needs(summed) | {"CUFLASH_NEEDS_SCORE_ARGS": SUMS_SCORE_ARGS if main.sums_score_args else 0}

@@ -44,14 +44,10 @@ class ScoreGradients(NamedTuple):
     of_args: tuple[str, ...]  # of arrays that the score reads
 
     @classmethod
-    def of(cls, draft: Draft) -> ScoreGradients:
-        """All that are wanted."""
-        return cls(*stored_and_sums(score_gradients(draft)), draft.score_arg_gradients)
-
-    def without(self, summed: Collection[str], *, of_args: bool) -> ScoreGradients:
-        """Those that are left without these, and with `of_args` without all of arrays that the score reads."""
-        stored, sums = (tuple(name for name in names if name not in summed) for names in (self.stored, self.sums))
-        return ScoreGradients(stored, sums, () if of_args else self.of_args)
+    def of(cls, draft: Draft, besides: Collection[str] = (), *, of_args: bool = True) -> ScoreGradients:
+        """All that are wanted besides these, and unless `of_args` besides all of arrays that the score reads."""
+        names = [name for name in score_gradients(draft) if name not in besides]
+        return cls(*stored_and_sums(names), draft.score_arg_gradients if of_args else ())
 
 
 def is_of_keys(draft: Draft) -> bool:

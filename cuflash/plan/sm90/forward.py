@@ -255,10 +255,10 @@ def add_persistent(
     divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
     stays = claimed_heads > 0 or not ((problem.shares_device and divides) or heads_together)
     blocks = min(units, resident) if stays else units
-    draft.set(resident_blocks=blocks)
+    head_section = _head_section(draft, batch_first=batch_first, heads_together=heads_together)
+    draft.set(resident_blocks=blocks, head_section=head_section)
     divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
     blocks *= 2 if divides_pairs else 1
-    draft.set(head_section=_head_section(draft, batch_first=batch_first, heads_together=heads_together))
     what = f"{m_blocks} query tiles"
     if problem.is_packed:
         what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
