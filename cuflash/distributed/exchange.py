@@ -129,26 +129,31 @@ class Rows:
         sends, copies = self._departing(a_round, cargo)
         stores, receives = [], []
         own, spans = split.spans[rank], a_round.held(rank)
-        coming = [transfer for transfer in a_round.transfers if transfer.target == rank]
         mine = {name: self._columns(x, rank) for name, x in cargo.items()}
         for of_store in [spans] if not any(cut(span, own) for span in spans) else [(span,) for span in spans]:
-            if slice_in(of_store, own) is not None:  # this rank holds all of it
-                stores.append(Store(of_store, {name: x[:, :, slice_in(of_store, own)] for name, x in mine.items()}))
+            held = slice_in(of_store, own)
+            if held is not None:  # this rank holds all of it
+                stores.append(Store(of_store, {name: x[:, :, held] for name, x in mine.items()}))
                 continue
             count = sum(stop - start for start, stop in of_store)
             store = Store(of_store, {name: run.buffer(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
             stores.append(store)
-            for span in of_store:
-                for common in cut(span, own):
-                    at, local = slice_in([common], of_store), split.local(rank, common)
-                    copies += [(store.arrays[name][:, :, at], x[:, :, local]) for name, x in mine.items()]
-            for transfer in coming:
-                at = slice_in([transfer.rows], of_store)
-                if at is not None:
-                    found = (store.arrays[name][:, :, at] for name in cargo)
-                    receives += [(transfer.source, run.as_sent(a_round, rank, x)) for x in found]
+            for common in (common for span in of_store for common in cut(span, own)):
+                at, local = slice_in([common], of_store), split.local(rank, common)
+                copies += [(store.arrays[name][:, :, at], x[:, :, local]) for name, x in mine.items()]
+            receives += self._arriving(a_round, store)
         copy_all(copies)
         return _Journey(sends, receives, Held(tuple(stores or [Store((), mine)])))
+
+    def _arriving(self, a_round: Round, store: Store) -> list[Message]:
+        """The messages of other ranks, and the rows of a store that they fill."""
+        run, receives = self.run, []
+        for transfer in a_round.transfers:
+            at = slice_in([transfer.rows], store.spans) if transfer.target == run.rank else None
+            if at is not None:
+                found = (x[:, :, at] for x in store.arrays.values())
+                receives += [(transfer.source, run.as_sent(a_round, run.rank, x)) for x in found]
+        return receives
 
     def _departing(self, a_round: Round, cargo: dict[str, Cargo]) -> tuple[list[Message], list[tuple[Array, Array]]]:
         """The messages of this rank, and the copies that make rows contiguous for them."""

@@ -99,9 +99,18 @@ class Execution(Run):
         """Arrays for the results of a call; kernels say more than lse, whose rounding changes weights."""
         shapes, dtype = {name: x.shape for name, x in whole.items()}, self.slices.softmax_dtype
         if self.slices.is_on_cpu:
-            return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {}
+            return self._wide_like(whole), {}
         pairs = self.xp.empty((*shapes.pop("lse"), 2), dtype)
         return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {"lse_pairs": pairs}
+
+    def _wide_like(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays for partial results of such shapes, in the dtype of the softmax."""
+        return {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in arrays.items()}
+
+    def _targets(self, results: Mapping[str, Array], heads: Span, at: slice, *, is_one: bool) -> dict[str, Array]:
+        """What a call fills: these rows of the results, or partial results of them if the call is not the only one."""
+        whole = {name: x[:, self.heads_of(name, heads), at] for name, x in results.items()}
+        return whole if is_one else self._wide_like(whole)
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass = BACKWARD) -> None:
         """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays.
@@ -167,21 +176,24 @@ class Execution(Run):
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=widens and calls.is_on_cpu)
                 for span in tile.needed:
                     own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.needed)]
-        found = [
-            self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in traversal.pieces
-        ]
-        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
-        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
-        order = sorted(
-            (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
-        )
-        partials = [dlpack.on_host(x) for x in found]
-        partials[self.rank] = self._of_queries(own, self.rank)
-        merged = row_sums.merged([partials[rank][i] for _, rank, i in order])[0]
+        merged = row_sums.merged(self._partials_of_all(own, traversal))[0]
         if self.arrays.get("sinks") is not None:
             merged = row_sums.with_score(merged, dlpack.on_host(self.arrays["sinks"]))
         merged[~row_sums.is_large(dlpack.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
         return self.xp.asarray(merged)
+
+    def _partials_of_all(self, own: Array, traversal: Traversal) -> list[Array]:
+        """The row sums of this rank's queries that all ranks have, in the order of pieces; `own` are of all queries."""
+        shape = (*self.arrays["lse"].shape, row_sums.NUMBERS)
+        found = [self.xp.empty((len(of_rank), *shape), np.float64) for of_rank in traversal.pieces]
+        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
+        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
+        partials = [dlpack.on_host(x) for x in found]
+        partials[self.rank] = self._of_queries(own, self.rank)
+        order = sorted(
+            (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
+        )
+        return [partials[rank][i] for _, rank, i in order]
 
     def _lse_of(self, calls: Slices, tile: Tile, arrays: Mapping[str, Array]) -> Array:
         """The lse of the keys of a tile."""
@@ -204,22 +216,18 @@ class Execution(Run):
         return found if calls.is_on_cpu else row_sums.of_partial(found, dlpack.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
-        traversal, split = self.schedule.by_queries, self.schedule.split_q
-        dq, names = pass_.default[0], self._of_keys_given
-        pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name != dq])
+        traversal, split, names = self.schedule.by_queries, self.schedule.split_q, self._of_keys_given
+        of_queries = {name: results[name] for name in pass_.default[:1] if name in need}  # dq, or tdq
+        pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name not in of_queries])
         wide = self.slices.summed_score_args(need)
         for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
-                at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
-                own = {dq: results[dq][:, self.q_heads(heads), at]} if dq in need else {}
-                if not is_one:
-                    own = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in own.items()}
-                wanted = tuple(name for name in need if tile.partial == 0 or gradient_of(name) not in SOFTMAX_GRADIENTS)
+                is_one, wanted = pieces.is_one(tile), _wanted_of(need, tile)
+                own = self._targets(of_queries, heads, self.local(split, tile.own_queries), is_one=is_one)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        for array in own.values():
-                            assign(array, 0)
+                        _clear(own)
                         continue
                     if not wanted:
                         continue
@@ -231,13 +239,8 @@ class Execution(Run):
                     pieces.add(tile, heads, own)
             streams.keep(of_calls)
             with streams.returns():  # on one stream, because calls of several steps add to one sum
-                for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].partial)):
-                    for name in sums.names:
-                        if name in got:
-                            sums.add(name, got[name], tile, heads)
-                self._add_complete(
-                    pieces, traversal, heads, {name: results[name] for name in (dq,) if name in need}, streams
-                )
+                sums.add_calls(of_calls, heads)
+                self._add_complete(pieces, traversal, heads, of_queries, streams)
         for name, total in sums.totals():
             results[name][...] = total
 
@@ -262,33 +265,22 @@ class Execution(Run):
 
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
         traversal, split, dq = self.schedule.by_keys, self.schedule.split_k, pass_.default[0]
-        of_pairs = (name for name in MOVABLE_BROADCAST if name not in self.broadcasts_rows)
-        own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
-        # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
-        makes = {"minus_delta": self._minus_delta}
-        if pass_.has_tangents:
-            makes["minus_tdelta"] = lambda: minus_tdelta(self.arrays, self.slices.softmax_dtype)
-        names = own if self.is_fixed else (*(name for name in own if name not in _IN_DELTA), *makes)
+        of_keys = {name: results[name] for name in OF_KEYS if name in need}
         pieces, returns = Pieces(self, traversal), Returns(self, results[dq]) if dq in need else None
-        of_keys: list[str] = [name for name in OF_KEYS if name in need]
-        rows = Rows(self, traversal, own, names, makes)
         of_calls: list[tuple[Tile, Array]] = []
         in_turn = self._is_beyond_cache(traversal)
-        for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
+        for a_round, heads, held, streams in self._rows_by_keys(pass_).steps(in_turn=in_turn):
             streams.keep(of_calls)  # they are sent while the calls of this step run
             of_calls = []
             for number, tile in a_round.longest_first(self.rank):
-                at, is_one = self.local(split, tile.own_keys), pieces.is_one(tile)
-                into = {name: results[name][:, slice(*heads), at] for name in of_keys}
-                if not is_one:
-                    into = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in into.items()}
+                is_one = pieces.is_one(tile)
+                into = self._targets(of_keys, heads, self.local(split, tile.own_keys), is_one=is_one)
                 is_wide, buffers = self.slices.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.slices.is_on_cpu:
                     buffers[dq] = returns.buffer(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
-                        for array in into.values():
-                            assign(array, 0)
+                        _clear(into)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | buffers
                     calls = self.slices_of(tile, heads)
@@ -299,12 +291,24 @@ class Execution(Run):
                 if not is_one:
                     pieces.add(tile, heads, into)
             streams.keep(of_calls)
+            is_last = a_round is traversal.rounds[-1]
             with streams.returns():
                 if returns is not None:
-                    returns.send(a_round, of_calls, heads, is_last=a_round is traversal.rounds[-1])
-                self._add_complete(pieces, traversal, heads, {name: results[name] for name in of_keys}, streams)
-                if returns is not None and a_round is traversal.rounds[-1] and heads == a_round.heads[-1]:
+                    returns.send(a_round, of_calls, heads, is_last=is_last)
+                self._add_complete(pieces, traversal, heads, of_keys, streams)
+                if returns is not None and is_last and heads == a_round.heads[-1]:
                     returns.finish()
+
+    def _rows_by_keys(self, pass_: Pass) -> Rows:
+        """The rows of queries that calls by keys read: those of this rank, and those that are exchanged."""
+        of_pairs = (name for name in MOVABLE_BROADCAST if name not in self.broadcasts_rows)
+        own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
+        # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
+        makes = {"minus_delta": self._minus_delta}
+        if pass_.has_tangents:
+            makes["minus_tdelta"] = lambda: minus_tdelta(self.arrays, self.slices.softmax_dtype)
+        names = own if self.is_fixed else (*(name for name in own if name not in _IN_DELTA), *makes)
+        return Rows(self, self.schedule.by_keys, own, names, makes)
 
     def _minus_delta(self) -> Array:
         """The one number for each row that a backward pass needs of out and dlse."""
@@ -503,6 +507,17 @@ class Execution(Run):
         """Whether a call by keys fills the device until shortly before its end, so that no other should overlap."""
         count = self.arrays["k"].shape[0] * (heads[1] - heads[0])
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
+
+
+def _wanted_of(need: tuple[str, ...], tile: Tile) -> tuple[str, ...]:
+    """Those of the gradients that a call makes: of several calls for the same queries one makes those of the softmax
+    inputs, which depend on no key."""
+    return tuple(name for name in need if tile.partial == 0 or gradient_of(name) not in SOFTMAX_GRADIENTS)
+
+
+def _clear(arrays: Mapping[str, Array]) -> None:
+    for array in arrays.values():
+        assign(array, 0)
 
 
 def _merge(partials: Sequence[Mapping[str, Array]], results: Mapping[str, Array]) -> None:

@@ -206,7 +206,14 @@ class Sums:
         count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
         return run.xp.zeros((*count, *self._shape(name)), dtype)
 
-    def add(self, name: str, partial: Array, tile: Tile, heads: Span) -> None:
+    def add_calls(self, of_calls: Sequence[tuple[Tile, Mapping[str, Array]]], heads: Span) -> None:
+        """Add the results of calls, in the order of pieces."""
+        for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].partial)):
+            for name in self.names:
+                if name in got:
+                    self._add(name, got[name], tile, heads)
+
+    def _add(self, name: str, partial: Array, tile: Tile, heads: Span) -> None:
         """Add the result of a call."""
         run = self.run
         total = self.partials[name][0 if self._is_own(name) else tile.piece, ...]

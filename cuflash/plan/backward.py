@@ -16,17 +16,16 @@ from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import (
     BACK_SECTION,
     BackwardFamily,
-    BackwardJvpFamily,
+    KeysFamily,
     choose_family,
     family_of,
     may_make_dq_alone,
 )
 from cuflash.plan.scores import (
+    ScoreGradients,
     add_key_sums,
     add_score_arg_helpers,
-    add_score_args,
-    add_stored,
-    add_sums,
+    add_scores,
     needs,
     score_gradients,
     stored_and_sums,
@@ -59,87 +58,85 @@ _OF_KEYS = ("dk", "dv")
 SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
 
 
-class _Rows(NamedTuple):
-    """The family and the row of the main kernel, the rows of the other kernels, by `tiles.Role`, and what the main
-    kernel sums. The main kernel makes dk and dv, and mostly dq."""
+# What kernels of gradients are told where no blocks own keys.
+WITHOUT_MAIN = {
+    **{f"CUFLASH_{name}": 0 for name in ("PAIRS_STATS", "SPLITS_GROUP", "SPLITS_TAIL", "CLEARS_AHEAD")},
+    **{f"CUFLASH_{name}": 0 for name in ("DQ_BY_REDUCTION", "DQ_IN_ORDER", "REVERSED_ONE_IN")},
+    "CUFLASH_BACK_SECTION": BACK_SECTION,
+    **needs(()),
+}
 
-    family: BackwardFamily[Any] | None
-    main: Any
+
+class _Main(NamedTuple):
+    """The main kernel, whose blocks own keys: it makes dk and dv, and mostly dq."""
+
+    family: BackwardFamily[Any]
+    tile: Any
+    summed: tuple[str, ...] = ()  # score gradients that it sums
+    sums_score_args: bool = False  # whether it also sums the gradients of arrays that the score reads
+    reduces_dq: bool = False  # whether its blocks add to the dq accumulator
+    n_blocks: int = 0  # how many tiles of keys it has
+
+
+class _Rows(NamedTuple):
+    """The main kernel, and the rows of the others, by `tiles.Role`; None where there is no such kernel."""
+
+    main: _Main | None
     dq: Any
     scores: Any
     bias: Any
     maxima: Any
-    summed: tuple[str, ...]  # score gradients that the main kernel sums
-    sums_score_args: bool  # whether it also sums the gradients of arrays that the score reads
+    of_bias: tuple[str, ...]  # the gradient that `bias` makes
+    of_scores: ScoreGradients  # those that `scores` makes
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The rows that there are."""
+        main = None if self.main is None else self.main.tile
+        return tuple(tile for tile in (main, self.dq, self.scores, self.bias, self.maxima) if tile is not None)
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
-    problem = draft.problem
-    family, main, dq, scores, bias, maxima, summed, sums_score_args = _rows(draft, tiles)
-    draft.tiles = tuple(tile for tile in (main, dq, scores, bias, maxima) if tile is not None)
-    reduces_dq = "dq" in draft.need and dq is None and not (family is not None and family.stores_dq)
-    n_blocks = 0
-    if family is not None and main is not None:
-        n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
-        if n_blocks:
-            _share_work(draft, family, main, n_blocks)
-    run_time = draft.run_time
-    draft.defines |= {
-        "CUFLASH_PAIRS_STATS": 0,
-        "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
-        "CUFLASH_DQ_IN_ORDER": int(family is not None and family.dq_in_order(main)),
-        "CUFLASH_REVERSED_ONE_IN": 0 if family is None else family.reversed_one_in(problem, main),
-        "CUFLASH_BACK_SECTION": BACK_SECTION,
-        "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
-        "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
-        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1 or _leaves_wide_keys(draft, family)),
-        "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
-        **needs(()),
-        **({} if family is None else family.defines),
-    }
+    rows = _rows(draft, tiles)
+    main, draft.tiles = rows.main, rows.tiles
+    draft.defines |= {**WITHOUT_MAIN, "CUFLASH_NEEDS_DK": 1, "CUFLASH_NEEDS_DV": 1}
+    if main is not None:
+        _share_work(draft, main)
+        draft.defines |= {
+            "CUFLASH_NEEDS_DK": int("dk" in draft.need),
+            "CUFLASH_NEEDS_DV": int("dv" in draft.need),
+            "CUFLASH_SPLITS_GROUP": int(draft.run_time.group_splits > 1 or _leaves_wide_keys(draft, main.family)),
+            "CUFLASH_SPLITS_TAIL": int(draft.run_time.tail_splits > 1),
+        }
+        set_order(draft, main.family, main.tile, reduces_dq=main.reduces_dq)
     if not draft.tiles and not SOFTMAX_KERNELS.keys() & set(draft.need):
         return
 
-    if family is not None:
-        draft.set(head_section=family.head_section(draft, main))
-        draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
-    draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
-    helper = _add_delta(draft, family, dq, finds_maxima=maxima is None)
-    stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
-    if scores is not None:
-        of_scores = family_of(SCORES_FAMILIES, scores)
-        draft.models.append(of_scores.model)
-        if stored and bias is None:
-            add_stored(draft, scores, of_scores.source, stored)
-        if sums:
-            add_sums(draft, scores, of_scores.source, sums)
-        if draft.score_arg_gradients and not sums_score_args:
-            add_score_args(draft, scores, of_scores.source)
-    if family is not None and main is not None:
-        if sums_score_args:
-            add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
-        blocks = _add_main(draft, family, main, maxima, n_blocks, summed, sums_score_args)
-        if summed:
-            add_key_sums(draft, helper, blocks, summed)
-        if sums_score_args:
-            if any(filled.table.name in draft.summed_score_args for filled in draft.tables):
-                draft.add_table_helper(helper, "led_on", CUFLASH_NEEDS_SCORE_ARGS=SUMS_SCORE_ARGS)
-            add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=True)
-            names = ", ".join(draft.score_arg_gradients)
-            draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
-    if bias is not None:
-        of_bias = family_of(BIAS_FAMILIES, bias)
-        draft.models.append(of_bias.model)
-        of_bias.add(draft, bias, main, stored)
-    if dq is not None:
-        _add_dq(draft, dq)
-        if family is not None and family.makes_dq:
-            draft.reasons.append(
-                "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
-            )
-    if family is not None and main is not None:
-        add_convert(draft, family, main, helper, n_blocks, reduces_dq)
+    helper = _add_delta(draft, rows)
+    if rows.scores is not None:
+        _add_scores(draft, rows)
+    if main is not None:
+        _add_main(draft, main, rows.maxima, helper)
+    if rows.bias is not None:
+        _add_bias(draft, rows)
+    if rows.dq is not None:
+        _add_dq(draft, rows)
+    if main is not None:
+        add_convert(draft, main.family, main.tile, helper, main.n_blocks, main.reduces_dq)
+
+
+def set_order(draft: Draft, family: KeysFamily[Any], main: Any, *, reduces_dq: bool) -> None:
+    """Set in which order the blocks that own keys start, and how they add to dq, or to tdq."""
+    draft.set(head_section=family.head_section(draft, main))
+    draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
+    draft.defines |= {
+        "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
+        "CUFLASH_DQ_IN_ORDER": int(family.dq_in_order(main)),
+        "CUFLASH_REVERSED_ONE_IN": family.reversed_one_in(draft.problem, main),
+        "CUFLASH_CLEARS_AHEAD": int(draft.run_time.clear_ahead > 0),
+        **family.defines,
+    }
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -148,31 +145,23 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     """Choose the rows."""
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
-    main, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
-    family, main = _main_row(draft, main, chooses=not tiles)
-    dq = _dq_row(draft, family, main, dq)
-    summed = _summed_by_main(draft, family, main) if scores is None else ()
-    sums_score_args = scores is None and _sums_score_args(draft, family, main)
-    if family is not None:
-        main = family.summing(main, summed)
-        main = family.summing_score_args(draft, main) if sums_score_args else main
-    stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
-    if not stored:
-        bias = None
-    elif bias is not None:
-        bias = family_of(BIAS_FAMILIES, bias).configured(bias, draft.problem)
-    elif scores is None:
-        bias = _first(of_bias.choose(draft, main) for of_bias in BIAS_FAMILIES)
-    if not sums and (not stored or bias is not None) and (not draft.score_arg_gradients or sums_score_args):
-        scores = None
-    elif scores is None:
-        _, scores, reason = choose_family(SCORES_FAMILIES, draft)
-        draft.reasons.append(reason)
+    row, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
+    main = _main_row(draft, row, chooses=not tiles)
+    dq = _dq_row(draft, main, dq)
+    if main is not None:
+        main = _summing(draft, main, dq, is_alone=scores is None)
+        others = ScoreGradients.of(draft, main.summed, of_args=not main.sums_score_args)
+    else:
+        others = ScoreGradients.of(draft)
+    row = None if main is None else main.tile
+    bias = _bias_row(draft, row, bias, others, chooses=scores is None)
+    of_scores = others if bias is None else others._replace(stored=())
+    scores = _scores_row(draft, scores, of_scores)
     if "max" not in draft.problem.row_reductions or scores is not None:  # whose kernels run before the main one
         maxima = None
     elif maxima is None:
-        maxima = _first(of_maxima.choose(draft, main) for of_maxima in MAXIMA_FAMILIES)
-    return _Rows(family, main, dq, scores, bias, maxima, summed, sums_score_args)
+        maxima = _first(of_maxima.choose(draft, row) for of_maxima in MAXIMA_FAMILIES)
+    return _Rows(main, dq, scores, bias, maxima, others.stored, of_scores)
 
 
 def _first(tiles: Iterable[Any]) -> Any:
@@ -180,32 +169,26 @@ def _first(tiles: Iterable[Any]) -> Any:
     return next((tile for tile in tiles if tile is not None), None)
 
 
-def _main_row(draft: Draft, main: Any, *, chooses: bool) -> tuple[BackwardFamily[Any] | None, Any]:
-    """The family and the row of the main kernel, if there is one: the given row, or the one that this chooses."""
-    need = draft.need
-    family = None
+def _main_row(draft: Draft, row: Any, *, chooses: bool) -> _Main | None:
+    """The main kernel, if there is one: by the given row, or the one that this chooses."""
+    need, family = set(draft.need), None
     if not chooses:
         draft.reasons.append(draft.origin)
-        family = None if main is None else family_of(BACKWARD_FAMILIES, main)
-    elif set(need) & {"dk", "dv"} or ("dq" in need and may_make_dq_alone(BACKWARD_FAMILIES, draft)):
-        family, main, reason = choose_family(BACKWARD_FAMILIES, draft)
+        family = None if row is None else family_of(BACKWARD_FAMILIES, row)
+    elif need & {"dk", "dv"} or ("dq" in need and may_make_dq_alone(BACKWARD_FAMILIES, draft)):
+        family, row, reason = choose_family(BACKWARD_FAMILIES, draft)
         draft.reasons.append(reason)
-    if not set(need) & {"dq", "dk", "dv"}:
-        return None, None
-    if family is not None:
-        main = family.configured(main, draft)
-        missing = " and ".join(name for name in ("dk", "dv") if name not in need)
-        if missing and family.makes_both:
-            draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
-    return family, main
+    if family is None or not need & {"dq", "dk", "dv"}:
+        return None
+    missing = " and ".join(name for name in _OF_KEYS if name not in need)
+    if missing and family.makes_both:
+        draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
+    return _Main(family, family.configured(row, draft))
 
 
-def _dq_row(draft: Draft, family: BackwardFamily[Any] | None, main: Any, dq: Any) -> Any:
+def _dq_row(draft: Draft, main: _Main | None, dq: Any) -> Any:
     """The row of the kernel that makes dq alone, if there is one: the given row, or the one that this chooses."""
-    in_order = family is not None and family.dq_in_order(main)
-    in_order = in_order or (family is not None and family.stores_dq)
-    makes_dq = family is not None and family.makes_dq and (in_order or not draft.problem.deterministic)
-    if "dq" not in draft.need or makes_dq:
+    if "dq" not in draft.need or (main is not None and _makes_dq(draft, main)):
         return None
     if dq is None:
         _, dq, reason = choose_family(DQ_FAMILIES, draft)
@@ -215,57 +198,86 @@ def _dq_row(draft: Draft, family: BackwardFamily[Any] | None, main: Any, dq: Any
     return dq
 
 
-def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
+def _makes_dq(draft: Draft, main: _Main) -> bool:
+    """Whether the main kernel makes dq: not if dq has to be deterministic and its blocks add to it in any order."""
+    family = main.family
+    in_order = family.dq_in_order(main.tile) or family.stores_dq
+    return family.makes_dq and (in_order or not draft.problem.deterministic)
+
+
+def _summing(draft: Draft, main: _Main, dq: Any, *, is_alone: bool) -> _Main:
+    """The main kernel with all that it sums: no score gradients where a kernel of these is given, too."""
+    family, problem = main.family, draft.problem
+    summed = _summed_by_main(draft, main) if is_alone else ()
+    sums_score_args = is_alone and _sums_score_args(draft, main)
+    tile = family.summing(main.tile, summed)
+    tile = family.summing_score_args(draft, tile) if sums_score_args else tile
+    reduces_dq = "dq" in draft.need and dq is None and not family.stores_dq
+    n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+    return _Main(family, tile, summed, sums_score_args, reduces_dq, n_blocks)
+
+
+def _sums_score_args(draft: Draft, main: _Main) -> bool:
     """Whether the main kernel sums the wanted gradients of arrays that the score reads."""
-    if family is None or not draft.score_arg_gradients:
+    if not draft.score_arg_gradients:
         return False
-    why_not = family.why_not_score_args(draft, main)
+    why_not = main.family.why_not_score_args(draft, main.tile)
     hoisted, unhoisted = draft.program, draft.problem.unhoisted
     if hoisted.tables and (why_not is not None or hoisted.reads_pairs):
         draft.program = unhoisted
-        if family.why_not_score_args(draft, main) is None:
+        if main.family.why_not_score_args(draft, main.tile) is None:
             why = why_not or "per-row and per-key values, and sums of gradients, leave few registers for tables"
             draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
             return True
         draft.program = hoisted
     if why_not is not None:
-        draft.reasons.append(f"{', '.join(draft.score_arg_gradients)}: not by {family.kernel}: {why_not}")
+        draft.reasons.append(f"{', '.join(draft.score_arg_gradients)}: not by {main.family.kernel}: {why_not}")
     return why_not is None
 
 
-def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
+def _summed_by_main(draft: Draft, main: _Main) -> tuple[str, ...]:
     """The score gradients that the main kernel makes: the stored one, and all wanted sums or none."""
-    if family is None:
-        return ()
+    family = main.family
     summed: list[str] = []
     for names in stored_and_sums(score_gradients(draft)):
-        reasons_against = {name: family.why_not_summed(draft, main, name) for name in names}
+        reasons_against = {name: family.why_not_summed(draft, main.tile, name) for name in names}
         if all(why_not is None for why_not in reasons_against.values()):
             summed += names
         draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in reasons_against.items() if why]
     return tuple(summed)
 
 
-def _add_dq(draft: Draft, dq: Any) -> None:
-    """Add the kernel that makes dq alone."""
-    m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), draft.has_wide("dq")
-    draft.add_block_index(dq, "key_index")
-    makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
-    family = family_of(DQ_FAMILIES, dq)
-    draft.models.append(family.model)
-    family.add(draft, dq, m_blocks, makes, options)
+def _bias_row(draft: Draft, main: Any, bias: Any, others: ScoreGradients, *, chooses: bool) -> Any:
+    """The row of the kernel that makes the stored gradient alone, if there is one: as given, or chosen."""
+    if not others.stored:
+        return None
+    if bias is not None:
+        return family_of(BIAS_FAMILIES, bias).configured(bias, draft.problem)
+    return _first(of_bias.choose(draft, main) for of_bias in BIAS_FAMILIES) if chooses else None
+
+
+def _scores_row(draft: Draft, scores: Any, gradients: ScoreGradients) -> Any:
+    """The row of the kernels that make these, if there are any: the given row, or the one that this chooses."""
+    if not any(gradients):
+        return None
+    if scores is None:
+        _, scores, reason = choose_family(SCORES_FAMILIES, draft)
+        draft.reasons.append(reason)
+    return scores
 
 
 # ---- how blocks share the work ---------------------------------------------------------------------------------------
 
 
-def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
+def _share_work(draft: Draft, main: _Main) -> None:
     """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
-    if not family.shares_tiles or draft.problem.batch_invariant:  # they add up partial sums where tiles are few
+    family, n_blocks = main.family, main.n_blocks
+    # What blocks share are sums of partial results, where tiles are few.
+    if n_blocks == 0 or not family.shares_tiles or draft.problem.batch_invariant:
         return
-    draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
+    draft.set(group_splits=_group_splits(draft, family, main.tile, n_blocks))
     if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*_OF_KEYS):
-        _share_tail(draft, main, n_blocks)
+        _share_tail(draft, main.tile, n_blocks)
 
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
@@ -306,18 +318,21 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None, *, finds_maxima: bool) -> Tile:
+def _add_delta(draft: Draft, rows: _Rows) -> Tile:
     """Add the kernel of delta, which all others read, and the kernels of gradients of softmax inputs.
 
     Returns the tile whose fragments tell the helper kernels how memory is laid out.
     """
     first = draft.tiles[0] if draft.tiles else choose_family(SCORES_FAMILIES, draft)[1]
     draft.add_tables(first)
-    owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
-    helper = first if owner is None else owner.accumulator_layout(first)
-    # The kernel of delta has one block for each tile of the kernels that read delta.
-    delta = helper if dq is None else helper.changed(block_m=max(helper.block_m, dq.block_m))
-    add_preprocess(draft, first, delta, draft.need, finds_maxima=finds_maxima)
+    helper = delta = first
+    if rows.main is not None:
+        helper = delta = rows.main.family.accumulator_layout(first)
+    elif rows.dq is not None:
+        helper = delta = family_of(DQ_FAMILIES, rows.dq).accumulator_layout(first)
+    if rows.dq is not None:  # the kernel of delta has one block for each tile of the kernels that read delta
+        delta = helper.changed(block_m=max(helper.block_m, rows.dq.block_m))
+    add_preprocess(draft, first, delta, draft.need, finds_maxima=rows.maxima is None)
     return helper
 
 
@@ -353,82 +368,133 @@ def add_preprocess(
         draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
 
 
-def _add_main(
-    draft: Draft,
-    family: BackwardFamily[Any],
-    main: Tile,
-    maxima: Any,
-    n_blocks: int,
-    summed: tuple[str, ...],
-    sums_score_args: bool,
-) -> int:
-    """Add the kernel whose blocks own keys, after the one of `maxima`, and return how many blocks it has."""
-    family.prepare(draft, main)
-    if maxima is not None:
-        family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, main)
-    draft.add_block_index(main, "query_index")
-    run_time = draft.run_time
-    shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
-    blocks = shared + run_time.whole_tiles
-    makes = (*summed, "score_args") if sums_score_args else summed
-    options = needs(summed) | {"CUFLASH_NEEDS_SCORE_ARGS": SUMS_SCORE_ARGS if sums_score_args else 0}
+def _add_scores(draft: Draft, rows: _Rows) -> None:
+    """Add the kernels of the score gradients that no other kernel makes."""
+    family = family_of(SCORES_FAMILIES, rows.scores)
     draft.models.append(family.model)
-    family.add(draft, main, blocks, makes, options)
-    return blocks
+    add_scores(draft, rows.scores, family.source, rows.of_scores)
+
+
+def _add_bias(draft: Draft, rows: _Rows) -> None:
+    """Add the kernel that makes the stored gradient alone."""
+    family = family_of(BIAS_FAMILIES, rows.bias)
+    draft.models.append(family.model)
+    family.add(draft, rows.bias, None if rows.main is None else rows.main.tile, rows.of_bias)
+
+
+def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile) -> None:
+    """Add the kernel whose blocks own keys, after the one of `maxima`, and those that end the sums that it makes."""
+    if main.sums_score_args:
+        add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
+    family, tile, summed = main.family, main.tile, main.summed
+    family.prepare(draft, tile)
+    if maxima is not None:
+        family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
+    draft.add_block_index(tile, "query_index")
+    run_time = draft.run_time
+    shared = (main.n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
+    blocks = shared + run_time.whole_tiles
+    makes = (*summed, "score_args") if main.sums_score_args else summed
+    options = needs(summed) | {"CUFLASH_NEEDS_SCORE_ARGS": SUMS_SCORE_ARGS if main.sums_score_args else 0}
+    draft.models.append(family.model)
+    family.add(draft, tile, blocks, makes, options)
+    if summed:
+        add_key_sums(draft, helper, blocks, summed)
+    if main.sums_score_args:
+        _store_score_args(draft, helper)
+
+
+def _store_score_args(draft: Draft, helper: Tile) -> None:
+    """Add the kernels that turn the main kernel's exact sums into gradients of what the score reads."""
+    if any(filled.table.name in draft.summed_score_args for filled in draft.tables):
+        draft.add_table_helper(helper, "led_on", CUFLASH_NEEDS_SCORE_ARGS=SUMS_SCORE_ARGS)
+    add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=True)
+    names = ", ".join(draft.score_arg_gradients)
+    draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
+
+
+def _add_dq(draft: Draft, rows: _Rows) -> None:
+    """Add the kernel that makes dq alone."""
+    dq, is_wide = rows.dq, draft.has_wide("dq")
+    m_blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m)
+    draft.add_block_index(dq, "key_index")
+    makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
+    family = family_of(DQ_FAMILIES, dq)
+    draft.models.append(family.model)
+    family.add(draft, dq, m_blocks, makes, options)
+    if rows.main is not None and rows.main.family.makes_dq:
+        draft.reasons.append(
+            "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+        )
 
 
 def add_convert(
     draft: Draft,
-    family: BackwardFamily[Any] | BackwardJvpFamily[Any],
+    family: KeysFamily[Any],
     main: Tile,
     helper: Tile,
     n_blocks: int,
     reduces_dq: bool,
 ) -> None:
     """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
-    problem, run_time = draft.problem, draft.run_time
-    dim, dim_v = draft.padded_dims(main)
-    blocks, shared_bytes = 0, 0
-    splits = max(run_time.group_splits, run_time.tail_splits)
-    results = len(set(draft.need) & {"dk", "dv"})
     # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
     partial_warps = helper.num_warps if helper is main else main.block_n // 16
-    wide_keys = _leaves_wide_keys(draft, family)
-    if (splits > 1 or wide_keys) and results:
-        shared = n_blocks - run_time.whole_tiles
-        divisors = partial_warps // helper.num_warps
-        blocks += shared * divisors * results
-        shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
-        draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
-        what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
-        last = "the last " if run_time.whole_tiles else ""
-        if splits > 1:
-            draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
-        if wide_keys:
-            draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
-    if reduces_dq:
-        m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
-        blocks += m_blocks
-        shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
-        in_order = family.dq_in_order(main)
-        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_order else 0)
-        if run_time.clear_ahead:
-            draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
-            draft.reasons.append(f"blocks clear the dq accumulator {run_time.clear_ahead} heads ahead of its use")
-        if in_order and problem.is_packed:
-            draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
-        if in_order:
-            name = "tdq" if draft.pass_.has_tangents else "dq"
-            draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
+    of_keys = _convert_keys(draft, family, main, n_blocks, partial_warps // helper.num_warps)
+    of_dq = _convert_dq(draft, family, main) if reduces_dq else _Converted()
+    shared_bytes = max(of_keys.shared_bytes, of_dq.shared_bytes)
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
         wide = tuple(name for name in ("dq", *_OF_KEYS) if draft.has_wide(name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
+        blocks = of_keys.blocks + of_dq.blocks
         draft.add("helpers/backward_postprocess.cu", helper, blocks, shared_bytes, makes, **defines)
 
 
-def _leaves_wide_keys(draft: Draft, family: BackwardFamily[Any] | BackwardJvpFamily[Any] | None) -> bool:
+class _Converted(NamedTuple):
+    """What it takes to turn sums into results."""
+
+    blocks: int = 0
+    shared_bytes: int = 0
+
+
+def _convert_keys(draft: Draft, family: KeysFamily[Any], main: Tile, n_blocks: int, divisors: int) -> _Converted:
+    """Add scratch memory for the sums that blocks leave of dk and dv, if they do; `divisors` blocks convert a tile."""
+    run_time, (dim, dim_v) = draft.run_time, draft.padded_dims(main)
+    splits = max(run_time.group_splits, run_time.tail_splits)
+    results = len(set(draft.need) & set(_OF_KEYS))
+    is_wide = _leaves_wide_keys(draft, family)
+    if not results or (splits == 1 and not is_wide):
+        return _Converted()
+    shared = n_blocks - run_time.whole_tiles
+    draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
+    what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
+    last = "the last " if run_time.whole_tiles else ""
+    if splits > 1:
+        draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
+    if is_wide:
+        draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
+    shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
+    return _Converted(shared * divisors * results, shared_bytes)
+
+
+def _convert_dq(draft: Draft, family: KeysFamily[Any], main: Tile) -> _Converted:
+    """Add the dq accumulator, with what its order and its clearing take."""
+    problem, run_time, (dim, _) = draft.problem, draft.run_time, draft.padded_dims(main)
+    m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
+    elements = draft.heads * run_time.stats_rows * dim
+    if run_time.clear_ahead:
+        elements += problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        draft.reasons.append(f"blocks clear the dq accumulator {run_time.clear_ahead} heads ahead of its use")
+    if family.dq_in_order(main):
+        elements += m_blocks + int(problem.is_packed)  # packed: a word that says whether sequences overlap
+        name = "tdq" if draft.pass_.has_tangents else "dq"
+        draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
+    draft.scratch["dq_accumulator"] = elements
+    return _Converted(m_blocks, tile_bytes(main.block_m, dim, main.element_bytes))
+
+
+def _leaves_wide_keys(draft: Draft, family: KeysFamily[Any]) -> bool:
     """Whether blocks leave sums of dk and dv because not all are rounded to the dtype of k and v."""
     stores = isinstance(family, BackwardFamily) and not family.shares_tiles
     return not stores and draft.has_wide(*_OF_KEYS)

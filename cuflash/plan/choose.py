@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE, Operand
+from cuflash.arrays.checks import value_error
 from cuflash.plan.backward import draft_backward
 from cuflash.plan.backward_jvp import draft_backward_jvp
 from cuflash.plan.device import DeviceSpec, why_by_lanes
@@ -59,29 +60,17 @@ def choose_plan(
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
-    if pass_ is COLUMN_SUMS_BACKWARD:  # by values of as many columns as rows of whole 16 bytes have
-        problem, pass_ = problem.with_values(round_up(problem.group_size, WIDE_COLUMNS)), BACKWARD
-    if pass_.has_tangents and problem.moved is None:
-        problem = replace(problem, moved=())
+    problem, pass_ = _as_planned(problem, pass_)
     need = (*pass_.default, *problem.row_reductions) if need is None else need
-    named = pass_.row_reductions_of((*need, *(operands or {})))
-    problem = replace(problem, row_reductions=named or problem.row_reductions)
+    operands = operands or {}
+    row_reductions = pass_.row_reductions_of((*need, *operands)) or problem.row_reductions
+    problem = replace(problem, row_reductions=row_reductions)
     check_served(problem, device, pass_)
     pass_.check(problem)
-    arrays = assumed(problem, pass_, operands or {})
-    accesses = widest_accesses(problem, pass_, arrays, need)
-    load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
-    if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
-        raise ValueError(
-            f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
-            f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
-        )
-    arrays |= {name: getattr(problem, name) for name in INPUTS}
-    for names, width, widest in zip((pass_.read, pass_.written), (load_bytes, store_bytes), accesses, strict=True):
-        if width < widest:  # nothing else is known of the addresses
-            arrays |= {name: replace(arrays[name], alignment=width) for name in names}
-    if problem.bias is not None:
-        arrays["bias"] = problem.bias
+    arrays = assumed(problem, pass_, operands)
+    widest = _Accesses(*widest_accesses(problem, pass_, arrays, need))
+    accesses = _Accesses(load_bytes or widest.load_bytes, store_bytes or widest.store_bytes)
+    arrays = _aligned(problem, pass_, arrays, accesses, widest)
     planned = _PLANNED[pass_]
     seen = planned.seen(problem)
     draft = Draft(
@@ -89,25 +78,16 @@ def choose_plan(
         device=device,
         pass_=pass_,
         arrays=arrays,
-        defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem))
+        defines=common_defines(seen, device, *accesses, natural=has_natural_scores(problem))
         | _of_row_reductions(problem, pass_),
         has_sinks=problem.sinks is not None,
-        need=tuple(
-            name  # without values, dv has no elements
-            for name in pass_.results_in(problem)
-            if name in need and (problem.head_dim_v or gradient_of(name) != "dv")
-        ),
+        need=tuple(name for name in _results(problem, pass_) if name in need),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
         program=seen.hoisted,
     )
     planned.draft(draft, tiles)
-    if problem.batch_invariant:
-        draft.reasons.append("batch_invariant: tiles of long sequences of many heads, for calls of all sizes")
-    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
-        draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
-    if (why_not := why_by_lanes(problem.dtype, device)) is not None:
-        draft.reasons.append(why_not)
+    draft.reasons += _remarks(problem, device)
     return LaunchPlan(
         pass_=pass_,
         problem=problem,
@@ -125,6 +105,59 @@ def choose_plan(
         any_length=pass_.any_length and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
         hides_last_keys=draft.hides_last_keys,
     )
+
+
+class _Accesses(NamedTuple):
+    """The widest accesses to the arrays that a pass reads, and to those that it writes."""
+
+    load_bytes: int
+    store_bytes: int
+
+
+def _as_planned(problem: Problem, pass_: Pass) -> tuple[Problem, Pass]:
+    """The problem and the pass that a call is planned as."""
+    if pass_ is COLUMN_SUMS_BACKWARD:  # by values of as many columns as rows of whole 16 bytes have
+        problem, pass_ = problem.with_values(round_up(problem.group_size, WIDE_COLUMNS)), BACKWARD
+    if pass_.has_tangents and problem.moved is None:
+        problem = replace(problem, moved=())
+    return problem, pass_
+
+
+def _aligned(
+    problem: Problem, pass_: Pass, arrays: Mapping[str, Operand], accesses: _Accesses, widest: _Accesses
+) -> dict[str, Operand]:
+    """How all arrays of a pass lie, inputs included, of which nothing is known where accesses are less than widest."""
+    if min(accesses) < ITEMSIZE[problem.dtype]:
+        raise value_error(
+            "q",
+            f"arrays at multiples of {min(accesses)} bytes",
+            f"all of them at multiples of the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}",
+        )
+    aligned = {**arrays, **{name: getattr(problem, name) for name in INPUTS}}
+    for names, width, most in zip((pass_.read, pass_.written), accesses, widest, strict=True):
+        if width < most:  # nothing else is known of the addresses
+            aligned |= {name: replace(aligned[name], alignment=width) for name in names}
+    if problem.bias is not None:
+        aligned["bias"] = problem.bias
+    return aligned
+
+
+def _results(problem: Problem, pass_: Pass) -> tuple[str, ...]:
+    """The results of a pass that have elements: without values, dv has none."""
+    names = pass_.results_in(problem)
+    return names if problem.head_dim_v else tuple(name for name in names if gradient_of(name) != "dv")
+
+
+def _remarks(problem: Problem, device: DeviceSpec) -> list[str]:
+    """What a plan says of the problem on the device, whatever kernels it has."""
+    remarks = []
+    if problem.batch_invariant:
+        remarks.append("batch_invariant: tiles of long sequences of many heads, for calls of all sizes")
+    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
+        remarks.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
+    if (why_not := why_by_lanes(problem.dtype, device)) is not None:
+        remarks.append(why_not)
+    return remarks
 
 
 def _of_row_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:

@@ -181,27 +181,20 @@ class Draft:
         why the main kernel has no index for a bias alone. If it has one, it is launched twice, with and without it, and
         one of the two returns at once: a bias may hide nothing, and iterating over the block-sparse index takes time.
         """
-        problem = self.problem
-        by_bits = "mask_words" in self.scratch
-        if not self.defines["CUFLASH_HAS_BLOCK_INDEX"] and not by_bits and problem.mask is not None:
-            self.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(self._why_not_looked_at(tile) is None)
-        why_not_bias = self._why_bias_is_not_indexed(why_not_for_bias) if self._bias_hides_tiles else None
-        looks_at_bias = self._bias_hides_tiles and why_not_bias is None
-        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_BLOCK_INDEX"]
-        if why_not_bias is not None:
-            self._say_computed("bias", why_not_bias)
-        if not self.defines["CUFLASH_HAS_BLOCK_INDEX"] and not looks_at_bias:
-            if problem.mask is not None and (why_not := self._why_not_looked_at(tile)) is not None:
-                self._say_computed("mask", why_not)
+        problem, of_keys = self.problem, name == "key_index"
+        self._index_mask(tile)
+        looks_at_bias, has_index = self._looks_at_bias(why_not_for_bias), bool(self.defines["CUFLASH_HAS_BLOCK_INDEX"])
+        self.chosen_by_bias = looks_at_bias and not has_index
+        if not has_index and not looks_at_bias:
+            self._say_why_mask_is_computed(tile)
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
-        rows, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
+        rows, length = (m_blocks, n_blocks) if of_keys else (n_blocks, m_blocks)
         of_masks = self._set_matrices(looks_at_bias)
         rows *= self.run_time.index_batches * self.run_time.index_heads if self.heads else 0
         elements = -(-rows * (INDEX_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
-        of_keys = name == "key_index"
-        if problem.mask_function is not None or (problem.mask is not None and not by_bits):
+        if problem.mask_function is not None or (problem.mask is not None and not self._has_mask_bits):
             self._add_mask_tiles(tile, of_masks * m_blocks * n_blocks)
         if looks_at_bias:
             self._add_bias_tiles(tile)
@@ -209,14 +202,48 @@ class Draft:
         options |= {"CUFLASH_HAS_BLOCK_INDEX": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
         options |= {"CUFLASH_NUM_WARPS": INDEX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("helpers/block_index.cu", tile, -(-rows // INDEX_WARPS), 0, **options)
-        has_mask = problem.mask is not None or problem.mask_function is not None
-        hiding = ["mask" if has_mask else "block_mask"] if has_mask or problem.block_mask is not None else []
-        hiding += ["bias"] if looks_at_bias else []
         self.reasons.append(
-            f"{' and '.join(hiding)}: block-sparse index of tiles of {'keys' if of_keys else 'queries'}, "
-            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            f"{' and '.join(self._hiding(looks_at_bias))}: block-sparse index of tiles of "
+            f"{'keys' if of_keys else 'queries'}, {tile.block_m} queries x {tile.block_n} keys each; hidden ones are "
+            "neither loaded nor computed"
             + (", unless they are so few that the kernel without index takes less time" if self.chosen_by_bias else "")
         )
+
+    @property
+    def _has_mask_bits(self) -> bool:
+        """Whether a kernel packs the mask into bits, and classifies its tiles."""
+        return "mask_words" in self.scratch
+
+    def _index_mask(self, tile: Tile) -> None:
+        """Let the index hold the tiles of a mask if it pays to look at them."""
+        has_index = self.defines["CUFLASH_HAS_BLOCK_INDEX"] or self._has_mask_bits
+        if self.problem.mask is not None and not has_index:
+            self.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(self._why_not_looked_at(tile) is None)
+
+    def _looks_at_bias(self, why_not_for_bias: str | None) -> bool:
+        """Whether the index holds the tiles that a bias hides. If it might and does not, the plan says why."""
+        if not self._bias_hides_tiles:
+            return False
+        why_not = self._why_bias_is_not_indexed(why_not_for_bias)
+        if why_not is not None:
+            self._say_computed("bias", why_not)
+        return why_not is None
+
+    def _say_why_mask_is_computed(self, tile: Tile) -> None:
+        """Say why tiles that a mask hides are computed, if there is a mask and they are."""
+        if self.problem.mask is not None and (why_not := self._why_not_looked_at(tile)) is not None:
+            self._say_computed("mask", why_not)
+
+    def _hiding(self, looks_at_bias: bool) -> list[str]:
+        """What hides the tiles that the index leaves out."""
+        problem = self.problem
+        has_mask = problem.mask is not None or problem.mask_function is not None
+        hiding = {
+            "mask": has_mask,
+            "block_mask": problem.block_mask is not None and not has_mask,
+            "bias": looks_at_bias,
+        }
+        return [name for name, hides in hiding.items() if hides]
 
     def add_main(self, source: str, tile: Tile, blocks: int, makes: Collection[str] = (), /, **defines: int) -> None:
         """Add a kernel that iterates over the block-sparse index if there is one.
@@ -240,10 +267,8 @@ class Draft:
         problem = self.problem
         self.defines["CUFLASH_HAS_BLOCK_INDEX"] = 0
         matrices = self._set_matrices()
-        why_not = self._why_not_looked_at(tile)
-        looks = problem.mask is not None and why_not is None
-        if problem.mask is not None and why_not is not None:
-            self._say_computed("mask", why_not)
+        looks = problem.mask is not None and self._why_not_looked_at(tile) is None
+        self._say_why_mask_is_computed(tile)
         if problem.mask_function is not None or looks:
             self.defines["CUFLASH_HAS_TILE_CLASSES"] = 1
             tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import ADDS_SCORE_ARGS, FINDS_LARGEST, SUMS_SCORE_ARGS, Draft, check_blocks
@@ -35,6 +36,20 @@ def stored_and_sums(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str,
     return tuple(x for x in names if x in STORED), tuple(x for x in names if x not in STORED)
 
 
+class ScoreGradients(NamedTuple):
+    """Score gradients, or those whose tangents are wanted, by how kernels of their own make them."""
+
+    stored: tuple[str, ...]  # the one over pairs, if any
+    sums: tuple[str, ...]
+    of_args: tuple[str, ...]  # of arrays that the score reads
+
+    @classmethod
+    def of(cls, draft: Draft, besides: Collection[str] = (), *, of_args: bool = True) -> ScoreGradients:
+        """All that are wanted besides these, and unless `of_args` besides all of arrays that the score reads."""
+        names = [name for name in score_gradients(draft) if name not in besides]
+        return cls(*stored_and_sums(names), draft.score_arg_gradients if of_args else ())
+
+
 def is_of_keys(draft: Draft) -> bool:
     """Whether the gradient that is stored differs from key to key only."""
     *_, of_row, of_key = draft.arrays[draft.result_of("dbias")].strides
@@ -44,6 +59,16 @@ def is_of_keys(draft: Draft) -> bool:
 def needs(names: Collection[str]) -> dict[str, int]:
     """The macros that tell a kernel which score gradients it makes."""
     return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in SCORE_GRADIENTS}
+
+
+def add_scores(draft: Draft, tile: Tile, source: str, gradients: ScoreGradients) -> None:
+    """Add the kernels of these gradients."""
+    if gradients.stored:
+        add_stored(draft, tile, source, gradients.stored)
+    if gradients.sums:
+        add_sums(draft, tile, source, gradients.sums)
+    if gradients.of_args:
+        add_score_args(draft, tile, source)
 
 
 def add_stored(

@@ -147,9 +147,8 @@ def merge(
     groups = {"outs": outs, "lses": lses, **_together(touts=touts, tlses=tlses), **of_reductions}
     _check_apart(of_reductions, groups)
     names, given = _by_name(groups)
-    imported = array_imports.import_arguments(**_required(given, has_values))
-    arrays = imported.arrays if has_values else _with_no_columns(imported.arrays, given)
-    rows = _check_partials(arrays, names[0][0], layout if has_values else "bhsd")
+    call = _Call.of(given, {}, names[0][0], layout, has_values)
+    arrays, rows = call.arrays, call.rows
     ordered = rows.all_in_order(arrays)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         results = {
@@ -164,7 +163,7 @@ def merge(
             splits = {name: [arrays[x] for x in of_splits] for name, of_splits in by_name.items()}
             totals = {name: results[of_splits[0]] for name, of_splits in by_name.items()}
             _merge_reductions([arrays[x] for x in names[1]], splits, totals)
-    exported = [imported.export(x, None) if has_values or _is_of_rows(name) else None for name, x in results.items()]
+    exported = [call.export(name, x) for name, x in results.items()]
     if of_reductions:
         return named_tuple(ForwardResult, (*OUTPUTS, *by_name))(*exported)  # type: ignore[no-any-return]
     return MergeResult(*exported) if tangents is None else JvpResult(*exported)
@@ -417,9 +416,8 @@ def merge_backward(
     if not has_values and tlses is not None:
         touts, tout = tuple(outs), lse  # of which none is read
     of_tangents = _together(touts=touts, tlses=tlses, tout=tout, tlse=tlse)
-    if not of_tangents and (tdout is not None or tdlse is not None):
-        name = "tdlse" if tdout is None else "tdout"
-        raise type_error(name, "an array without other tangents", "touts, tlses, tout and tlse, too")
+    if not of_tangents:
+        _check_no_tangents(tdout=tdout, tdlse=tdlse)
     of_reductions = _together(maxes=maxes, dmax=dmax)
     of_reductions |= _together(entropies=entropies, entropy=entropy, dentropy=dentropy)
     _check_apart(of_reductions, of_tangents)
@@ -428,34 +426,24 @@ def merge_backward(
     merged = {"out": out, "lse": lse} | {name: x for name, x in more.items() if name not in groups}
     optional = {"dlse": dlse, "tdout": tdout, "tdlse": tdlse}
     names, of_splits = _by_name(groups)
-    given = {"dout": dout, **of_splits, **merged}
-    required = _required(given, has_values)
-    imported = array_imports.import_arguments(required["arrays"] | optional, required=required["required"])
-    arrays = {name: x for name, x in imported.arrays.items() if x is not None}
-    if not has_values:
-        arrays = _with_no_columns(arrays, (*given, *arrays))
-    rows = _check_partials(arrays, "out", layout if has_values else "bhsd")
+    call = _Call.of({"dout": dout, **of_splits, **merged}, optional, "out", layout, has_values)
+    arrays, rows = call.arrays, call.rows
     ordered = rows.all_in_order(arrays)
+    splits = [dict(zip(groups, of_split, strict=True)) for of_split in zip(*names, strict=True)]
     found = []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        for of_split in zip(*names, strict=True):
-            results = {name: xp.empty(arrays[name].shape, arrays[name].dtype) for name in of_split}
-            found.append(results.values())
-            into, own = tuple(rows.all_in_order(results).values()), [ordered[name] for name in of_split]
-            both = (ordered["dout"], own[0], ordered["out"], own[1], ordered["lse"], ordered.get("dlse"))
-            _merge_backward(into[0], into[1], *both)
+        for split in splits:
+            gradients = {group: xp.empty(arrays[name].shape, arrays[name].dtype) for group, name in split.items()}
+            found.append(gradients)
+            into, own = tuple(rows.all_in_order(gradients).values()), [ordered[name] for name in split.values()]
+            of_rows = own[1], ordered["lse"], ordered.get("dlse")
+            _merge_backward(into[0], into[1], ordered["dout"], own[0], ordered["out"], *of_rows)
             if of_tangents:
                 _merge_backward_tangents(into, own, ordered)
         if of_reductions:
-            gradients = [dict(zip(groups, x, strict=True)) for x in found]
-            splits = [
-                {name: arrays[x] for name, x in zip(groups, own, strict=True)} for own in zip(*names, strict=True)
-            ]
-            _merge_reductions_backward(gradients, splits, arrays)
-    exported = (
-        tuple(imported.export(x, None) if has_values or _is_of_rows(of_splits[0]) else None for x in own)
-        for of_splits, own in zip(names, zip(*found, strict=True), strict=True)
-    )
+            partials = [{group: arrays[name] for group, name in split.items()} for split in splits]
+            _merge_reductions_backward(found, partials, arrays)
+    exported = (tuple(call.export(group, gradients[group]) for gradients in found) for group in groups)
     if of_tangents:
         return MergeGradientTangents(*exported)
     named = named_tuple(MergeGradients, tuple(f"d{name}" for name in groups))
@@ -663,6 +651,32 @@ class LargeRows:
             target[...] = dlpack.module_of(target).asarray(wide)
 
 
+class _Call(NamedTuple):
+    """The arrays of a call by name, imported and checked. Without values, those over their columns have none."""
+
+    arrays: dict[str, Array]
+    rows: _Rows
+    imported: dlpack.Imported
+    has_values: bool
+
+    @classmethod
+    def of(
+        cls, given: Mapping[str, Any], optional: Mapping[str, Any], like: str, layout: str, has_values: bool
+    ) -> _Call:
+        """Import what is given, and what is optional if it is there; shapes follow from the out named `like`."""
+        required = [name for name in given if has_values or _is_of_rows(name)]
+        taken = {**{name: given[name] for name in required}, **optional}
+        imported = array_imports.import_arguments(taken, required=required)
+        arrays = {name: x for name, x in imported.arrays.items() if x is not None}
+        if not has_values:
+            arrays = _with_no_columns(arrays, (*given, *arrays))
+        return cls(arrays, _check_partials(arrays, like, layout if has_values else "bhsd"), imported, has_values)
+
+    def export(self, name: str, result: Array) -> Any:
+        """A result in the caller's library; None for one over columns of values that there are not."""
+        return self.imported.export(result, None) if self.has_values or _is_of_rows(name) else None
+
+
 class _Rows(NamedTuple):
     """Arrays over rows, as lse, in the order of axes of arrays over rows and columns, as out."""
 
@@ -698,6 +712,13 @@ def _has_values(outs: Sequence[Array | None], **of_values: Any) -> bool:
     return False
 
 
+def _check_no_tangents(**given: Any) -> None:
+    """Refuse tangents of gradients without those of partial results."""
+    for name, x in given.items():
+        if x is not None:
+            raise type_error(name, "an array without other tangents", "touts, tlses, tout and tlse, too")
+
+
 def _check_apart(of_reductions: Mapping[str, Any], others: Mapping[str, Any]) -> None:
     """Refuse row reductions together with tangents."""
     if of_reductions and "tlses" in others:
@@ -729,12 +750,6 @@ def _by_name(groups: Mapping[str, Sequence[Array]]) -> tuple[list[list[str]], di
             raise value_error(name, f"{len(arrays)} arrays", f"{count}, one for each of outs")
     names = [[f"{name}[{i}]" for i in range(count)] for name in groups]
     return names, {f"{name}[{i}]": x for name, arrays in groups.items() for i, x in enumerate(arrays)}
-
-
-def _required(given: dict[str, Any], has_values: bool) -> dict[str, Any]:
-    """Those of these arrays that a call requires, as keyword arguments of `array_imports.import_arguments`."""
-    names = [name for name in given if has_values or _is_of_rows(name)]
-    return {"arrays": {name: given[name] for name in names}, "required": names}
 
 
 def _with_no_columns(arrays: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -162,29 +162,16 @@ def _axes_of(
     given_results = {name: own for name, own in all_steps.items() if name in results}
     small = _small_inputs(shapes, steps)
     iterated = {name: own for name, own in (steps | given_results).items() if name not in small}
-    long = [axis for axis, n in enumerate(lengths) if n != 1]
-    is_whole = counts_entries or 0 in lengths
-    inner = long if is_whole else _longest_run(long, lengths, iterated.values())
-    outer = [axis for axis in long if axis not in inner]
-    split = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
-    within = list(itertools.pairwise(inner))
-    copied = tuple(name for name, own in steps.items() if not _merges(own, lengths, within))
-    scattered = {name for name, own in given_results.items() if not _merges(own, lengths, within)}
-
-    def is_sum(name: str) -> bool:
-        model = model_of(name)
-        if name in full or (model not in steps and model not in NUMBERS):
-            return False
-        lacks = _axes_that_it_lacks(model, shapes, len(lengths))
-        by_entry = model in INPUTS or model in copied
-        return bool(lacks & {*outer, *(inner if by_entry else ())})
-
-    sums = tuple(name for name in results if is_sum(name))
+    split = _Split.of(lengths, iterated.values(), is_whole=counts_entries or 0 in lengths)
+    copied = _not_merging(steps, lengths, split.merged)
+    scattered = _not_merging(given_results, lengths, split.merged)
+    lacks = {model: _axes_that_it_lacks(model, shapes, len(lengths)) for model in (*NUMBERS, *steps)}
+    sums = tuple(name for name in results if name not in full and _is_sum(model_of(name), lacks, split, copied))
     return Axes(
         lengths=lengths,
-        inner=tuple(inner),
-        outer=tuple(outer),
-        blocking=tuple(name for name, own in iterated.items() if not _merges(own, lengths, split)),
+        inner=split.inner,
+        outer=split.outer,
+        blocking=_not_merging(iterated, lengths, split.separated),
         copied=copied,
         sums=sums,
         indirect=tuple(name for name in results if name in sums or name in scattered or model_of(name) in copied),
@@ -192,9 +179,50 @@ def _axes_of(
     )
 
 
+class _Split(NamedTuple):
+    """The batch axes that are longer than 1."""
+
+    inner: tuple[int, ...]  # those that are the batch of each call
+    outer: tuple[int, ...]  # those with a call for each of their indices
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], steps: Collection[tuple[int, ...]], *, is_whole: bool) -> _Split:
+        """All axes as the batch, if it has to be whole; otherwise the longest run that these strides allow."""
+        long = [axis for axis, n in enumerate(lengths) if n != 1]
+        inner = tuple(long if is_whole else _longest_run(long, lengths, steps))
+        return cls(inner, tuple(axis for axis in long if axis not in inner))
+
+    @property
+    def merged(self) -> tuple[tuple[int, int], ...]:
+        """Neighbouring axes that are both in the batch."""
+        return tuple(itertools.pairwise(self.inner))
+
+    @property
+    def separated(self) -> tuple[tuple[int, int], ...]:
+        """The other neighbouring axes."""
+        pairs = itertools.pairwise(sorted((*self.inner, *self.outer)))
+        return tuple((a, b) for a, b in pairs if a in self.outer or b in self.outer)
+
+
+def _is_sum(model: str, lacks: Mapping[str, set[int]], split: _Split, copied: Collection[str]) -> bool:
+    """Whether the gradient of an array is a sum over calls, or over entries for which a pass gives one each.
+
+    `lacks` has the batch axes that arrays and numbers do not have.
+    """
+    over = {*split.outer, *split.inner} if model in INPUTS or model in copied else set(split.outer)
+    return not over.isdisjoint(lacks.get(model, ()))
+
+
 def _merges(own: tuple[int, ...], lengths: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether an array with these strides steps through the two axes of each pair by one stride."""
     return all(own[a] == own[b] * lengths[b] for a, b in pairs)
+
+
+def _not_merging(
+    steps: Mapping[str, tuple[int, ...]], lengths: tuple[int, ...], pairs: Collection[tuple[int, int]]
+) -> tuple[str, ...]:
+    """The arrays that do not step through the two axes of each pair by one stride."""
+    return tuple(name for name, own in steps.items() if not _merges(own, lengths, pairs))
 
 
 def _longest_run(
@@ -351,18 +379,17 @@ class Calls:
         if q.dtype.itemsize == 2:
             score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in axes.sums)
-            if (
-                sums
-                and gives_partials
-                and not set(sums) & set(DEFAULT_NEED_TANGENTS)
-                and ("dq" not in sums or self._dq_is_added_up())
-            ):
+            if sums and gives_partials and self._may_be_wide(sums):
                 self.options = replace(options, wide=sums)
             elif sums:
                 self._widened = (*MOVABLE_OVER_HEAD_DIM, "bias", "tbias", *score_args)
                 self._indirect = tuple(x for x in results if x in axes.indirect or model_of(x) in self._widened)
             if {"dbias", "tdbias"} & set(axes.sums) and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias", "tbias")
+
+    def _may_be_wide(self, sums: Collection[str]) -> bool:
+        """Whether passes that give partial results give these in the dtype of the softmax."""
+        return not set(sums) & set(DEFAULT_NEED_TANGENTS) and ("dq" not in sums or self._dq_is_added_up())
 
     def _dq_is_added_up(self) -> bool:
         """Whether kernels add dq up in the dtype of the softmax, instead of computing it from rounded weights."""

@@ -117,6 +117,45 @@ def bind(
     elements of a result share memory, or if the elements of an array are not aligned to their size.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
+    problem, results = _problem_of(pass_, options, given, need)
+    for name, array in given.items():
+        if name not in (*INPUTS, *NAMES, *options.score_args):
+            shape, dtype = expected(name, problem, given)
+            check_array(name, array, shape, dtype, is_read=name not in results)
+        if name in results:
+            check_distinct(name, array)
+
+    allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
+    read = {name: _contiguous(name, problem, given) for name in (*pass_.read, "lse") if name not in given | allocated}
+    memory = _memory_of(problem, given, read | allocated, address_of)
+    operands = _operands(problem, memory)
+    problem = _with_inputs(problem, operands, memory)
+    load_bytes, store_bytes = widest_accesses(problem, pass_, operands, results)
+    return Binding(
+        pass_=pass_,
+        problem=problem,
+        operands={name: operand for name, operand in operands.items() if name not in INPUTS},
+        results=results,
+        allocated=tuple((name, array.shape, array.dtype) for name, array in allocated.items()),
+        copied=memory.copied,
+        load_bytes=load_bytes,
+        store_bytes=store_bytes,
+    )
+
+
+class _Memory(NamedTuple):
+    """Where and how the arrays of a pass lie, with a contiguous one for each that is not given, or copied."""
+
+    arrays: dict[str, Any]
+    addresses: dict[str, int]  # 0 for these, and for all if no addresses are known
+    copied: tuple[str, ...]
+    has_addresses: bool
+
+
+def _problem_of(
+    pass_: Pass, options: Options, given: Mapping[str, Shaped], need: Collection[str] | None
+) -> tuple[Problem, tuple[str, ...]]:
+    """The problem of a pass, and the names of the results that the pass returns."""
     q, k, v = (given[name] for name in INPUTS)
     score_args = {name: given[name] for name in options.score_args}
     problem = make_problem(options, q, k, v, score_args=score_args, **{name: given.get(name) for name in NAMES})
@@ -128,42 +167,45 @@ def bind(
     problem = replace(problem, row_reductions=pass_.row_reductions_of((*results, *given)))
     _check_row_reductions(pass_, problem, given)
     _check_score_arg_gradients(problem, (*need, *given))
-    for name, array in given.items():
-        if name not in (*INPUTS, *NAMES, *score_args):
-            shape, dtype = expected(name, problem, given)
-            check_array(name, array, shape, dtype, is_read=name not in results)
-        if name in results:
-            check_distinct(name, array)
+    return problem, results
 
-    allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
-    read = {name: _contiguous(name, problem, given) for name in (*pass_.read, "lse") if name not in given | allocated}
-    lying = read | allocated | given
-    addresses = {name: 0 for name in lying}
-    if address_of is not None:
-        addresses |= {name: address_of(array) for name, array in given.items()}
-        for name in given:
-            _check_aligned(name, given[name], addresses[name])
-    over_head_dim = OVER_HEAD_DIM if problem.moved is None else MOVABLE_OVER_HEAD_DIM
-    copied = tuple(name for name in over_head_dim if name in given and _is_scattered(given[name]))
-    for name in copied:
-        lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    operands = _operands(problem, lying, addresses, over_head_dim)
-    if address_of is not None and not {"k", "v"} & set(copied):
-        operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
-    problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
-    if problem.bias is not None:
-        problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
-    load_bytes, store_bytes = widest_accesses(problem, pass_, operands, results)
-    return Binding(
-        pass_=pass_,
-        problem=problem,
-        operands=operands,
-        results=results,
-        allocated=tuple((name, array.shape, array.dtype) for name, array in allocated.items()),
-        copied=copied,
-        load_bytes=load_bytes,
-        store_bytes=store_bytes,
+
+def _memory_of(
+    problem: Problem,
+    given: Mapping[str, Shaped],
+    stand_ins: Mapping[str, Contiguous],
+    address_of: Callable[[Any], int] | None,
+) -> _Memory:
+    """How the arrays that are given and those that stand in for others lie. Arrays with scattered rows are copied."""
+    addresses = {} if address_of is None else {name: address_of(array) for name, array in given.items()}
+    for name, address in addresses.items():
+        _check_aligned(name, given[name], address)
+    scattered = (name for name in _over_head_dim(problem) if name in given and _is_scattered(given[name]))
+    copies = {name: Contiguous(tuple(given[name].shape), given[name].dtype) for name in scattered}
+    arrays = {**stand_ins, **given, **copies}
+    return _Memory(
+        arrays=arrays,
+        addresses=dict.fromkeys(arrays, 0) | addresses | dict.fromkeys(copies, 0),
+        copied=tuple(copies),
+        has_addresses=address_of is not None,
     )
+
+
+def _over_head_dim(problem: Problem) -> Collection[str]:
+    """The arrays of a pass over head dimensions."""
+    return OVER_HEAD_DIM if problem.moved is None else MOVABLE_OVER_HEAD_DIM
+
+
+def _with_inputs(problem: Problem, operands: Mapping[str, Operand], memory: _Memory) -> Problem:
+    """The problem with q, k and v as they lie, and with the alignment of the bias."""
+    q, k, v = (operands[name] for name in INPUTS)
+    if memory.has_addresses and not {"k", "v"} & set(memory.copied):
+        arrays, addresses = memory.arrays, memory.addresses
+        v = replace(v, in_k=is_in_k(arrays["k"], arrays["v"], addresses["k"], addresses["v"]))
+    bias = problem.bias
+    if bias is not None:
+        bias = replace(bias, alignment=math.gcd(16, memory.addresses["bias"]))
+    return replace(problem, q=q, k=k, v=v, bias=bias)
 
 
 def _check_row_reductions(pass_: Pass, problem: Problem, given: Collection[str]) -> None:
@@ -175,15 +217,13 @@ def _check_row_reductions(pass_: Pass, problem: Problem, given: Collection[str])
         raise value_error(unread[0], "an array", f"None, or d{unread[0]}, the gradient with respect to it")
 
 
-def _operands(
-    problem: Problem, arrays: Mapping[str, Any], addresses: Mapping[str, int], over_head_dim: Collection[str]
-) -> dict[str, Operand]:
-    """How the arrays of a pass lie that are not in the problem; those over head dimensions with their alignment."""
+def _operands(problem: Problem, memory: _Memory) -> dict[str, Operand]:
+    """How the arrays of a pass lie, but for optional inputs; those over head dimensions with their alignment."""
     numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
     no_operands = (*NAMES, *numbers, *dict(problem.score_args))
-    operands = {name: _operand(name, x, problem) for name, x in arrays.items() if name not in no_operands}
-    for name in operands.keys() & set(over_head_dim):
-        operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    operands = {name: _operand(name, x, problem) for name, x in memory.arrays.items() if name not in no_operands}
+    for name in operands.keys() & set(_over_head_dim(problem)):
+        operands[name] = replace(operands[name], alignment=math.gcd(16, memory.addresses[name]))
     return operands
 
 

@@ -484,13 +484,7 @@ def make_problem(
     if block_table is not None:
         seqlen_k = _check_pool(block_table, given.get("kv_lengths"), q, k, k4, batch)
     _check_shapes(q4, k4, v4, has_pages=block_table is not None)
-    if head_dim < 1:
-        raise value_error("q", f"last axis of length {head_dim}", "a head dimension of at least 1")
-    for name, seqlen in (("q", seqlen_q), ("k" if block_table is None else "block_table", seqlen_k)):
-        if seqlen > MAX_SEQLEN:
-            raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
-    if num_heads % num_heads_kv if num_heads_kv else num_heads:
-        raise value_error("k", counted(num_heads_kv, "head"), _divisors(options.layout, q4, k4))
+    _check_sizes(layout, q4, k4, {"q": seqlen_q, "k" if block_table is None else "block_table": seqlen_k})
 
     if is_packed:
         batch = _number_of_sequences(len(q.shape), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"))
@@ -507,14 +501,8 @@ def make_problem(
         if name not in FP8_SCALES
     }
     operands |= _scale_operands(given, q4, k4, v4)
-    block_size = (0, 0)
+    block_size = _block_size(options, given)
     if block_mask is not None:
-        if block_table is not None:
-            raise NotImplementedError(
-                "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a "
-                "boolean mask"
-            )
-        block_size = check_block_size(options.block_size)
         operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
     left, right = window_of(options, seqlen_q, seqlen_k)
@@ -564,6 +552,30 @@ def _check_shapes(q: Operand, k: Operand, v: Operand, *, has_pages: bool) -> Non
     for axis, what in as_k:
         if v.shape[axis] != k.shape[axis]:
             raise value_error("v", f"{what} {v.shape[axis]}", f"{what} {k.shape[axis]} as k has")
+
+
+def _check_sizes(layout: str, q: Operand, k: Operand, seqlens: Mapping[str, int]) -> None:
+    """Check the head dimension, the lengths of sequences, by the array that has them, and the numbers of heads."""
+    num_heads, num_heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    if head_dim < 1:
+        raise value_error("q", f"last axis of length {head_dim}", "a head dimension of at least 1")
+    for name, seqlen in seqlens.items():
+        if seqlen > MAX_SEQLEN:
+            raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
+    if num_heads % num_heads_kv if num_heads_kv else num_heads:
+        raise value_error("k", counted(num_heads_kv, "head"), _divisors(layout, q, k))
+
+
+def _block_size(options: Options, given: Collection[str]) -> tuple[int, int]:
+    """Queries and keys of a block of the block mask; (0, 0) without one."""
+    if "block_mask" not in given:
+        return (0, 0)
+    if "block_table" in given:
+        raise NotImplementedError(
+            "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a "
+            "boolean mask"
+        )
+    return check_block_size(options.block_size)
 
 
 def _divisors(layout: str, q: Operand, k: Operand) -> str:

@@ -8,7 +8,7 @@ where the bias of a tile lies and which tiles are hidden. The results are those 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -133,40 +133,24 @@ def _equivalent(
 ) -> Equivalent | None:
     shapes = {name: shape for name, shape, _ in signature}
     dtypes = {name: dtype for name, _, dtype in signature}
-    q, k, v = (shapes[name] for name in INPUTS)
-    if not 3 <= len(q) == len(k) == len(v) <= 4 or (len(q) == 4 and not q[0] == k[0] == v[0]):
+    if not (_has_whole_batch(shapes) and _may_have_options(options, dtypes, given)):
         return None
-    if options.diagonal is not None or any(dtypes[name] in FLOAT8 for name in INPUTS):
-        return None
-    if set(given) - set(_PACKED) or any(
-        name in SCORE_OPTIONS and getattr(options, name) is not None for name in NUMBERS
-    ):
-        return None  # functions do not go with these: the call raises an error that says so
     left, right = options.window or (None, None)
     window = (left, 0 if options.causal else right)
-    diagonal: int | None = diagonal_of(options, *(_in_order(x, options.layout)[-2] for x in (q, k)))
-    if given and not is_square:
-        diagonal = 0 if options.causal == "top_left" else None
-    elif options.causal == "lengths" and not given:
-        diagonal = None
-    if window == (None, None):
-        diagonal = 0  # nothing depends on it
+    diagonal = 0 if window == (None, None) else _diagonal(options, shapes, bool(given), is_square)
     call = _Call(options.layout, shapes, dtypes, bool(given), window, diagonal)
     changed: dict[str, Any] = {}
-    if options.mask_function is not None and diagonal == 0:
-        bounds = _of_mask(options.mask_function.root, window)
-        if bounds is not None:
-            call = call._replace(window=bounds)
-            changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
+    bounds = _as_window(options, call)
+    if bounds is not None:
+        call = call._replace(window=bounds)
+        changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
     becomes: dict[str, tuple[str, Index]] = {}
-    if options.score is not None and options.score.root is not None:
-        as_options = _of_score(options.score.root, call, served)
-        read_by_mask = options.mask_function.arrays if options.mask_function is not None else ()
-        if as_options is not None and not set(as_options[1]) & set(read_by_mask):
-            cap, becomes = as_options
-            changed |= {"score": None, "softcap": cap}
-            if "alibi_slopes" in {option for option, _ in becomes.values()} and call.window == (None, None):
-                changed["diagonal"] = 0
+    as_options = _as_options(options, call, served)
+    if as_options is not None:
+        cap, becomes = as_options
+        changed |= {"score": None, "softcap": cap}
+        if "alibi_slopes" in {option for option, _ in becomes.values()} and call.window == (None, None):
+            changed["diagonal"] = 0
     if not changed:
         return None
     remaining = replace(options, **changed)
@@ -174,6 +158,28 @@ def _equivalent(
     return Equivalent(
         options=remaining, becomes=becomes, unread=tuple(name for name in options.score_args if name not in kept)
     )
+
+
+def _has_whole_batch(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether q, k and v have one batch axis, of one length, or none."""
+    q, k, v = (shapes[name] for name in INPUTS)
+    return len(q) == len(k) == len(v) and (len(q) == 3 or (len(q) == 4 and q[0] == k[0] == v[0]))
+
+
+def _may_have_options(options: Options, dtypes: Mapping[str, str], given: Collection[str]) -> bool:
+    """Whether functions go with what else a call has. If not, the call raises an error that says so."""
+    numbers = [name for name in NUMBERS if name in SCORE_OPTIONS and getattr(options, name) is not None]
+    has_float8 = any(dtypes[name] in FLOAT8 for name in INPUTS)
+    return options.diagonal is None and not has_float8 and not numbers and set(given) <= set(_PACKED)
+
+
+def _diagonal(options: Options, shapes: Mapping[str, tuple[int, ...]], is_packed: bool, is_square: bool) -> int | None:
+    """The diagonal of the window; None where sequences or batch entries have their own."""
+    if is_packed and not is_square:
+        return 0 if options.causal == "top_left" else None
+    if options.causal == "lengths" and not is_packed:
+        return None
+    return diagonal_of(options, *(_in_order(shapes[name], options.layout)[-2] for name in ("q", "k")))
 
 
 def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -207,6 +213,17 @@ def _of_score(
             return None
         becomes[name] = target
     return (cap, becomes) if has_s and (cap is not None or becomes) else None
+
+
+def _as_options(
+    options: Options, call: _Call, served: tuple[str, ...]
+) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
+    """What score_mod consists of, if that is all of it and mask_mod reads none of its arrays."""
+    if options.score is None or options.score.root is None:
+        return None
+    found = _of_score(options.score.root, call, served)
+    read_by_mask = options.mask_function.arrays if options.mask_function is not None else ()
+    return None if found is None or set(found[1]) & set(read_by_mask) else found
 
 
 def _summands(at: Node, sign: int = 1) -> list[tuple[int, Node]]:
@@ -303,6 +320,13 @@ def _as_input(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tu
 
 
 # ---- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def _as_window(options: Options, call: _Call) -> Bounds | None:
+    """The window that mask_mod and the options make together, if that is all of it, around the diagonal i = j."""
+    if options.mask_function is None or call.diagonal != 0:
+        return None
+    return _of_mask(options.mask_function.root, call.window)
 
 
 def _of_mask(root: Node, window: Bounds) -> Bounds | None:

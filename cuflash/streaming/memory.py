@@ -121,31 +121,35 @@ def _forward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str
 
 
 def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
-    problem = run.slices.problem
-    is_narrow = _is_narrow(problem)
-    wide = _rounded(run.arrays["q"].size * run.slices.softmax_dtype.itemsize)
     score_args = {name: run.arrays[name[1:]] for name in need if name in run.slices.options.score_gradients}
-    own = [name for name in need if name not in OF_KEYS and name not in score_args]
-    others = sum(_sum_bytes(run, name) for name in own if name != "dq")
+    own = [name for name in need if name not in OF_KEYS and name not in score_args and name != "dq"]
+    results = {name: _sum_bytes(run, name) for name in own}
+    results |= {name: _rounded(x.nbytes) for name, x in score_args.items()}
+    results |= {"dq": _rounded(run.arrays["q"].nbytes)} if "dq" in need else {}
     memory = {
         "k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values()),
         "dk and dv": sum(2 * _chunk_bytes(run, x) for name, x in run.keys.items() if f"d{name}" in need),
-        "results": sum(
-            _rounded(run.arrays["q"].nbytes) if name == "dq" else _sum_bytes(run, name)
-            for name in own
-            if name not in given
-        )
-        + sum(_rounded(x.nbytes) for name, x in score_args.items() if name not in given),
+        "results": sum(size for name, size in results.items() if name not in given),
     }
     if not run.is_whole:
-        narrow = sum(_sum_bytes(run, name) for name, x in score_args.items() if x.dtype != run.slices.softmax_dtype)
-        memory["sums"] = ("dq" in need) * is_narrow * wide + others + narrow
-        memory["a partial result"] = (
-            ("dq" in need) * wide + 2 * others + sum(_sum_bytes(run, name) for name in score_args)
-        )
-        widened = [x for name, x in run.slices.wide_score_args.items() if x is not run.arrays[name]]
-        memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
+        memory |= _memory_of_sums(run, own, score_args, has_dq="dq" in need)
     return memory | {"scratch": _scratch(BACKWARD, run, need)}
+
+
+def _memory_of_sums(
+    run: StreamedPass, own: Collection[str], score_args: Mapping[str, Array], *, has_dq: bool
+) -> dict[str, int]:
+    """What a backward pass of several chunks takes to add up gradients: these, of score_mod args, and dq."""
+    dtype = run.slices.softmax_dtype
+    of_dq = has_dq * _rounded(run.arrays["q"].size * dtype.itemsize)
+    others = sum(_sum_bytes(run, name) for name in own)
+    narrow = sum(_sum_bytes(run, name) for name, x in score_args.items() if x.dtype != dtype)
+    widened = [x for name, x in run.slices.wide_score_args.items() if x is not run.arrays[name]]
+    return {
+        "sums": _is_narrow(run.slices.problem) * of_dq + others + narrow,
+        "a partial result": of_dq + 2 * others + sum(_sum_bytes(run, name) for name in score_args),
+        "what functions read": sum(_rounded(x.nbytes) for x in widened),
+    }
 
 
 def _reduction_memory(

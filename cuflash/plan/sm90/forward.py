@@ -255,40 +255,44 @@ def add_persistent(
     divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
     stays = claimed_heads > 0 or not ((problem.shares_device and divides) or heads_together)
     blocks = min(units, resident) if stays else units
-    draft.set(resident_blocks=blocks)
+    head_section = _head_section(draft, batch_first=batch_first, heads_together=heads_together)
+    draft.set(resident_blocks=blocks, head_section=head_section)
     divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
     blocks *= 2 if divides_pairs else 1
     what = f"{m_blocks} query tiles"
     if problem.is_packed:
-        # Sequences of different lengths are then spread evenly over the blocks.
-        draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
-    elif problem.has_window:  # tiles that attend to the whole of it come first, head by head
-        draft.set(head_section=_heads_of_short_tiles(draft))
-    if batch_first:
-        # Batch entries read a tile of a bias at the same time, so that all but one of them find it in L2.
-        draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
-    if heads_together:
-        draft.set(head_section=heads_together)
-    who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
     if claimed_heads:
         draft.scratch["arrivals"] = 8 // ITEMSIZE[problem.softmax_dtype]  # a word of 64 bits
-        draft.reasons.append(
-            f"{who}, persistent, claim one of {what} after another, the longest ones of {claimed_heads} heads first"
-        )
+        how = f"persistent, claim one of {what} after another, the longest ones of {claimed_heads} heads first"
     elif heads_together:
-        draft.reasons.append(f"{who}, one for each of {what}, the longest ones of {heads_together} heads first")
+        how = f"one for each of {what}, the longest ones of {heads_together} heads first"
     elif stays:
-        draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if divides_pairs else ''}")
+        how = f"persistent, over {what}{', both of a pair at once' if divides_pairs else ''}"
     else:
         each = "a pair" if pairs and not divides_pairs else "one"
-        draft.reasons.append(f"{who}, not persistent, {each} each of {what}: other kernels run at the same time")
+        how = f"not persistent, {each} each of {what}: other kernels run at the same time"
+    who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
+    draft.reasons.append(f"{who}, {how}")
     order = {
         "CUFLASH_PAIRS": int(pairs),
         "CUFLASH_BATCH_FIRST": int(batch_first),
         "CUFLASH_DYNAMIC_TILES": int(claimed_heads > 0),
     }
     draft.add_main(source, tile, blocks * cluster, **order)
+
+
+def _head_section(draft: Draft, *, batch_first: bool, heads_together: int) -> int:
+    """How many heads have their tiles of queries side by side in the order in which blocks take them."""
+    problem = draft.problem
+    if heads_together:
+        return heads_together
+    if batch_first:  # batch entries read a tile of a bias at the same time, so that all but one of them find it in L2
+        return min(problem.batch, MOST_ENTRIES_TOGETHER)
+    if problem.is_packed:  # sequences of different lengths are then spread evenly over the blocks
+        return CAUSAL_HEAD_SECTION
+    # With a window, tiles that attend to the whole of it come first, head by head.
+    return _heads_of_short_tiles(draft) if problem.has_window else draft.run_time.head_section
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:
