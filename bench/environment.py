@@ -36,6 +36,12 @@ def revision() -> str:
     return commit + ("+" if _output_of("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
+def is_unchanged_since(revision: str, folder: str) -> bool:
+    """Whether a folder is in HEAD as in another commit; False if git does not know that commit."""
+    then, now = (_output_of("git", "rev-parse", f"{commit}:{folder}") for commit in (revision, "HEAD"))
+    return then is not None and then == now
+
+
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import ALL_PASSES, PASSES, SECOND, SHORT, SUFFIXES, THREADS, Case, suffixes
+from .environment import is_unchanged_since
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
@@ -333,13 +334,20 @@ def _rate(x: float, digits: int = 0) -> str:
     return f"{x:.{digits}f}" if x >= 10 else f"{x:.3g}"
 
 
+def revision_of(run: Record) -> str:
+    """The revision and the day of a run, and whether what computes results has changed since."""
+    code, name = ("kernels", "kernels") if "device" in run else ("cuflash/cpu/core", "the core")
+    changed = "" if is_unchanged_since(run["revision"], code) else f"; {name} changed since"
+    return f"revision {run['revision']}, {run['time'][:10]}{changed}"
+
+
 def where_of(run: Record) -> str:
     """What a run was measured on: the device, versions, the revision and the day."""
     versions = run["versions"]
     library = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("cuflash", "ml_dtypes", "python"))
     where = f"{run['device']}, driver {run['driver']}, CUDA {run['cuda']}" if "device" in run else ""
     where = where or f"{run['cpu']}, {_cores(run)}"
-    return f"{where}; {library}; revision {run['revision']}, {run['time'][:10]}"
+    return f"{where}; {library}; {revision_of(run)}"
 
 
 def _panels(table: Table) -> dict[tuple[bool, int], dict[int, str]]:
@@ -477,7 +485,7 @@ def headline(records: Sequence[Record]) -> str:
     summary = (
         f"In all {len(table.problems)} problems of the suite `{HEADLINE_SUITE}`, with sequences of 1024 to 16384, some "
         f"with grouped heads (GQA),\ncuflash runs at {means} times the speed of the fastest other library (geometric "
-        f"mean; revision\n{run['revision']}, {run['time'][:10]})."
+        f"mean;\n{revision_of(run)})."
     )
     return "\n".join([about, "", *lines, "", summary])
 

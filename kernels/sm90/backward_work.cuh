@@ -23,8 +23,8 @@ struct WorkSplit {
   }
 };
 
-// A tile of queries of the block-sparse index that the producer has handed over in 8 bytes of shared memory. A role that
-// loaded the entries of the index itself would wait for memory at the end of each step.
+// A tile of queries of the block-sparse index that the producer has handed over in 8 bytes of shared memory. A role
+// that loaded the entries of the index itself would wait for memory at the end of each step.
 struct ListedTile {
   int head, m_block;
   IndexEntry entry;

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import peers
+from bench import environment, peers, report
 from bench.cases import Case
 from bench.check import Check
 from bench.functions import DOCUMENTS
@@ -176,3 +176,28 @@ def test_poison_is_not_a_number_in_every_dtype():
 
 def test_bfloat16_is_the_one_of_ml_dtypes():
     assert numpy_dtype("bfloat16") == ml_dtypes.bfloat16
+
+
+# Pages
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder", "note"),
+    [
+        ({"device": "an H200"}, "kernels", "kernels changed since"),
+        ({}, "cuflash/cpu/core", "the core changed since"),
+    ],
+)
+def test_tables_say_that_they_are_older_than_what_they_measure(kind, folder, note, monkeypatch):
+    trees = {"HEAD": "a", "new": "a", "old": "b"}
+
+    def output_of(*command):
+        revision, _, path = command[-1].partition(":")
+        assert command[:-1] == ("git", "rev-parse") and path == folder
+        return trees.get(revision)
+
+    monkeypatch.setattr(environment, "_output_of", output_of)
+    run = {**kind, "time": "2026-11-30T10:00:00+00:00"}
+    assert report.revision_of(run | {"revision": "new"}) == "revision new, 2026-11-30"
+    for revision in ("old", "unknown"):
+        assert report.revision_of(run | {"revision": revision}) == f"revision {revision}, 2026-11-30; {note}"

@@ -156,10 +156,10 @@ inline void finish_jvp_row(const Work &work, const Entry &entry, Row row, const 
     }
     const double mean = all.l == 0 ? 0 : r / all.l;
     number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i) = T(double(of.shift) + mean);
-    const Vector<T> divisor = splat(all.divisor<T>()), factor = splat(T(all.shrinks)), minus = splat(T(-mean));
-    write_out<T>(tangents, entry, row, [&](int64_t d) {
-        return add_product(load(of.a + d) * factor, load(of.o + d) * factor, minus) / divisor;
-    });
+    // As in write_row: with the tangent of values alone, and equal to them, this is out to the last bit.
+    const Vector<T> factor = splat(T(all.shrinks / double(all.divisor<T>()))), minus = splat(T(-mean));
+    write_out<T>(tangents, entry, row,
+                 [&](int64_t d) { return add_product(load(of.a + d) * factor, load(of.o + d) * factor, minus); });
 }
 
 template <class T> void jvp_job(Work &work, char *memory, int64_t job) {
