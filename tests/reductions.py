@@ -121,8 +121,8 @@ def judge(case, weights, sums=None, largest=None, top=None, looser=1.0):
         assert (largest >= (matrix - tolerance).max(axis=-2, initial=0)).all()
     if top is not None:
         _judge_top(top[0], top[1], matrix, tolerance)
-        if case.distinct_keys and not (case.causal or case.window or case.bias or case.mask or case.alibi_slopes):
-            _judge_ties(top[0], case.distinct_keys)
+        if case.distinct_keys and not (case.bias or case.alibi_slopes or case.k_scale in ("block", "token")):
+            _judge_ties(top[0], matrix, case.distinct_keys)
 
 
 def _assert_within(x, expected, tolerance):
@@ -151,14 +151,14 @@ def _judge_top(indices, weights, matrix, tolerance):
     assert (rest.max(axis=-1, initial=0) <= weights[..., -1] + allowed).all(), "a key is left out"
 
 
-def _judge_ties(indices, distinct):
-    """Of keys that are alike, which follow one another again and again, the first ones come in order."""
-    for row in indices.reshape(-1, indices.shape[-1]):
+def _judge_ties(indices, matrix, distinct):
+    """Of keys that are alike, every `distinct` keys, a row has the first ones that it attends to, in order."""
+    keys = np.arange(matrix.shape[-1])
+    for row, weights in zip(indices.reshape(-1, indices.shape[-1]), matrix.reshape(-1, keys.size), strict=True):
         for which in range(distinct):
-            own = row[row % distinct == which]
-            assert (own[own >= 0] == which + distinct * np.arange((own >= 0).sum())).all(), (
-                "of equal scores a later key"
-            )
+            alike = keys[(weights > 0) & (keys % distinct == which)]
+            own = row[(row >= 0) & (row % distinct == which)]
+            assert (own[: alike.size] == alike[: own.size]).all(), "of equal scores a later key"
 
 
 def weights_of(case, lse):

@@ -34,6 +34,7 @@ FAST = (
     "log",
     "sqrt",
     "tanh",
+    "sech2",
     "sin",
     "cos",
     "div",

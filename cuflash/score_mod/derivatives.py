@@ -97,7 +97,9 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
 
 def is_at_limit(at: Node, arg: Node, known: Range) -> bool:
     """Whether the value of a node may be finite where an argument is infinite. Its derivative by this is 0 there."""
-    return known.may_be_infinite and (at.op in ("exp", "tanh", "pow") or (at.op == "div" and arg is at.args[1]))
+    return known.may_be_infinite and (
+        at.op in ("exp", "tanh", "sech2", "pow") or (at.op == "div" and arg is at.args[1])
+    )
 
 
 def _summand(
@@ -167,7 +169,8 @@ def _of_function(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
         "exp": lambda: at,
         "log": lambda: made("div", ONE, x),
         "sqrt": lambda: made("div", real(0.5), at),
-        "tanh": lambda: made("sub", ONE, made("mul", at, at)),
+        "tanh": lambda: made("sech2", x),
+        "sech2": lambda: made("mul", made("mul", real(-2), made("tanh", x)), at),
         "sin": lambda: made("cos", x),
         "cos": lambda: negative(made("sin", x)),
     }

@@ -14,11 +14,18 @@ from cuflash.score_mod.nodes import Node, in_order
 
 Array = NDArray[Any]
 
+
+def sech2(x: Any) -> Any:
+    """1 - tanh(x)^2, with the relative accuracy of an exponential."""
+    e = np.exp(-2 * np.abs(x))
+    return 4 * e / ((1 + e) * (1 + e))
+
+
 _UFUNCS: Mapping[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.true_divide, "floordiv": np.floor_divide,
     "mod": np.remainder, "pow": np.power, "neg": np.negative, "abs": np.abs, "min": np.minimum, "max": np.maximum,
-    "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "lt": np.less,
-    "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
+    "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "tanh": np.tanh, "sech2": sech2, "sin": np.sin, "cos": np.cos,
+    "lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "not": np.logical_not, "where": np.where, "floor": floor_of,
 }  # fmt: skip
 

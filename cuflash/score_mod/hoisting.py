@@ -26,8 +26,8 @@ from cuflash.score_mod.tables import AXES, By, Loaded, Table, dtype_of
 # About how many instructions the kernels of compute capability 9.0 need for an operation on a score; any other needs 1.
 # A read of an array finds the nearest entry along each axis; a read of a table is one instruction.
 COSTS: Mapping[str, int] = {
-    "load": 5, "div": 3, "exp": 3, "log": 3, "sqrt": 3, "tanh": 6, "sin": 12, "cos": 12, "pow": 20, "floor": 8,
-    "floordiv": 20, "mod": 20,
+    "load": 5, "div": 3, "exp": 3, "log": 3, "sqrt": 3, "tanh": 6, "sech2": 6, "sin": 12, "cos": 12, "pow": 20,
+    "floor": 8, "floordiv": 20, "mod": 20,
 }  # fmt: skip
 COST_BY_CONSTANT = 4  # of an integer quotient or remainder by a constant
 COST_OF_REAL_FLOOR = 2  # of one that no index needs as an integer

@@ -214,6 +214,8 @@ def _of_reals(op: str, args: list[Bounds]) -> Bounds:
         return _magnitude(args[0])
     if op in _RISING:
         return _RISING[op](args[0][0]), _RISING[op](args[0][1])  # NaN for a bound outside of the domain
+    if op == "sech2":
+        return np.zeros_like(args[0][0]), np.ones_like(args[0][0])
     if op in ("sin", "cos"):
         return _wave(args[0], 0.0 if op == "sin" else math.pi / 2)
     (a, b), (c, d) = args

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
-from tests.reductions import attention_of, gradient_problem, inputs_of, judge_gradients, lse_of
+from tests.reductions import (
+    attention_of,
+    gradient_problem,
+    inputs_of,
+    judge,
+    judge_gradients,
+    lse_of,
+    weights_reduced,
+)
 from tests.sampling import examples
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -164,6 +172,24 @@ def test_q_and_k_may_have_axes_that_the_other_has_not(layout, axes, length):
     ):
         assert got.shape == expected.shape
         np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    "packed": {"cu_seqlens_q": (0, 9, 40), "cu_seqlens_k": (0, 20, 70)},
+    "window": {"window": (20, 10)},
+    "mask": {"mask": (40, 70)},
+    "blocks": {"block_mask": (1,), "block_size": (16, 16)},
+}
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+def test_the_first_of_equal_keys_need_not_be_the_first_keys(hiding):
+    case = ct.Case(seqlen_q=40, seqlen_k=70, head_dim=8, dtype="float64", distinct_keys=3, **HIDING[hiding])
+    weights, _, _, (indices, values) = weights_reduced(case)
+    judge(case, weights, top=(indices, values))
+    indices[..., -1, :2] = indices[..., -1, 1::-1].copy()
+    with pytest.raises(AssertionError, match="of equal scores a later key"):
+        judge(case, weights, top=(indices, values))
 
 
 def test_equal_scores_give_the_lower_index():

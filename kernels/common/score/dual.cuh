@@ -72,10 +72,7 @@ CUFLASH_DEVICE Dual sqrt(Dual x) {
   const Real y = sqrt(x.value);
   return chain(x, y, score_fast_div((Real)0.5, y));
 }
-CUFLASH_DEVICE Dual tanh(Dual x) {
-  const Real y = tanh(x.value);
-  return chain(x, y, 1 - y * y);
-}
+CUFLASH_DEVICE Dual tanh(Dual x) { return chain(x, tanh(x.value), score_fast_sech2(x.value)); }
 CUFLASH_DEVICE Dual sin(Dual x) { return chain(x, sin(x.value), cos(x.value)); }
 CUFLASH_DEVICE Dual cos(Dual x) { return chain(x, cos(x.value), -sin(x.value)); }
 CUFLASH_DEVICE Dual pow(Dual x, Dual y) {

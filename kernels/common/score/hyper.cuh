@@ -83,7 +83,7 @@ CUFLASH_DEVICE Hyper sqrt(Hyper x) {
   return chain(x, y, slope, -2 * slope * slope * slope);
 }
 CUFLASH_DEVICE Hyper tanh(Hyper x) {
-  const Real y = tanh(x.value), slope = 1 - y * y;
+  const Real y = tanh(x.value), slope = score_fast_sech2(x.value);
   return chain(x, y, slope, -2 * y * slope);
 }
 CUFLASH_DEVICE Hyper sin(Hyper x) {

@@ -128,6 +128,13 @@ CUFLASH_DEVICE float score_floor(float x) { return ptx::floor_to_float(x); }
 CUFLASH_DEVICE double score_floor(double x) { return floor(x); }
 CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
 CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
+// sech(x)^2 = 1 - tanh(x)^2, the derivative of tanh, from an exponential: what is left of the difference where tanh is
+// near 1 are rounding errors.
+template <class T>
+CUFLASH_DEVICE T score_sech2(T x) {
+  const T e = score_exp(-2 * score_abs(x));
+  return 4 * e / ((1 + e) * (1 + e));
+}
 CUFLASH_DEVICE int score_abs(int x) { return x < 0 ? -x : x; }
 CUFLASH_DEVICE i64 score_abs(i64 x) { return x < 0 ? -x : x; }
 
@@ -137,6 +144,11 @@ CUFLASH_DEVICE Real score_fast_exp(Real x) { return kWide ? score_exp(x) : (Real
 CUFLASH_DEVICE Real score_fast_log(Real x) { return kWide ? score_log(x) : (Real)(ptx::log2_approx((float)x) * kLn2); }
 CUFLASH_DEVICE Real score_fast_sqrt(Real x) { return kWide ? score_sqrt(x) : (Real)ptx::sqrt_approx((float)x); }
 CUFLASH_DEVICE Real score_fast_tanh(Real x) { return kWide ? score_tanh(x) : fast_tanh(x); }
+// From the tanh that the score needs, too.
+CUFLASH_DEVICE Real score_fast_sech2(Real x) {
+  const Real y = score_fast_tanh(x);
+  return kWide ? score_sech2(x) : 1 - y * y;
+}
 // sin(x + quarters pi / 2), by polynomials at the nearest multiple of pi / 2; within 2^-22 for abs(x) up to 10^4.
 CUFLASH_DEVICE float fast_wave(float x, u32 quarters) {
   constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23

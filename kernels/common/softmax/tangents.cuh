@@ -3,9 +3,11 @@
 //   r = sum P (tS - c)        A = sum P (tS - c) V + P tV
 //
 // which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out
-// before P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. The sink is left out
-// of that mean: next to the first keys alone it weighs more than next to all, and c would stay far from the tS of later
-// keys. At the end tlse = c + r / l and tout = (A - (r / l) O) / l.
+// before P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. Where m follows late,
+// c moves with the next tile, too: the first tile may have few keys, and m may stay at their maximum, but what these few
+// have in common may be far from the mean, and cancels in c + r / l. The sink is left out of that mean: next to the
+// first keys alone it weighs more than next to all, and c would stay far from the tS of later keys. At the end
+// tlse = c + r / l and tout = (A - (r / l) O) / l.
 #pragma once
 #include "common/io/params.cuh"
 #include "common/schedule/sequences.cuh"
@@ -22,9 +24,11 @@ template <int m_tiles, class Others = Alone>
 struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
   using Base = OnlineSoftmax<m_tiles>;
   using Base::row_sum;
+  static constexpr bool kMovesTwice = kMovesScores && kMaxGrowth > 0;  // with the tile after a rise, too
 
   Real shift[m_tiles][2];
   Real mean_sum[m_tiles][2];  // r; over this lane's columns only, until `finish`
+  bool has_risen = false;     // whether some row max rose with the last tile
 
   Real sink, sink_tangent;  // with kHasSinks: the score of the sink, as a row max, and its tangent
 
@@ -36,8 +40,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
       for (int half = 0; half < 2; ++half) shift[m][half] = 0, mean_sum[m][half] = 0;
   }
 
-  // How the row maxima rose with a tile of scores: whether they did, the factors of what was summed before, and the row
-  // sums before the tile, times these.
+  // How the row maxima rose with a tile of scores: whether some did, or the shift moves all the same; the factors of
+  // what was summed before; and the row sums before the tile, times these.
   struct Raised {
     bool any;
     Real factor[m_tiles][2], before[m_tiles][2];
@@ -65,15 +69,21 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles>, Others {
   CUFLASH_DEVICE Raised to_weights(Real (&score)[m_tiles][n_tiles][4], const Real (&maxima)[m_tiles][n_maxima][4],
                                    Real exponent_scale) {
     Raised raised;
-    raised.any = Base::update(maxima, raised.factor, exponent_scale);
+    if constexpr (kMovesTwice) {
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) raised.factor[m][0] = 1, raised.factor[m][1] = 1;
+    }
+    const bool rises = Base::update(maxima, raised.factor, exponent_scale);
+    raised.any = rises || (kMovesTwice && has_risen);
+    has_risen = rises;
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) raised.before[m][half] = row_sum[m][half];
-    Base::exponentiate(score, exponent_scale, row_sum, Base::has_unfused(raised.any));
+    Base::exponentiate(score, exponent_scale, row_sum, Base::has_unfused(rises));
     return raised;
   }
-  // If the row maxima rose, makes the sums of earlier tiles relative to the new ones, and moves the shift. A tangent is
+  // If `raised.any`, makes the sums of earlier tiles relative to the row maxima, and moves the shift. A tangent is
   // `scale` times what `tangent` has; with `selects`, that of a weight of 0 may be NaN.
   template <int n_tiles, int out_tiles, class Selects>
   CUFLASH_DEVICE void rescale_sums(const Raised& raised, const Real (&weight)[m_tiles][n_tiles][4],

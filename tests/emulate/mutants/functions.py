@@ -19,6 +19,12 @@ PACKED_WEIGHTS = "sm90/packed_weights.cuh"
 # fmt: off
 MUTANTS = (
     # ---- common/score/score_functions.cuh
+    mutant("the slope of tanh is a difference from 1", LIBRARY, "kWide ? score_sech2(x) : 1 - y * y", "1 - y * y",
+           "tangents of steep caps"),
+    mutant("the slope of tanh of half precision is that of a line", LIBRARY, "score_sech2(x) : 1 - y * y",
+           "score_sech2(x) : 1 - y", "tangents of half precision"),
+    mutant("the slope of tanh falls too slowly", LIBRARY, "const T e = score_exp(-2 * score_abs(x));",
+           "const T e = score_exp(-score_abs(x));", "cuda of polynomials"),
     mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_float(x);", "return (int)x;",
            "functions sm90 floors"),
     mutant("a floor that is an index is that above", LIBRARY, "return ptx::floor_to_int(x);",
@@ -129,7 +135,7 @@ MUTANTS = (
     mutant("logarithms grow as their arguments", DUAL, "log(x.value), score_fast_div((Real)1, x.value))",
            "log(x.value), x.value)", "cuda"),
     mutant("roots grow as their inverses", DUAL, "score_fast_div((Real)0.5, y)", "1 / y", "cuda"),
-    mutant("tanh has the slope of a line", DUAL, "chain(x, y, 1 - y * y)", "chain(x, y, 1 - y)",
+    mutant("tanh has the slope of a line", DUAL, "score_fast_sech2(x.value)", "1 - tanh(x.value)",
            "cuda of polynomials"),
     mutant("sines fall as they grow", DUAL, "chain(x, sin(x.value), cos(x.value))",
            "chain(x, sin(x.value), -cos(x.value))", "cuda of loops"),

@@ -286,6 +286,8 @@ MUTANTS = (
            "tangents of windows"),
     mutant("the shift follows late", "common/softmax/softmax.cuh", "CUFLASH_TANGENTS ? 2.0f", "CUFLASH_TANGENTS ? 8.0f",
            "jvp sm90 sharp"),
+    mutant("the shift stays with the first tile", SOFTMAX, "rises || (kMovesTwice && has_risen)", "rises",
+           "tangents of few keys first"),
     mutant("the shift stays at 0", SOFTMAX, "shift[m][half] += total > 0 ? weighed_total / total : 0;", "",
            "jvp sm90 common"),
     mutant("the shift moves further than A", SOFTMAX, "const Real gain = shift[m][half] - old;",

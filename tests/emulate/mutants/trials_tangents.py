@@ -54,15 +54,18 @@ class TangentTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTangentTrial:
-    """Both passes of a problem whose scores are a function, with tangents of all it reads."""
+    """Both passes of a problem whose scores are a function."""
 
     score: str
+    mask: str | None = None
     dtype: str = "float64"
+    moved: tuple[str, ...] = ()  # all that the problem has, where it is empty
+    seed: int = 0  # of tangents
 
     def run(self, kernels: Path | None = None) -> None:
         """As `TangentTrial.run`."""
-        case = few_tiles((self.score, None), self.dtype)
-        check_functions(case, movable_of(case), kernels=kernels)
+        case = few_tiles((self.score, self.mask), self.dtype)
+        check_functions(case, self.moved or movable_of(case), seed=self.seed, kernels=kernels)
 
 
 # Of sm90/backward_jvp.cu.
@@ -172,8 +175,8 @@ class SinkTrial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        case = Case(seqlen_q=9, seqlen_k=70, head_dim=1, num_heads=4, batch=1, dtype="bfloat16", sinks=True, seed=361)
-        check_jvp(case, Moved(names=("k",), common=100.0, seed=361), arch="8.0", kernels=kernels)
+        case = Case(seqlen_q=9, seqlen_k=200, head_dim=1, num_heads=4, batch=1, dtype="bfloat16", sinks=True, seed=376)
+        check_jvp(case, Moved(names=("k",), common=1000.0, seed=376), arch="8.0", kernels=kernels)
 
 
 _GROUPS = Case(
@@ -286,6 +289,11 @@ TRIALS: dict[str, AnyTrial] = {
     "tangents of packed": TangentTrial(case=CASES[10]),
     "tangents of functions": FunctionTangentTrial(score="distance"),
     **{f"tangents of {name} in CUDA": FunctionTangentTrial(score=name) for name in CUDA_SCORES},
+    "tangents of half precision": FunctionTangentTrial(score="softcapped", dtype="bfloat16"),
+    "tangents of few keys first": FunctionTangentTrial(score="counted", dtype="bfloat16", moved=("q",)),
+    "tangents of steep caps": FunctionTangentTrial(
+        score="softcapped", mask="documents", dtype="float32", moved=("temperature",), seed=3
+    ),
     "tangents of a barrier": FunctionTangentTrial(score="barrier"),
     **{name: sm90(own) for name, own in OF_SM90.items()},
     # On one SM; the first keys are attended to by no query.
