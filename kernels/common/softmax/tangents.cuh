@@ -4,10 +4,10 @@
 //
 // which are rescaled where m rises, as those are. The shift c is what all keys of a row have in common, taken out
 // before P (tS - c) is rounded: it moves to the mean of tS over the keys so far wherever m rises. Where m follows late,
-// c moves with the next tile, too: the first tile may have few keys, and m may stay at their maximum, but what these few
-// have in common may be far from the mean, and cancels in c + r / l. The sink is left out of that mean: next to the
-// first keys alone it weighs more than next to all, and c would stay far from the tS of later keys. At the end
-// tlse = c + r / l and tout = (A - (r / l) O) / l.
+// c moves with the next tile, too: the first tile may have few keys, and m may stay at their maximum, but what these
+// few have in common may be far from the mean, and cancels in c + r / l. The sink is left out of that mean: next to the
+// first keys alone it weighs more than next to all, and c would stay far from the tS of later keys. At the end tlse = c
+// + r / l and tout = (A - (r / l) O) / l.
 #pragma once
 #include "common/io/params.cuh"
 #include "common/schedule/sequences.cuh"
