@@ -488,6 +488,7 @@ struct Consumer {
     float p[kQueryTiles][4], ds[kQueryTiles][4];
     // Two derivatives share a register, as float16; or two weights do, see PackedWeights.
     [[maybe_unused]] u32 derivative[kKept != Kept::kNothing && !kNeedsDsoftcap ? kQueryTiles : 1][2];
+    // Without an index, the tile is known before it arrives: what follows is loaded while it does.
     if constexpr (kHasBlockIndex) wait_for_queries(s_q, s_do);
     take_tile();
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;

@@ -4,11 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 import cuflash.testing as ct
 from tests.backends import CORE, DEVICE, FALLBACK, on_backends
 from tests.judging import assert_oracle, assert_within
 
+BOTH = ("max", "entropy")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "block_mask": ()}
 every_backend = on_backends(
@@ -52,6 +54,16 @@ def test_hidden_blocks_take_no_part(backend, dtype):
     for name in ("q", "k", "v", "dout"):
         arrays[name][:, :, slice(320, 448) if backend.name == DEVICE else slice(128, 256)] = np.nan
     assert_within(backend.results(case, arrays), yardsticks)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "own", [{"bias": (4, 300, 330)}, {"softcap": 5.0, "sinks": True}, {"row_reductions": BOTH}], ids=str
+)
+def test_every_gradient_of_whole_blocks(backend, dtype, own):
+    """Pairs of such blocks are looked up by no kernel, those that make other gradients than dq, dk and dv included."""
+    sizes = {"seqlen_q": 300, "seqlen_k": 330, "block_mask": (4,), "block_size": (128, 128), "blocks_kept": 0.5}
+    backend.judge(ct.Case(**SIZES | sizes | own, dtype=dtype))
 
 
 @on_backends({DEVICE: DTYPES})

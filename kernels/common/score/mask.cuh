@@ -138,8 +138,8 @@ struct IsLeftEdge<LeftEdge> : Constant<true> {};
 // The argument `masked` for tiles in front of those that are visible as a whole.
 using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
-// Whether the block mask shows or hides whole tiles, of which the block-sparse index has those that it shows: then no
-// pair of such a tile is looked up in it.
+// Whether the block mask shows or hides whole tiles: then no pair is looked up in it. Kernels with a block-sparse index
+// compute none of the hidden ones; nor do those that read classes in its place (score_gradients.cuh).
 constexpr bool kShowsWholeTiles = kHasBlockIndex && kMaskBlockM % kBlockM == 0 && kMaskBlockN % kBlockN == 0;
 constexpr bool kLooksUpBlocks = kHasBlockMask && !kShowsWholeTiles;
 
