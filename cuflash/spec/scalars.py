@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import FLOAT8, numpy_dtype, softmax_dtype_of
 from cuflash.arrays.checks import typed, value_error
-from cuflash.spec.inputs import BY_NAME
+from cuflash.spec.inputs import BY_NAME, NUMBERS
 from cuflash.spec.score_args import score_arg_dtypes
 
 
@@ -34,7 +34,7 @@ def array_of(name: str, scalar: Any, q_dtype: str) -> NDArray[Any]:
     is: what checks those of arrays refuses it.
     """
     dtype = "bfloat16" if q_dtype in FLOAT8 else q_dtype
-    allowed = BY_NAME[name].dtypes_with(dtype) if name in BY_NAME else score_arg_dtypes(dtype)
+    allowed = _dtypes_of(name, dtype)
     own = np.asarray(scalar)
     is_of_python = type(scalar) in (int, float) or (isinstance(scalar, float) and own.dtype.name not in allowed)
     if not is_of_python:
@@ -51,6 +51,16 @@ def array_of(name: str, scalar: Any, q_dtype: str) -> NDArray[Any]:
     if not is_held:
         raise value_error(name, typed(scalar), f"a number that {wanted[0]} holds")
     return array
+
+
+def _dtypes_of(name: str, dtype: str) -> tuple[str, ...]:
+    """The dtypes that an argument may have next to q of a dtype: a tangent those of its array or number."""
+    for model in (name, name.removeprefix("t")):
+        if model in BY_NAME:
+            return BY_NAME[model].dtypes_with(dtype)
+        if model in NUMBERS:
+            return (softmax_dtype_of(dtype),)
+    return score_arg_dtypes(dtype)
 
 
 def _holding(dtype: np.dtype[Any], allowed: tuple[str, ...]) -> np.dtype[Any]:

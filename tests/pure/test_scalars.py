@@ -104,6 +104,26 @@ def test_scalars_of_terms_are_arrays_without_axes(way, dtype, bias, visible, len
     assert got["out"].any() == bool(visible and length)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=examples(30))
+@given(st.sampled_from(DTYPES), *[st.sampled_from([1, 0.3, np.float32(0.3), np.float16(0.25)])] * 3)
+def test_scalar_tangents_are_arrays_without_axes(way, dtype, tscale, tsoftcap, tbias):
+    """Of numbers and of an array without axes: an int is a real number there, as a float is."""
+    make, wrap = WAYS[way]
+    attn, arrays = make(softcap=3.0), arrays_of(dtype)
+    keys, real = wrap(*arrays[1:3]), np.dtype(softmax_dtype_of(dtype))
+    tangents = {"tscale": tscale, "tsoftcap": tsoftcap, "tbias": tbias}
+
+    def results(own):
+        found = attn.jvp(arrays[0], *keys, bias=np.array(0.5, real), **own)
+        how = {"bias": np.array(0.5, real), "need": ("tdq", "tdv", "tdscale"), **own}
+        return *found, *attn.backward_jvp(arrays[3], arrays[0], *keys, *found, **how)
+
+    expected = results({name: np.array(x, real) for name, x in tangents.items()})
+    for x, y in zip(results(tangents), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @settings(max_examples=examples(20))
 @given(st.sampled_from(DTYPES), st.sampled_from([True, False, np.True_, np.False_]), st.sampled_from([1, SEQLEN]))
 def test_a_mask_without_axes_acts_with_a_mask_function(dtype, visible, reach):
