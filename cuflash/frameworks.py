@@ -115,6 +115,11 @@ def forward_call(
     found = call(attn, names)
     if len(found.inputs) != len(names):
         unknown = next(name for name in names if name not in found.inputs)
+        if unknown in OPTION_NAMES:
+            raise TypeError(
+                f"{unknown}: got an array, expected a Python value, because options have no gradients here: give "
+                f"{unknown}.item(), or for the gradient of a scale q * scale with scale=1.0"
+            )
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown!r}")
     return found
 

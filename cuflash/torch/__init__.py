@@ -25,6 +25,7 @@ from torch import Tensor
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import add_keywords, check_lse_keywords, forward_call
 from cuflash.torch.operators import Forward
+from cuflash.torch.tensors import device_error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "logsumexp"]
 
+_PADDED = "sequences of several lengths padded, with kv_lengths, or packed, with cu_seqlens_q and cu_seqlens_k"
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -56,6 +58,16 @@ def _cast(arrays: dict[str, Tensor]) -> None:
         x = arrays.get(name)
         if x is not None and (x.dtype in _HALF_PRECISION or (x.dtype == torch.float32 and name != "bias")):
             arrays[name] = x.to(dtype)
+
+
+def _check(arrays: dict[str, Tensor]) -> None:
+    """Refuse tensors that are no array, and those on devices that PyTorch's own questions about q may not know."""
+    if not (arrays["q"].is_cpu or arrays["q"].is_cuda):
+        raise device_error(arrays["q"])
+    for name, x in arrays.items():
+        if x.layout is not torch.strided or x.is_nested:
+            got = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+            raise TypeError(f"{name}: got {got}, expected one of layout torch.strided: {name}.to_dense(), or {_PADDED}")
 
 
 # fmt: off
@@ -219,6 +231,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of the forward pass; lse alone without v."""
     options = add_keywords(arrays, keywords, (Tensor,), "torch.Tensor", lambda k: k.new_empty((*k.shape[:-1], 0)))
+    if not torch.compiler.is_compiling():
+        _check(arrays)
     if torch.is_autocast_enabled(arrays["q"].device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():

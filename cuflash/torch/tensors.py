@@ -134,11 +134,16 @@ def _keywords(call: Call, seed: int | None, offset: int | None) -> dict[str, Any
 _FIRST_NAMES = ("q", "k", "v")
 
 
+def device_error(q: Tensor) -> TypeError:
+    """The error for queries that are neither in host memory nor in CUDA memory."""
+    return TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
+
+
 def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass. For tensors whose signature was seen before, addresses are enough to launch it."""
     q = tensors[0]
     if not q.is_cuda:
-        raise TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
+        raise device_error(q)
     cupy, backend, index = _cupy(), _launches(), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     signature, addresses = _signature_of(which, call, tensors)

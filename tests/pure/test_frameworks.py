@@ -97,6 +97,7 @@ def test_what_has_a_gradient():
     ("attn", "names", "options", "words"),
     [
         (None, ("gamma",), {}, r"attention\(\) got an unexpected keyword argument 'gamma'"),
+        (None, ("scale",), {}, r"scale: got an array, expected a Python value, .* scale\.item\(\)"),
         (None, (), {"is_causal": True}, r"attention\(\) got an unexpected keyword argument 'is_causal'"),
         (None, (), {"bias": 1.0}, "bias: got float, expected an array of the library of q"),
         (None, (), {"mask": True}, "mask: got bool, expected an array of the library of q"),

@@ -651,6 +651,10 @@ def test_no_copy_is_made_of_arguments(monkeypatch):
     ("keywords", "error", "words"),
     [
         ({"k": X.numpy()}, TypeError, r"k: got ndarray, expected a torch\.Tensor"),
+        ({"q": X.to("meta")}, TypeError, "q: got a tensor on meta, expected one in host or CUDA memory"),
+        ({"k": X.to_sparse()}, TypeError, r"k: got a tensor of layout torch\.sparse_coo, expected .*torch\.strided"),
+        ({"v": torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)}, TypeError, "v: got a nested tensor"),
+        ({"scale": torch.tensor(0.5)}, TypeError, "scale: got an array, expected a Python value"),
         ({"k": X.to("meta")}, TypeError, "k: got a tensor on meta, expected one on cpu as q is"),
         ({"mask": np.ones((4, 4), bool)}, TypeError, "mask: got ndarray, expected an array of the library of q"),
         ({"is_causal": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'is_causal'"),
