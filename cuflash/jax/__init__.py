@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import numpy as np
 
+from cuflash.arrays.checks import type_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import add_keywords, check_lse_keywords, forward_call
 from cuflash.jax.primitives import FORWARD, RANDOM, Array, bind
@@ -209,8 +210,16 @@ def _forward(
 
 def _random(seed: Array, offset: Array) -> Array:
     """Seed and offset as the operand of a primitive."""
-    if isinstance(seed, jax.Array) or isinstance(offset, jax.Array):
-        words = seed, 0, offset
-        return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in words])
-    seed, offset = check_random(seed, offset)
-    return np.array([seed & 0xFFFFFFFF, seed >> 32, offset], np.uint32)
+    given = {"seed": seed, "offset": offset}
+    in_arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    for name, x in in_arrays.items():
+        if x.shape or not jax.numpy.issubdtype(x.dtype, np.integer):
+            remedy = "jax.random.bits(key, dtype='uint32')"
+            expected = f"an integer, or an array of one without axes; of a key of jax.random, {remedy}"
+            raise type_error(name, f"an array of {x.dtype} and shape {x.shape}", expected)
+    own_seed, own_offset = check_random(*(0 if name in in_arrays else x for name, x in given.items()))
+    numbers = np.array([own_seed & 0xFFFFFFFF, own_seed >> 32, own_offset], np.uint32)
+    if not in_arrays:
+        return numbers
+    words = {"seed": numbers[0], "high": numbers[1], "offset": numbers[2]} | in_arrays
+    return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in words.values()])

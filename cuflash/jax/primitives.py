@@ -24,7 +24,9 @@ from cuflash.frameworks import (
 from cuflash.spec.outputs import model_of
 
 Array = Any
-RANDOM = "random"  # the operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed
+# The operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed. Its name is no
+# identifier, so that no array of a caller has it.
+RANDOM = "dropout.random"
 
 
 def _primitive(which: str) -> Primitive:

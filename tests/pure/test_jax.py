@@ -283,6 +283,10 @@ X = np.ones((2, 4, 8), np.float32)
         ({"causal": "yes"}, ValueError, "causal: got 'yes'"),
         ({"k": X[:, :2]}, ValueError, "v: got seqlen_k 4, expected seqlen_k 2 as k has"),
         ({"dropout": 0.5}, TypeError, "seed: got None"),
+        ({"dropout": 0.5, "offset": 0, "seed": jnp.ones(())}, TypeError, "seed: got an array of float32 and shape"),
+        ({"dropout": 0.5, "offset": 0, "seed": jax.random.key(0)}, TypeError, r"seed: .*jax\.random\.bits\(key"),
+        ({"dropout": 0.5, "offset": jnp.zeros(3, int), "seed": 0}, TypeError, r"offset: got .* shape \(3,\)"),
+        ({"dropout": 0.5, "offset": jnp.zeros((), int), "seed": -1}, ValueError, "seed: got -1, expected 0 to"),
     ],
 )
 def test_wrong_arguments_are_named(keywords, error, words, compiled):
@@ -291,6 +295,26 @@ def test_wrong_arguments_are_named(keywords, error, words, compiled):
 
     with pytest.raises(error, match=f"^{words}"):
         (jax.jit(f) if compiled else f)(jnp.asarray(X))
+
+
+@pytest.mark.parametrize("seed", [3, 2**40 + 3])
+def test_a_seed_next_to_an_offset_in_an_array(seed):
+    """Which has all of its bits, as next to an offset that is a number."""
+    attn = cuflash.FlashAttention(dropout=0.5)
+    right = attention(X, X, X, attn=attn, seed=seed, offset=2)
+    for jit in (jax.jit, lambda f: f):
+        found = jit(lambda offset: attention(X, X, X, attn=attn, seed=seed, offset=offset))(jnp.array(2))
+        np.testing.assert_array_equal(found, right)
+
+
+def test_an_array_of_a_score_may_be_named_random():
+    x, attn = np.linspace(0, 1, X.shape[-2], dtype=np.float32), cuflash.FlashAttention(dropout=0.5, score=by_random)
+    right = attn.forward(np.asarray(X), np.asarray(X), np.asarray(X), random=x, seed=1, offset=2).out
+    np.testing.assert_allclose(attention(X, X, X, attn=attn, random=x, seed=1, offset=2), right, rtol=1e-6)
+
+
+def by_random(s, i, j, *, random):
+    return s + random[i] * random[j]
 
 
 # ---- logsumexp -------------------------------------------------------------------------------------------------------
