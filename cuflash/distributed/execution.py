@@ -404,9 +404,10 @@ class Execution(Run):
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
         found = [Found.of(self, len(own), results) for own in seen]
-        for tile, partial in zip(seen[self.rank], found[self.rank].partials, strict=True):
-            arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
-            call = functools.partial(self.slices.forward, queries, tile.keys, reductions=tuple(results))
+        for own_tile, partial in zip(seen[self.rank], found[self.rank].partials, strict=True):
+            tile = own_tile._replace(queries=queries)  # of all, also those that attend to none of these keys
+            arrays = self._of_keys(tile, is_first=tile.keys == order[0][0])
+            call = functools.partial(self.slices.forward, tile.queries, tile.keys, reductions=tuple(results))
             pairs = {name: x for name, x in partial.items() if name == "lse_pairs"}
             own_results = {name: x for name, x in partial.items() if name in results}
             self.slices.into(own_results, arrays | pairs, call, is_wide=self.slices.is_on_cpu)
@@ -416,16 +417,16 @@ class Execution(Run):
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
         _merge([found[rank].partials[i] for _, rank, i in order], results)
 
-    def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries and some of this rank's keys; inputs of the softmax go to the first."""
+    def _of_keys(self, tile: Tile, *, is_first: bool) -> dict[str, Array]:
+        """The arrays of a call on all queries, which are those of the tile, and some of this rank's keys; inputs of the
+        softmax go to the first."""
         at = self.local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
-        optional_inputs = self.slices.of_heads(slice(None), of_softmax=is_first) | self.slices.of_blocks(
-            queries, tile.keys
-        )
+        optional_inputs = self.slices.of_heads(slice(None), of_softmax=is_first)
+        optional_inputs |= self.slices.of_blocks(tile.queries, tile.keys)
         optional_inputs |= self.slices.scales(slice(None), slice(None))
         return self.slices.with_keys_before(found, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
 

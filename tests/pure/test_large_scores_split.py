@@ -155,6 +155,31 @@ def test_gradients_of_some_keys_by_the_lse_of_all(level, cut, chunk, seed):
                 np.testing.assert_allclose(np.concatenate(own, axis=1), x, rtol=0, atol=1e-9)
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    level=st.sampled_from([200.0, -5e3]),
+    sizes=st.sampled_from([(33, 6), (20, 20), (5, 40)]),
+    ranks=st.integers(1, 3),
+    options=st.sampled_from([{"causal": True}, {"causal": "top_left"}, {"window": (4, 0)}]),
+    seed=st.integers(0, 2**16),
+)
+def test_decode_where_some_queries_attend_to_no_key_of_a_rank(level, sizes, ranks, options, seed):
+    rng, (seqlen_q, seqlen_k) = np.random.default_rng(seed), sizes
+    q, (k, v) = rng.standard_normal((2, seqlen_q, 8)), rng.standard_normal((2, 2, seqlen_k, 8))
+    bias, split, want = rng.standard_normal((seqlen_q, seqlen_k)) + level, cd.contiguous(seqlen_k, ranks), ("entropy",)
+    attn: Any = cuflash.FlashAttention(**options)
+    expected = attn.forward(q, k, v, bias=bias, want=want)
+
+    def work(comm):
+        own_k, own_v = (split.part(x, comm.rank) for x in (k, v))
+        decoder: Any = cd.ContextParallel(comm, split=split, **options)
+        return decoder.decode(q, own_k, own_v, bias=split.part(bias, comm.rank, -1), want=want)
+
+    for found in of_ranks.on_threads(ranks, work):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-9)
+
+
 def with_level(s, i, j, *, level):
     return s + level[i, j]
 
