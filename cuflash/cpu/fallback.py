@@ -511,7 +511,8 @@ class Job:
             ds *= p
             reductions.add_maxima(tile, ds)
             if gradients.is_of_scores:
-                ds = self.folded(gradients.add_scores(tile, s, ds.reshape(s.shape), (p != 0).reshape(s.shape)))
+                counts = (p != 0) | (ds != 0)  # with a sink, the largest score may have a gradient and no weight
+                ds = self.folded(gradients.add_scores(tile, s, ds.reshape(s.shape), counts.reshape(s.shape)))
             if "dk" in wanted:
                 gradients.add_keys("dk", tile, product(ds.swapaxes(2, 3), self.scaled_q))
             if "dq" in wanted or "dscale" in wanted:
