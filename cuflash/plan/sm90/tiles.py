@@ -272,7 +272,7 @@ class BackwardSm90Tile(ScoredTile):
 
     conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
-    variations: ClassVar = {"num_stages": (2, 3)}
+    variations: ClassVar = {"num_stages": (2, 3, 4)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         keys = 64 if self.splits_roles else 128
@@ -515,6 +515,12 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
                   "on an H100 555 TFLOP/s, 128 x 128: 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
                   "1024 keys)"),
+    _forward_sm90(128,    256, 64,  4,    False, 1, "long, narrow values",
+                  "on an H200 573 us, causal 312, 192 x 80: 650 and 352 (values of 64, 4 x 16 heads, seqlen 4096)"),
+    _forward_sm90(128,    192, 64,  4,    False, 1, "long, narrow",
+                  "on an H200 1035 us, causal 557, 192 x 80: 1154 and 631 (head_dim 72, 4 x 28 heads, seqlen 4096); "
+                  "96: 807 and 437, 824 and 447; 80: 886 and 476, 943 and 494, but 3632 and 1830, 3568 and 1775 at "
+                  "16384"),
     _forward_sm90(128,    192, 80,  2,    True,  2, "long",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full), causal 615 "
                   "and 710, 580 and 664"),
