@@ -5,6 +5,7 @@
 
 #include "barriers.h"
 #include "interface_sm90.h"
+#include "numerics.h"
 #include "shared_memory.h"
 
 namespace emulator {
@@ -19,9 +20,10 @@ struct TensorMapContent {
   u32 element_bytes;
 };
 
-// Stores of one thread, in groups.
+// Stores of one thread, in groups, and additions of float32.
 struct BulkStore {
   Site site;
+  bool adds;
   TensorMapContent map;
   int coordinates[4];
   u32 offset;  // in shared memory
@@ -189,7 +191,24 @@ void issue(BulkStore store) {
                  [&](u32 offset, u8*, u32 valid) { note_read(offset, valid); });
   bulk.stores.push_back(store);
   ++block.statistics.bulk_copies;
-  block.statistics.bytes_stored += bytes_inside(store.map, store.coordinates);
+  u64& bytes = store.adds ? block.statistics.bytes_added : block.statistics.bytes_stored;
+  bytes += bytes_inside(store.map, store.coordinates);
+}
+
+BulkStore tensor_store(const void* map, u32 source, const int (&coordinates)[4], Site site) {
+  Thread& self = *block.current;
+  self.site = site;
+  BulkStore store = {};
+  store.site = site;
+  store.map = read_tensor_map(map, self, site);
+  memcpy(store.coordinates, coordinates, sizeof coordinates);
+  check_coordinates(store.map, coordinates, site);
+  const u32 row_bytes = store.map.dims[0] * store.map.element_bytes;
+  if (row_bytes % kChunkBytes)
+    fail(self, site, "a tensor store to rows of %u bytes: it would write all of their last 16 bytes", row_bytes);
+  store.bytes = box_bytes(store.map);
+  store.offset = checked_offset(source, store.bytes, kTensorAlignment, self, site);
+  return store;
 }
 
 void read_source(BulkStore& store) {
@@ -199,7 +218,15 @@ void read_source(BulkStore& store) {
 
 void write_result(const BulkStore& store) {
   for_each_chunk(store.map, store.coordinates, store.offset, [&](u32 offset, u8* destination, u32 valid) {
-    memcpy(destination, &store.content[offset - store.offset], valid);
+    const u8* source = &store.content[offset - store.offset];
+    if (!store.adds) memcpy(destination, source, valid);
+    for (u32 byte = 0; store.adds && byte < valid; byte += sizeof(float)) {
+      float sum, term;
+      memcpy(&sum, destination + byte, sizeof sum);
+      memcpy(&term, source + byte, sizeof term);
+      sum = flushed(flushed(sum) + flushed(term));
+      memcpy(destination + byte, &sum, sizeof sum);
+    }
   });
 }
 
@@ -308,18 +335,14 @@ void store_remote(u32 destination, const void* source, u32 bytes, u32 barrier, S
 }
 
 void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site) {
-  Thread& self = *block.current;
-  self.site = site;
-  BulkStore store = {};
-  store.site = site;
-  store.map = read_tensor_map(map, self, site);
-  memcpy(store.coordinates, coordinates, sizeof coordinates);
-  check_coordinates(store.map, coordinates, site);
-  const u32 row_bytes = store.map.dims[0] * store.map.element_bytes;
-  if (row_bytes % kChunkBytes)
-    fail(self, site, "a tensor store to rows of %u bytes: it would write all of their last 16 bytes", row_bytes);
-  store.bytes = box_bytes(store.map);
-  store.offset = checked_offset(source, store.bytes, kTensorAlignment, self, site);
+  issue(tensor_store(map, source, coordinates, site));
+}
+
+void add_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site) {
+  BulkStore store = tensor_store(map, source, coordinates, site);
+  if (store.map.element_bytes != sizeof(float))
+    fail(*block.current, site, "adds elements of %u bytes: only float32 is emulated", store.map.element_bytes);
+  store.adds = true;
   issue(store);
 }
 
