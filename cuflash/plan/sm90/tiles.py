@@ -303,7 +303,7 @@ class BackwardSm90Tile(ScoredTile):
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
-        barriers += 8 * self.num_stages  # and an entry of a block-sparse index for each stage
+        barriers += 8 * (self.num_stages + 2)  # and tiles that are handed over
         scores = self.block_n * self.block_m * 4 if self.keeps_scores else 0
         # Two stages of what each warp sums for its 16 keys.
         step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
