@@ -80,7 +80,7 @@ class _Main(NamedTuple):
 
     @property
     def writes_dbias(self) -> bool:
-        """Whether its blocks write dbias in memory, tile by tile."""
+        """Whether its blocks write dbias, tile by tile."""
         return self.family.writes_dbias and "dbias" in self.summed
 
 
@@ -413,7 +413,7 @@ def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile) -> None:
     if main.writes_dbias:
         adds = num_summed(draft) > 1
         options["CUFLASH_ADDS_DBIAS"] = int(adds)
-        how = "adds each tile of it to memory" if adds else "stores each tile of it"
+        how = "adds tiles of dS to it, in any order" if adds else "stores it, tile by tile"
         draft.reasons.append(f"dbias: the main kernel {how}")
     draft.models.append(family.model)
     family.add(draft, tile, blocks, makes, options)

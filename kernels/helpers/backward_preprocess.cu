@@ -161,7 +161,7 @@ CUFLASH_DEVICE void store_lse_stats(const Params& params, const Work& work, int 
 #define CUFLASH_CLEARS_DBIAS 0
 #endif
 
-// Clears dbias. Its rows, each of which is a multiple of 16 bytes, are taken by blocks in turn.
+// Clears dbias. Blocks take its rows in turn, whose lengths are multiples of 16 bytes.
 CUFLASH_DEVICE void clear_dbias(const Params& params, int num_m_blocks, int thread) {
   const ScoreTensor& dbias = params.dbias;
   const int num_heads = dbias.head_stride != 0 ? params.num_heads : 1, seqlen_q = params.seqlen_q;
@@ -173,7 +173,7 @@ CUFLASH_DEVICE void clear_dbias(const Params& params, int num_m_blocks, int thre
     Real* first = (Real*)dbias.data + head / num_heads * dbias.batch_stride + head % num_heads * dbias.head_stride +
                   row * dbias.row_stride;
 #pragma unroll 1
-    for (int vector = thread; vector < params.seqlen_k / 4; vector += kNumThreads)
+    for (int vector = thread; vector < params.seqlen_k * (int)sizeof(Real) / 16; vector += kNumThreads)
       ((Bytes16*)first)[vector] = {0, 0, 0, 0};
   }
 }

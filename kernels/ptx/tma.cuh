@@ -64,7 +64,7 @@ CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i
                : "memory");
 }
 // Thread. cp.reduce.async.bulk.tensor.4d (9.7.9.27.5.3): the same, but adds float32 to what is in the array. Subnormal
-// terms and sums become zeros.
+// numbers count (measured on an H200), unlike those of red.
 CUFLASH_DEVICE void add_tensor(const TensorMap& map, u32 source, i32 column, i32 row, i32 head, i32 batch) {
   asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
                    "l"(&map),

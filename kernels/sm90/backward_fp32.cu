@@ -24,7 +24,7 @@
 //   do_full[i]      a chunk of dO is in i                       dP', dV
 //   do_empty[i]     dP' and dV of the chunk are made            the producer of dO
 //   p_full[i]       P' is in buffer i                           dS'
-//   ds_full[i]      dS' has replaced P' in         buffer i   dQ
+//   ds_full[i]      dS' has replaced P' in buffer i             dQ
 //   ds_empty[i]     dQ of this dS' is made                      P', before it is written there again
 //   dbias_full[i]   dS has replaced the bias in stage i         the thread that writes dbias
 //   named: one for the warpgroup of dK
@@ -516,7 +516,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     split(ds, operand);
 
     // Once all threads have read P', dS' is stored in its memory. There, rows are keys. The statistics have been read,
-    // too, where TMA writes next.
+    // too, where TMA writes next; and TMA may read dbias.
     ptx::fence_async_proxy();
     if constexpr (kNeedsDbias) shared.dbias_full(at).arrive();
     ptx::sync_named(kDkWarpgroup, 128);
@@ -581,18 +581,19 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
 // One thread adds dbias of each tile of pairs to memory, or stores it, and then gives the stage back.
 CUFLASH_DEVICE void write_dbias(const BackwardParams& params, const Shared& shared) {
   const ScoreTensor& dbias = params.common.dbias;
+  const TensorMap& map = params.maps[kMapDbias];
   const BackwardWork tile(params.common);
   QueryTileIterator m_tile = tile.first();
   Position<kNumStages> at;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+    const int first_row = m_tile.m_block * kRows;
     const int head = dbias.head_stride != 0 ? m_tile.head : 0, batch = dbias.batch_stride != 0 ? tile.work.batch : 0;
     shared.dbias_full(at).wait(at.parity);
 #pragma unroll
     for (int c = 0; c < kBiasChunks; ++c) {
-      const TensorMap& map = params.maps[kMapDbias];
       const u32 chunk = shared.bias_of(at, c * kBiasChunk);
-      const int first_key = tile.first_key + c * kBiasChunk, first_row = m_tile.m_block * kRows;
+      const int first_key = tile.first_key + c * kBiasChunk;
       if constexpr (CUFLASH_ADDS_DBIAS)
         ptx::add_tensor(map, chunk, first_key, first_row, head, batch);
       else

@@ -92,11 +92,6 @@ inline u8 float32_to_e4m3(float value) {
   return sign | (u8)((step + 9) * 8 + (int)std::nearbyint(std::ldexp(magnitude, -step)));
 }
 
-// Additions of float32 to global memory take subnormal numbers, and make them, zeros (PTX ISA, atom).
-inline float flushed(float x) { return x != 0 && x > -0x1p-126f && x < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
-inline double flushed(double x) { return x; }
-inline u64 flushed(u64 x) { return x; }
-
 // TF32 is the first 19 bits of float32.
 inline float cut_to_tf32(float value) { return float_of(bits_of(value) & 0xffffe000u); }
 inline float rounded_to_tf32(float value) {

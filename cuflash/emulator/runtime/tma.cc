@@ -5,7 +5,6 @@
 
 #include "barriers.h"
 #include "interface_sm90.h"
-#include "numerics.h"
 #include "shared_memory.h"
 
 namespace emulator {
@@ -20,7 +19,7 @@ struct TensorMapContent {
   u32 element_bytes;
 };
 
-// Stores of one thread, in groups, and additions of float32.
+// Stores, or additions of float32, of one thread, in groups.
 struct BulkStore {
   Site site;
   bool adds;
@@ -216,17 +215,24 @@ void read_source(BulkStore& store) {
   store.content.assign(from, from + store.bytes);
 }
 
+// Subnormal terms and sums count, unlike those of red (measured on an H200).
+void add_float32(u8* destination, const u8* source, u32 bytes) {
+  for (u32 i = 0; i < bytes; i += sizeof(float)) {
+    float sum, term;
+    memcpy(&sum, destination + i, sizeof sum);
+    memcpy(&term, source + i, sizeof term);
+    sum += term;
+    memcpy(destination + i, &sum, sizeof sum);
+  }
+}
+
 void write_result(const BulkStore& store) {
   for_each_chunk(store.map, store.coordinates, store.offset, [&](u32 offset, u8* destination, u32 valid) {
     const u8* source = &store.content[offset - store.offset];
-    if (!store.adds) memcpy(destination, source, valid);
-    for (u32 byte = 0; store.adds && byte < valid; byte += sizeof(float)) {
-      float sum, term;
-      memcpy(&sum, destination + byte, sizeof sum);
-      memcpy(&term, source + byte, sizeof term);
-      sum = flushed(flushed(sum) + flushed(term));
-      memcpy(destination + byte, &sum, sizeof sum);
-    }
+    if (store.adds)
+      add_float32(destination, source, valid);
+    else
+      memcpy(destination, source, valid);
   });
 }
 

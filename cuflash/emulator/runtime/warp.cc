@@ -400,6 +400,11 @@ float to_float32(Element type, u16 bits) { return element_to_float32(type, bits)
 float round_to_tf32(float x) { return rounded_to_tf32(x); }
 
 namespace {
+// Additions of float32 to global memory take subnormal numbers, and make them, zeros (PTX ISA, atom).
+float flushed(float x) { return x != 0 && x > -0x1p-126f && x < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
+double flushed(double x) { return x; }
+u64 flushed(u64 x) { return x; }
+
 template <class T>
 void reduce(T* address, const T* values, u32 count, Site site) {
   Thread& self = *block.current;

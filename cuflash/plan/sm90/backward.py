@@ -57,7 +57,7 @@ SPLIT_ROLES_REVERSED_ONE_IN, GROUPED_REVERSED_ONE_IN = 8, 4
 # shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
-IN_ANY_ORDER = 2  # so many terms have one sum, in whatever order blocks add them to zero
+TERMS_IN_ANY_ORDER = 2  # so many terms that blocks add to zero have the same sum in any order
 _OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 
 
@@ -246,11 +246,11 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
             return "tiles of dbias take the place of tiles of bias, which it does not load here"
         if names := draft.problem.given(CAPS):
             return f"its dS has the derivative of {names[0]}, too"
-        if draft.problem.deterministic and num_summed(draft) > IN_ANY_ORDER:
+        if draft.problem.deterministic and num_summed(draft) > TERMS_IN_ANY_ORDER:
             return "it adds to dbias in no fixed order"
         dbias = draft.arrays["dbias"]
         if dbias.strides[3] != 1:
-            return "keys of dbias are no neighbours"
+            return "dbias is not contiguous along the keys"
         summing = self.summing(main, (name,))
         return why_not("dbias", dbias, written=True, broadcasts=True) or why_too_large(
             summing, draft.problem, draft.device

@@ -367,7 +367,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
-    writes_dbias: bool = False  # the gradient of a per-pair bias takes the place of its tile, and leaves by TMA
+    writes_dbias: bool = False  # dS replaces the tile of a per-pair bias, and TMA writes it to dbias
 
     defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
