@@ -170,8 +170,9 @@ def test_a_bias_of_pairs(tile, options, ceiling):
     assert resources.spill_stores_bytes <= ceiling
 
 
-# The main kernel of float32 that writes it. The row of wide heads spills more than without (SPILLS_OF_ADDENDS).
-WRITTEN_SPILLS = {64: 0, 128: 112}
+# Bytes that the main kernel of float32 spills where it writes dbias, by max_dim: what NVRTC 13.0 reports; 13.5 has 0
+# and 8.
+WRITTEN_SPILLS = {64: 4, 128: 12}
 
 
 @pytest.mark.one_in(2)

@@ -175,13 +175,18 @@ def test_three_terms_are_added_in_order_if_deterministic():
         assert "dbias: not by sm90/backward_fp32: it adds to dbias in no fixed order" in plan.reason
 
 
-def test_what_is_hidden_may_be_no_number():
-    """Values of keys past a length, which TMA loads with the others: dbias is zero there, and finite elsewhere."""
-    case = case_of(kv_lengths=(70, 0))
-    problem, arrays = inputs_of(case)
+@pytest.mark.parametrize(
+    "options", [{"kv_lengths": (70, 0)}, {"mask": (2, 1, 1, 152)}, {"mask": (4, 150, 152)}], ids=str
+)
+def test_what_is_hidden_may_be_no_number(options):
+    """TMA loads keys that a mask hides with the others: dbias is zero there, and finite elsewhere."""
+    problem, arrays = inputs_of(case_of(options))
+    if "mask" in options:
+        arrays["mask"][..., 70:] = False
+    else:
+        arrays["k"][1] = arrays["v"][1] = np.nan
     out, lse = forward_by_oracle(problem, arrays)
-    arrays["k"][0, :, 70:] = arrays["v"][0, :, 70:] = np.nan
-    arrays["k"][1] = arrays["v"][1] = np.nan
+    arrays["k"][:, :, 70:] = arrays["v"][:, :, 70:] = np.nan
     assert is_written(plan_of(problem, arrays, out))
     *_, dbias = attention.backward(problem, arrays, out, lse, need=NEED)
     assert np.isfinite(dbias).all()
