@@ -207,12 +207,15 @@ FORWARD_FLOAT8 = by_name(
         f"{LONG_SEQLEN} keys or more, not causal",
     ),
 )
+
+
+def _is_of_lse_alone(fit: Fit) -> bool:
+    return fit.problem.head_dim_v == 0 and not fit.problem.has_functions and fit.problem.dropout == 0
+
+
 # Of `BackwardSm90Tile`.
 BACKWARD = by_name(
     ANY,
-    Condition(
-        "no values",
-        lambda fit: fit.problem.head_dim_v == 0 and not fit.problem.has_functions and fit.problem.dropout == 0,
-        "gradients of lse alone, without score_mod, mask_mod or dropout",
-    ),
+    Condition("no values", _is_of_lse_alone, "gradients of lse alone, without score_mod, mask_mod or dropout"),
+    Condition("values", lambda fit: not _is_of_lse_alone(fit), "values, or score_mod, mask_mod or dropout"),
 )
