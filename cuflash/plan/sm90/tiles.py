@@ -367,6 +367,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    writes_dbias: bool = False  # dS replaces the tile of a per-pair bias, and TMA writes it to dbias
 
     defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
@@ -385,7 +386,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
         tile = self.bf16_terms * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
         buffers = self.num_buffers * self.bf16_terms * chunked_bytes(64, CHUNK)
         chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
+        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers + self.num_stages * self.writes_dbias)
         queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
 
