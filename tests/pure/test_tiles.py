@@ -213,7 +213,7 @@ def chosen_for_special_problems(precision):
         without = problem_of(16384, 16384, dim, 0)
         chosen |= set(choose_plan(without, h100, BACKWARD).tiles)
         with_bias = replace(biased(dim, "float32"), head_dim_v=0)
-        chosen |= {replace(tile, bias_of_pairs=0) for tile in choose_plan(with_bias, h100, BACKWARD).tiles}
+        chosen |= {tile.changed(bias_of_pairs=0) for tile in choose_plan(with_bias, h100, BACKWARD).tiles}
         many = problem_of(1 << 16, 1 << 16, dim, 0, dtype="float32")
         chosen |= set(choose_plan(replace(many, precision=precision), h100).tiles)
         narrow = problem_of(16384, 16384, dim, 64)
