@@ -141,9 +141,14 @@ def test_results_that_grow_into_caches_are_refused(arch):
             for length in (151, 160):
                 with pytest.raises(ValueError, match=r"^out: .*k"):
                     forward(q, memory[:, :, :length], v[:, :, :length], out=out)
+        (wide,) = arrays_of((1, 2, 1, 64), 1)
+        copied = wide[..., ::2]  # its rows are not contiguous
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^out: "):
                 attn.forward(q, memory, v, out=q)
+            attn.forward(copied, memory, v)
+            with pytest.raises(ValueError, match=r"^out: "):
+                attn.forward(copied, memory, v, out=wide[..., :32])
 
 
 @pytest.mark.one_in(1)
