@@ -278,6 +278,14 @@ def beside_masks(
     return arrays
 
 
+def _of_lengths(k: Array, v: Array, random: np.random.Generator) -> dict[str, Array]:
+    """Lengths of keys, and keys and values that are NaN past these: nobody may read them."""
+    lengths = random.integers(0, k.shape[2] + 1, len(k))
+    past = (np.arange(k.shape[2]) >= lengths[:, None])[:, None, :, None]
+    own = {name: np.where(past, np.array(np.nan, x.dtype), x) for name, x in (("k", k), ("v", v))}
+    return {"kv_lengths": lengths, **own}
+
+
 @st.composite
 def scored(
     draw: st.DrawFn,
@@ -334,7 +342,7 @@ def scored(
         batch = 2
     else:
         if draw(st.booleans()):
-            arrays["kv_lengths"] = random.integers(0, seqlen_k + 1, batch)
+            arrays |= _of_lengths(arrays["k"], arrays["v"], random)
             options |= {"causal": "lengths"} if follows_lengths and draw(st.booleans()) else {}
         if draw(st.booleans()):
             arrays["mask"] = random.random((1, heads, seqlen_q, seqlen_k)) < 0.8

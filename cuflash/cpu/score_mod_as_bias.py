@@ -474,6 +474,10 @@ class Prepared:
         products = None
         if self.score.multiplies:
             operands = {name: arrays[name] for name in ("q", "k", "tq", "tk") if name in arrays}
+            if LENGTHS in optional_inputs:
+                operands |= {
+                    name: _zero_past(optional_inputs[LENGTHS], x) for name, x in operands.items() if name[-1] == "k"
+                }
             own = {
                 # Heads that share keys have an axis.
                 name: x.astype(self.dtype, copy=False).reshape(
@@ -614,6 +618,12 @@ class Prepared:
 def _shown_tiles(tiles: Iterable[Tile], shown: tuple[Array, Array]) -> list[Tile]:
     """The tiles in which a mask shows pairs: `shown` is what `Prepared._blocks` found."""
     return [tile for tile in tiles if shown[1][tile.blocks].any()]
+
+
+def _zero_past(lengths: Array, keys: Array) -> Array:
+    """Keys, or their tangents, with zeros past the lengths: that memory may hold NaN, which no weight of 0 cancels."""
+    exists = np.arange(keys.shape[2]) < lengths.reshape(-1, 1)
+    return np.where(exists[:, None, :, None], keys, np.zeros((), keys.dtype))
 
 
 def _widen(arrays: dict[str, Array], names: Iterable[str], dtype: np.dtype[Any]) -> None:

@@ -154,7 +154,7 @@ class Execution(Run):
         return found["key_indices"][..., 0]
 
     def _row_sums(self, need: tuple[str, ...], *, is_wide: bool = False) -> Array:
-        """The row sums of this rank's queries over the keys of all ranks, where lse is large.
+        """The row sums of this rank's queries over the keys of all ranks, where lse is large and that of these keys.
 
         Calls are those that make dk and dv, because sums of weights are 1 only if these have the very same scores.
         """
@@ -179,8 +179,9 @@ class Execution(Run):
         merged = row_sums.merged(self._partials_of_all(own, traversal))[0]
         if self.arrays.get("sinks") is not None:
             merged = row_sums.with_score(merged, dlpack.on_host(self.arrays["sinks"]))
-        merged[~row_sums.is_large(dlpack.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
-        return self.xp.asarray(merged)
+        of_queries = dlpack.on_host(lse)
+        merged[~row_sums.is_large(of_queries, self.slices.large_lse)] = row_sums.ABSENT
+        return self.xp.asarray(row_sums.explaining(merged, of_queries))
 
     def _partials_of_all(self, own: Array, traversal: Traversal) -> list[Array]:
         """The row sums of this rank's queries that all ranks have, in the order of pieces; `own` are of all queries."""
@@ -382,13 +383,12 @@ class Execution(Run):
                     streams.keep(found)
 
     def _with_row_sums(self) -> Execution:
-        """The same with the row sums of rows whose lse is large, if it is that of these keys."""
+        """The same with the row sums of rows whose lse is large."""
         if not self.has_large_rows:
             return self
         others = {name: x for name, x in self.arrays.items() if name != "dlse"}
-        sums = dlpack.on_host(replace(self, arrays=others)._row_sums((), is_wide=True))
-        found = self.xp.asarray(row_sums.explaining(sums, dlpack.on_host(self.arrays["lse"])))
-        return replace(self, arrays={**self.arrays, "row_sums": found}, has_large_rows=False)
+        sums = replace(self, arrays=others)._row_sums((), is_wide=True)
+        return replace(self, arrays={**self.arrays, "row_sums": sums}, has_large_rows=False)
 
     def decode(self, results: Mapping[str, Array]) -> None:
         """Fill out, with four axes, and lse and reductions, with three, for queries that all ranks have."""

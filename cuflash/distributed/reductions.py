@@ -18,6 +18,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.outputs import REQUIRED_BY_BACKWARD
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, FORWARD, TOP_KEYS, Pass
 from cuflash.spec.reductions import (
+    OWN_ARGUMENTS,
     ColumnSums,
     check_weights,
     checked_count,
@@ -25,6 +26,7 @@ from cuflash.spec.reductions import (
     gradients_wanted,
 )
 from cuflash.spec.results import Array, Gradients, TopKeys, named_tuple
+from cuflash.spec.score_args import check_names_of_method
 from cuflash.spec.type_variables import FunctionT
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class RankReductions(Generic[FunctionT]):
         --------
         cuflash.FlashAttention.top_keys : The same on one device.
         """
-        return TopKeys(*self._reduced(TOP_KEYS, q, k, {"lse": lse}, optional_inputs, checked_count(count)))
+        return TopKeys(*self._reduced(TOP_KEYS, q, k, {"lse": lse}, optional_inputs, count))
 
     def column_sums_backward(
         self,
@@ -181,7 +183,7 @@ class RankReductions(Generic[FunctionT]):
         )
 
     def _reduced(
-        self, pass_: Pass, q: Array, k: Array, of_rows: dict[str, Any], optional_inputs: dict[str, Any], *count: int
+        self, pass_: Pass, q: Array, k: Array, of_rows: dict[str, Any], optional_inputs: dict[str, Any], *count: Any
     ) -> Any:
         """The result of a reduction, or the results of `TOP_KEYS`, which has a `count`."""
 
@@ -203,6 +205,9 @@ class RankReductions(Generic[FunctionT]):
 
         arrays, required = {"q": q, "k": k, "v": None, **of_rows}, (*INPUTS, "lse")
         calls = self._calls_of_weights
+        with telling(calls.transport):
+            check_names_of_method(pass_.name, self.options, OWN_ARGUMENTS[pass_.name])
+            count = tuple(map(checked_count, count))
         return calls.carry_out(pass_.name, arrays, optional_inputs, required, (None, None), compute, nothing_else)
 
 

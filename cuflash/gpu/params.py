@@ -29,7 +29,7 @@ from cuflash.plan.argument import (
 )
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.spec.inputs import FP8_SCALES, NAMES, NUMBERS
-from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS, SCORE_ARG_SCRATCH
 from cuflash.spec.problem import Problem
 
 # The layout is that of a struct of these fields in C.
@@ -170,7 +170,7 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     for n, (name, _, _) in enumerate(arrays):
         words |= {name: first + n * step}
         words |= dict.fromkeys((f"d{name}", f"td{name}"), first + (count + n) * step)
-    return words | {"score_arg_sums": first - 1, "score_arg_largest": first + 2 * count * step}
+    return words | dict(zip(SCORE_ARG_SCRATCH, (first - 1, first + 2 * count * step), strict=True))
 
 
 def length_numbers(problem: Problem) -> tuple[int, int, int, int]:

@@ -15,6 +15,8 @@ from cuflash.spec.outputs import (
     OVER_ROWS,
     ROW_REDUCTION_SCRATCH,
     ROW_REDUCTIONS_AND_GRADIENTS,
+    SCRATCH,
+    TANGENT_SCRATCH,
 )
 from cuflash.spec.problem import Problem
 
@@ -24,14 +26,7 @@ ARRAYS = (
     *((row.name, row.strides) for row in OPTIONAL_INPUTS),
     *((row.gradient, OUTPUT_ROWS[row.gradient].strides) for row in OPTIONAL_INPUTS if row.gradient_via),
     *((name, OUTPUT_ROWS[name].strides) for name in NUMBER_GRADIENTS),
-    *(
-        (name, 0)
-        for name in (
-            *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
-            *("q_copy", "k_copy", "v_copy", "dout_copy", "key_index", "query_index", "mask_words", "mask_blocks"),
-            *("bias_blocks", "row_sums", "score_partials", "sums_partials"),
-        )
-    ),
+    *((name, 0) for name in SCRATCH),
 )
 OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers that follow the number of keys
 RUN_TIME = tuple(field.name for field in fields(RunTime))
@@ -74,7 +69,7 @@ TANGENT_ARRAYS = (
     *((name, 3) for name in ("tq", "tk", "tv", "tout", "tdout", "tlse", "tdlse")),
     *((f"t{row.name}", row.strides) for row in OPTIONAL_INPUTS if row.gradient_via),
     *((f"t{name}", 0) for name in NUMBERS),
-    ("row_tangents", 0),
+    *((name, 0) for name in TANGENT_SCRATCH),
 )
 TANGENT_BYTES = sum(8 + 8 * num_strides for _, num_strides in TANGENT_ARRAYS)
 

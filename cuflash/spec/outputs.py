@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypedDict
 from cuflash.spec.inputs import (
     CAPS,
     INPUTS,
+    NAMES,
     NUMBERS,
     OPTIONAL_INPUTS,
     InputGradients,
@@ -202,6 +203,15 @@ OVER_HEAD_DIM = (
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
 ROW_REDUCTIONS_AND_GRADIENTS = _with_gradients(ROW_REDUCTION_ROWS)
 ROW_REDUCTION_SCRATCH = tuple(name for row in reversed(ROW_REDUCTION_ROWS) for name in row.scratch)
+# Scratch arrays of kernels, in the order in which their argument has them, and those of passes with tangents, and with
+# arrays that a score reads, in addition.
+SCRATCH = (
+    *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
+    *("q_copy", "k_copy", "v_copy", "dout_copy", "key_index", "query_index", "mask_words", "mask_blocks"),
+    *("bias_blocks", "row_sums", "score_partials", "sums_partials"),
+)
+TANGENT_SCRATCH = ("row_tangents",)
+SCORE_ARG_SCRATCH = ("score_arg_sums", "score_arg_largest")
 # The same with their tangents.
 MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
 MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
@@ -209,6 +219,13 @@ MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 MOVABLE_OF_KEYS = (*INPUTS[1:], *(f"t{name}" for name in INPUTS[1:]))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
 OF_QUERIES = ("q", "tq", *TAKEN_BY_BACKWARD_JVP, *OF_ROW_REDUCTIONS, "row_sums", "first_maxima")
+# All names by which passes, kernels and slices of a problem know arrays.
+KNOWN = frozenset(
+    (
+        *(*INPUTS, *NAMES, *NUMBERS, *BY_NAME, *MOVABLE_OVER_HEAD_DIM, *MOVABLE_OVER_ROWS, *OF_QUERIES, "lse_pairs"),
+        *(*SCRATCH, *ROW_REDUCTION_SCRATCH, *TANGENT_SCRATCH, *SCORE_ARG_SCRATCH),
+    )
+)
 
 # ---- the arrays of calls, for type checkers --------------------------------------------------------------------------
 

@@ -208,6 +208,7 @@ def _by_group(x: Array, group: int) -> Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] // group, group, x.shape[-1])
 
 
+@np.errstate(all="ignore")
 def _as_caller(x: Array, has_heads: bool, layout: str, dtype: Any) -> Array:
     x = _by_heads(x, layout) if has_heads else x[0]
     return module_of(x).ascontiguousarray(x).astype(dtype)
@@ -271,6 +272,7 @@ class ColumnSums:
         dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, self.inputs["q"].dtype)
         return {**self.inputs, "dout": dout}
 
+    @np.errstate(all="ignore")
     def gradients(self, own: tuple[str, ...]) -> list[Any]:
         """Those of the passes that the call wants, and those of `own`."""
         found: list[Any] = []

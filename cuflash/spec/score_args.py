@@ -10,14 +10,14 @@ from cuflash.arrays.checks import value_error
 from cuflash.spec.inputs import SCORE_OPTIONS
 from cuflash.spec.keywords import checked, unexpected_keyword
 from cuflash.spec.options import Options, beside_score_error
-from cuflash.spec.outputs import BackwardJvpArrays, JvpArrays, PassArrays
+from cuflash.spec.outputs import KNOWN, BackwardJvpArrays, JvpArrays, PassArrays
 
 MOST_AXES = 4
-# Names that a function cannot give to its arrays: passes have arguments of these names, tangents among them, and splits
-# of a problem give each other row sums.
+# Names that a function cannot give to its arrays: passes have arguments of these names, tangents among them, and know
+# arrays of their own by the others, whose tangents and gradients they look for, too.
 _OF_PASSES = (*PassArrays.__annotations__, *JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__)
-_OTHERS = ("self", "q", "k", "v", "need", "want", "seed", "offset", "passes", "remember", "forget", "row_sums")
-RESERVED = frozenset((*_OF_PASSES, *_OTHERS))
+_OTHERS = ("self", "need", "want", "seed", "offset", "passes", "remember", "forget")
+RESERVED = frozenset((*_OF_PASSES, *_OTHERS, *(f"{prefix}{name}" for name in KNOWN for prefix in ("", "t", "d", "td"))))
 
 
 def check_names(options: Options) -> None:

@@ -111,14 +111,14 @@ class StreamedPass:
         merge.finish(**results)
 
     def _row_sums(self) -> Array:
-        """The row sums over all chunks, where lse is large."""
+        """The row sums over all chunks, where lse is large and that of these keys."""
         lse = self.arrays["lse"]
         merge = LargeRows(lse, self.slices.large_lse, 0, self._scores_of_heads())
         for step in self._steps({}):
             # Kernels find the row sums only of the lse of a chunk.
             own_lse = None if self.slices.is_on_cpu else self._forward_of(step, FORWARD)["lse"]
             merge.add(self._row_sums_of(step, lse, own_lse), slice(*step.chunk.queries))
-        return merge.sums
+        return row_sums.explaining(merge.sums, dlpack.on_host(lse))
 
     def _forward_of(self, step: ChunkStep, pass_: Pass, reductions: tuple[str, ...] = ()) -> dict[str, Array]:
         """out and lse of a chunk, in the dtype of the softmax, and their tangents, if the pass makes them, or
@@ -155,11 +155,7 @@ class StreamedPass:
 
         Or their tangents, if the pass makes these.
         """
-        if not self.is_whole and row_sums.has_large(dlpack.on_host(self.arrays["lse"]), self.slices.large_lse):
-            arrays = {**self.arrays, "row_sums": self._row_sums()}
-            replace(self, slices=replace(self.slices, arrays=arrays))._backward(need, results)
-        else:
-            self._backward(need, results)
+        self._with_row_sums()._backward(need, results)
 
     def _backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
@@ -205,11 +201,10 @@ class StreamedPass:
             merge_top_keys(indices[:, :, rows], weights[:, :, rows], own_indices, own_weights)
 
     def _with_row_sums(self) -> StreamedPass:
-        """The same with the row sums of rows whose lse is large, if it is that of these keys."""
-        lse = dlpack.on_host(self.arrays["lse"])
-        if self.is_whole or not row_sums.has_large(lse, self.slices.large_lse):
+        """The same with the row sums of rows whose lse is large."""
+        if self.is_whole or not row_sums.has_large(dlpack.on_host(self.arrays["lse"]), self.slices.large_lse):
             return self
-        arrays = {**self.arrays, "row_sums": row_sums.explaining(self._row_sums(), lse)}
+        arrays = {**self.arrays, "row_sums": self._row_sums()}
         return replace(self, slices=replace(self.slices, arrays=arrays))
 
     def _reduced(self, step: ChunkStep, *count: int) -> dict[str, Array]:

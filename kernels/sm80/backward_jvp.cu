@@ -152,7 +152,7 @@ struct BackwardJvp {
         add_product<kBlockM / kStep>(sum, RowMajorA<kRowS>(shared, warp_key), rows);
     };
     if constexpr (kNeedsDv) {
-      if constexpr (kMovesScores) add_to(tdv, pu, s_pu, RowMajorB<kRowV, kWarpsD>(s.dout, warp_d));
+      add_to(tdv, pu, s_pu, RowMajorB<kRowV, kWarpsD>(s.dout, warp_d));
       if (has_tdout) add_to(tdv, p, s_p, RowMajorB<kRowV, kWarpsD>(s.tdout, warp_d));
     }
     if constexpr (kNeedsDk) {
@@ -229,7 +229,7 @@ struct BackwardJvp {
       if constexpr (kMovesQ || kMovesK) store(s_dx, dx);
     }
     if constexpr (!kOwnOperands && kNeedsDv) {
-      if constexpr (kMovesScores) store(s_pu, pu);
+      store(s_pu, pu);
       if (has_tdout) store(s_p, p);
     }
   }

@@ -53,7 +53,7 @@ static_assert(!kHasDropout || !kScoreChangesSlope,
 constexpr bool kMovesProducts = kMovesQ || kMovesK;  // tX' = K tQ' + tK Q'
 constexpr bool kHasTdout = CUFLASH_HAS_TDOUT;
 constexpr bool kMovesDp = kMovesV || kHasTdout;           // tdP' = tV dO' + V tdO'
-constexpr bool kSumsTdv = kNeedsDv && kMovesScores;       // tdV += (P' u) dO
+constexpr bool kSumsTdv = kNeedsDv;                       // tdV += (P' u) dO; lse may move where no score does
 constexpr bool kSumsTdvOfP = kNeedsDv && kHasTdout;       // tdV += P' tdO
 constexpr bool kSumsTdk = kNeedsDk;                       // tdK += tdX' Q
 constexpr bool kSumsTdkOfDx = kNeedsDk && kMovesQ;        // tdK += dX' tQ

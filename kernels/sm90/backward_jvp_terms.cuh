@@ -16,8 +16,8 @@ static_assert(kPairsStats, "a lane reads lse of two queries, or their delta");
 static_assert(kHasValues && !kIsPacked && !kDqInOrder && !kSplitsGroup && !kSplitsTail, "not served");
 
 constexpr bool kMovesProducts = kMovesQ || kMovesK;  // tX' = K tQ' + tK Q'
-constexpr bool kSumsTdv = kNeedsDv && kMovesScores;
-constexpr bool kReadsDx = kMovesQ || kMovesK;  // by the products with tQ or tK; those with Q and K read tdX'
+constexpr bool kSumsTdv = kNeedsDv;                  // lse may move where no score does
+constexpr bool kReadsDx = kMovesQ || kMovesK;        // by the products with tQ or tK; those with Q and K read tdX'
 // Whether weights are made pair by pair (sm90/pair_weights.cuh).
 constexpr bool kPairByPair = kHasDerivative || kMovesScale || kMovesBias || kMovesAlibi;
 

@@ -1,10 +1,15 @@
 """jvp and backward_jvp on every backend: every option, and functions of a caller, by the oracle rule."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import cuflash
+import cuflash.testing as ct
 from cuflash.arrays.array_info import DTYPES
+from cuflash.emulator import passes
+from cuflash.spec.passes import JVP
 from cuflash.testing.tangents import Moved, assert_tangents, everything, movable, tangents_by
 from tests.backends import CORE, DEVICE, FALLBACK, on_backends
 from tests.cuda_scores import CUDA_SCORES
@@ -44,6 +49,29 @@ def test_every_option_with_single_tangents(backend, name):
 @on_backends((CORE, FALLBACK, DEVICE))
 def test_what_keys_have_in_common_is_taken_out(backend):
     judge(backend, CASES[0], Moved(names=tuple(movable(CASES[0])), common=10.0))
+
+
+@on_backends({name: DTYPES for name in (CORE, FALLBACK, "emulated 8.0", "emulated 9.0", DEVICE)})
+@pytest.mark.parametrize("names", [("sinks",), ("v", "sinks")], ids=str)
+def test_weights_that_lse_alone_moves(backend, dtype, names):
+    """Sinks act through lse alone: a call without them gets the same gradients, by the lse and tlse of all."""
+    case, moved = ct.Case(seqlen_q=20, seqlen_k=70, head_dim=16, sinks=True, dtype=dtype), Moved(names=names)
+    arrays, tangents = case.arrays(backend.convert), moved.arrays(case, backend.convert)
+    dout, need = arrays.pop("dout"), ("tdq", "tdk", "tdv")
+
+    def without(name):
+        return {key: x for key, x in (arrays | tangents).items() if name not in key}
+
+    if backend.device:
+        whole = passes.jvp(case.problem, arrays | tangents, arch=backend.device)
+        given = {**without("sinks"), **dict(zip(JVP.default, whole, strict=True)), "dout": dout}
+        found = passes.backward_jvp(replace(case.problem, sinks=None), given, need=need, arch=backend.device)
+        results = dict(zip(need, found, strict=True))
+    else:
+        attn = cuflash.FlashAttention()
+        whole = attn.jvp(**arrays, **tangents)._asdict()
+        results = attn.backward_jvp(dout, **without("sinks"), **whole, need=need)._asdict()
+    assert_tangents(case, moved, results)
 
 
 SCORES = ("distance", "capped", "gated", "with_pairs", "gathered", "fade", "of_rows", *CUDA_SCORES)

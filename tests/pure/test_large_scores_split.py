@@ -107,6 +107,54 @@ def test_equal_scores_have_equal_weights_in_decode(dtype, level):
     np.testing.assert_allclose(found["lse"], level + np.log(130), rtol=2.0**-22)
 
 
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    level=st.sampled_from([-5e3, -130.0, 200.0, 3e3]),
+    cut=st.integers(1, 63),
+    chunk=st.sampled_from([16, 48]),
+    seed=st.integers(0, 2**16),
+)
+def test_gradients_of_some_keys_by_the_lse_of_all(level, cut, chunk, seed):
+    """Gradients of slices of the keys, which add up to those of all: out and lse are merged, of more keys than a call
+    has."""
+    rng = np.random.default_rng(seed)
+    q, k, v, dout = rng.standard_normal((4, 2, 64, 8))
+    bias, dsums, attn = rng.standard_normal((1, 64)) + level, rng.standard_normal((2, 64)), cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, v, bias=bias)
+    expected = attn.backward(dout, q, k, v, out, lse, bias=bias)
+    of_sums = attn.column_sums_backward(dsums, q, k, lse, bias=bias)
+    slices = [slice(0, cut), slice(cut, 64)]
+
+    def streamed(keys):
+        own = cuflash.streamed(k[:, keys], v[:, keys], chunk=chunk)
+        found = attn.backward(dout, q, *own, out, lse, bias=bias[:, keys])
+        return found, attn.column_sums_backward(dsums[:, keys], q, own, lse, bias=bias[:, keys])
+
+    def over_ranks(keys):
+        split_q, split_k = cd.zigzag(64, 2), cd.contiguous(keys.stop - keys.start, 2)
+
+        def work(comm):
+            own_q, own_dout, own_out = (split_q.part(x, comm.rank) for x in (q, dout, out))
+            own_k, own_v = (split_k.part(x[:, keys], comm.rank) for x in (k, v))
+            own_lse, own = split_q.part(lse, comm.rank, -1), split_k.part(dsums[:, keys], comm.rank, -1)
+            ranks = cd.ContextParallel(comm, split=split_q, split_k=split_k)
+            found = ranks.backward(own_dout, own_q, own_k, own_v, own_out, own_lse, bias=bias[:, keys])
+            return found, ranks.column_sums_backward(own, own_q, own_k, own_lse, bias=bias[:, keys])
+
+        found, sums = zip(*of_ranks.on_threads(2, work), strict=True)
+        return [
+            [split.whole(x) for split, x in zip((split_q, split_k, split_k), zip(*by_rank, strict=True), strict=False)]
+            for by_rank in (found, sums)
+        ]
+
+    for compute in (streamed, over_ranks):
+        for parts, whole in zip(zip(*map(compute, slices), strict=True), (expected, of_sums), strict=True):
+            dq, *of_keys = zip(*parts, strict=True)
+            np.testing.assert_allclose(sum(dq), whole[0], rtol=0, atol=1e-9)
+            for own, x in zip(of_keys, whole[1:], strict=True):
+                np.testing.assert_allclose(np.concatenate(own, axis=1), x, rtol=0, atol=1e-9)
+
+
 def with_level(s, i, j, *, level):
     return s + level[i, j]
 

@@ -151,6 +151,74 @@ def test_merging_streaming_and_ranks(dtype):
     strictly(ranks)
 
 
+def all_reductions(attn, q, k, v, dout, lse_of=lambda lse: lse, **optional):
+    """Those of rows and of the attention weights, and their gradients."""
+    out, lse, largest, entropy = attn.forward(q, k, v, want=("max", "entropy"), **optional)
+    of_rows = {"dlse": lse, "dmax": largest, "dentropy": entropy, "entropy": entropy}
+    found = [out, lse, largest, entropy, *attn.backward(dout, q, k, v, out, lse, **of_rows, **optional)]
+    own, need = lse_of(lse), ("dq", "dk", "dlse", "dweights")
+    sums = attn.column_sums(q, k, own, own, **optional)
+    found += [sums, attn.column_max(q, k, own, **optional), *attn.top_keys(q, k, own, 3, **optional)]
+    return [*found, *attn.column_sums_backward(sums, q, k, own, own, need=need, **optional)]
+
+
+def both_tangents(attn, q, k, v, dout, **optional):
+    tangents = {"tq": q[..., ::-1, :], "tv": dout}
+    found = attn.jvp(q, k, v, **tangents, **optional)
+    return *found, *attn.backward_jvp(dout, q, k, v, *found, **tangents, **optional, tdout=dout, dlse=found.lse)
+
+
+@every_way
+@every_dtype
+@pytest.mark.usefixtures("way")
+def test_reductions_and_tangents(dtype):
+    """Also over streamed keys and ranks, and by an lse that is not that of the keys."""
+    real = np.float64 if dtype == np.float64 else np.float32
+    q, k, v, dout = (extreme((2, 30, 8), dtype, seed) for seed in range(4))
+    optional = {"bias": extreme((2, 30, 30), real, 4), "sinks": extreme(2, real, 5)}
+    attn, wide = cuflash.FlashAttention(causal=True), extreme((2, 30), real, 6)
+    for own_k, own_v in ((k, v), cuflash.streamed(k, v, chunk=8)):
+        how: dict[str, Any] = {"q": q, "k": own_k, "v": own_v, "dout": dout, **optional}
+        strictly(lambda how=how: all_reductions(attn, **how))
+        strictly(lambda how=how: all_reductions(attn, **how, lse_of=lambda lse: wide))
+        strictly(lambda how=how: both_tangents(attn, **how))
+
+    def ranks():
+        here = np.geterr()
+
+        def rank(comm):
+            split = cd.contiguous(30, 2)
+            own = [split.part(x, comm.rank) for x in (q, k, v, dout)]
+            with np.errstate(**here):
+                over_ranks = cd.ContextParallel(comm, split=split, causal=True)
+                return *all_reductions(over_ranks, *own), *both_tangents(over_ranks, *own)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [x for results in pool.map(rank, cd.threads(2)) for x in results]
+
+    strictly(ranks)
+
+
+@every_dtype
+def test_merging_reductions_and_tangents(dtype):
+    q, k, v, dout = (extreme((2, 30, 8), dtype, seed) for seed in range(4))
+    attn: Any = cuflash.FlashAttention()
+    slices = slice(0, 9), slice(9, 30)
+    of_slices = [attn.forward(q, k[:, keys], v[:, keys], want=("max", "entropy")) for keys in slices]
+    outs, lses, maxes, entropies = zip(*of_slices, strict=True)
+    rows: dict[str, Any] = {"maxes": maxes, "entropies": entropies}
+    whole = strictly(lambda: cuflash.merge(outs, lses, **rows))
+    of_rows = {"dmax": whole.max, "dentropy": whole.entropy, "entropy": whole.entropy, **rows}
+    results: Any = (dout, outs, lses, whole.out, whole.lse)
+    strictly(lambda: [x for group in cuflash.merge_backward(*results, **of_rows) for x in group])
+    outs, lses, touts, tlses = zip(*(attn.jvp(q, k[:, x], v[:, x], tq=q) for x in slices), strict=True)
+    tangents: dict[str, Any] = {"touts": touts, "tlses": tlses}
+    moved = strictly(lambda: cuflash.merge(outs, lses, **tangents))
+    tangents |= {"tout": moved.tout, "tlse": moved.tlse}
+    results = dout, outs, lses, moved.out, moved.lse
+    strictly(lambda: [x for group in cuflash.merge_backward(*results, **tangents) for x in group])
+
+
 @every_dtype
 def test_warm_up_runs_of_ranks(dtype, monkeypatch):
     """Those of devices: nothing is received, so that arrays from other ranks have whatever numbers memory has."""

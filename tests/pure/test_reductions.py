@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.reductions import (
@@ -252,8 +253,10 @@ def _summed(s, i, j, *, sums):
     ],
 )
 def test_arrays_of_a_score_with_names_of_arguments_are_refused(score, call):
-    with pytest.raises(ValueError, match=r"score: got an array named \w+, expected another name, for "):
-        call(cuflash.FlashAttention(score=score), np.ones(K.shape[-2], np.float32))
+    ranks = cd.ContextParallel(cd.threads(1)[0], split="contiguous", score=score)
+    for attn in (cuflash.FlashAttention(score=score), ranks):
+        with pytest.raises(ValueError, match=r"score: got an array named \w+, expected another name, for "):
+            call(attn, np.ones(K.shape[-2], np.float32))
 
 
 def test_other_reductions_take_arrays_of_a_score_by_these_names():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.cpu import core, fallback
+from cuflash.plan.argument import ARRAYS, ROW_REDUCTION_ARRAYS, TANGENT_ARRAYS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import measure, yardsticks
@@ -127,8 +128,13 @@ def test_calls_that_do_not_fit_are_refused(call, error, message):
         call(lambda **arrays: attn.forward(q, k, v, **arrays), arrays_of())
 
 
-@pytest.mark.parametrize("name", ["self", "row_sums", "tq", "tout", "tdlse"])
-def test_names_of_arguments_of_passes_are_refused(name):
+OF_KERNELS = [name for name, _ in (*ARRAYS, *ROW_REDUCTION_ARRAYS, *TANGENT_ARRAYS)]
+OF_SLICES = ["row_sums", "first_maxima", "lse_pairs", "key_indices", "tmax", "tentropy", "tkv_lengths", "tmask"]
+
+
+@pytest.mark.parametrize("name", ["self", "tq", "tout", "tdlse", *OF_KERNELS, *OF_SLICES])
+def test_names_of_other_arrays_are_refused(name):
+    """Those of arguments of passes, and those by which kernels and slices of a problem know arrays of their own."""
     with pytest.raises(ValueError, match=f"score: got an array named {name}, expected another name"):
         cuflash.FlashAttention(score=eval(f"lambda s, i, j, *, {name}: s * {name}[j]"))
 

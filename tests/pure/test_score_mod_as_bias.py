@@ -1,6 +1,7 @@
 """Functions as a bias and masks of the compiled core, in many small slices, and the way without it, to the oracle."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from cuflash.cpu import backend, core, gemm, score_mod_as_bias, score_tiles
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import yardsticks
-from tests.judging import assert_within
+from tests.judging import assert_same_bits, assert_within
 from tests.sampling import examples
 from tests.scored import DRAWN, MASKS, SCORES, Scored, score_args_of, scored
 
@@ -27,7 +28,12 @@ def as_served(case):
     """The case, without options that do not go with its functions on this path."""
     for name in ("block_mask", "kv_lengths"):
         if not is_served(case):
-            case = replace(case, arrays={other: x for other, x in case.arrays.items() if other != name})
+            arrays = {other: x for other, x in case.arrays.items() if other != name}
+            # Keys past the lengths count now. (nan_to_num leaves bfloat16 as it is.)
+            keys = {
+                other: np.where(np.isnan(x), np.zeros((), x.dtype), x) for other, x in arrays.items() if other in "kv"
+            }
+            case = replace(case, arrays=arrays | keys)
     assert is_served(case)
     return case
 
@@ -93,6 +99,38 @@ def test_a_mask_that_blocks_decide(score, causal):
     case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal), arrays, {}, "")
     assert is_served(case)
     judge(case, results_of(case))
+
+
+def capped(s, i, j, *, g):
+    return cuflash.tanh(s) * g
+
+
+@needs_core
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=4, max_size=5),
+    moved=st.sets(st.sampled_from(["tq", "tk", "tv", "tg"])),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    seed=st.integers(0, 2**16),
+)
+def test_what_lies_past_the_lengths_of_keys_is_never_read(lengths, moved, dtype, seed):
+    """In no pass, where NumPy multiplies q and k: NaN there leaves the bits of all results as they are."""
+    rng, batch = np.random.default_rng(seed), len(lengths)
+    q, dout = rng.standard_normal((2, batch, 2, 33, 8)).astype(dtype)
+    keys = dict(zip(("k", "v", "tk", "tv"), rng.standard_normal((4, batch, 1, 40, 8)).astype(dtype), strict=True))
+    g = np.array(0.7, np.float64 if dtype == "float64" else np.float32)
+    past = (np.arange(40) >= np.array(lengths)[:, None])[:, None, :, None]
+    attn: Any = cuflash.FlashAttention(score=capped)
+
+    def results(numbers):
+        own = {name: np.where(past, np.array(numbers, dtype), x) for name, x in keys.items()}
+        k, v, how = own.pop("k"), own.pop("v"), {"kv_lengths": np.array(lengths), "g": g}
+        tangents = {name: x for name, x in {**own, "tq": q, "tg": g}.items() if name in moved}
+        found = attn.jvp(q, k, v, **how, **tangents)
+        gradients = attn.backward(dout, q, k, v, found.out, found.lse, **how, need=("dq", "dk", "dv", "dg"))
+        return *found, *gradients, *attn.backward_jvp(dout, q, k, v, *found, **how, **tangents)
+
+    assert_same_bits(results(np.nan), results(0))
 
 
 @settings(max_examples=examples(20))

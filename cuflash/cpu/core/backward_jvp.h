@@ -13,6 +13,7 @@ template <class T> struct BackwardJvpBuffers : BackwardBuffers<T> {
     static constexpr int64_t MOST_ROWS = 60, MOST_KEYS = 128;  // of a block and of a tile
     const Call &tangents;
     T *tq, *tdout, *tk, *tk_t, *tv_t, *ts, *tds, *dbias, *tlse, *tdelta;
+    bool moves_weights = false;  // whether the weights of the block have tangents
     TangentBuffers<T> scores;
 
     BackwardJvpBuffers(const Work &work, char *memory)
@@ -43,10 +44,13 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const bool has_tdout = has_tangent(tangents, DOUT);
     if (has_tangent(tangents, Q)) load_signed_rows(tangents, Q, entry, block, call.head_dim, buffers.tq);
     if (has_tdout) load_rows(tangents, DOUT, entry, block, call.head_dim_v, buffers.tdout, dim_v, num_rows);
+    buffers.moves_weights = moves_scores(tangents);
     for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = buffers.lse[r];
         buffers.tlse[r] = number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i);
+        // lse moves with the sink, and with scores of keys that other calls have.
+        buffers.moves_weights |= buffers.tlse[r] != 0;
         buffers.tdelta[r] = tangent_of_delta(call, tangents, entry, row, lse, buffers.dout + r * dim_v,
                                              has_tdout ? buffers.tdout + r * dim_v : nullptr, dim_v, buffers.dq);
     }
@@ -207,9 +211,7 @@ inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &vis
         add_to_keys(call, visible, count, scores, rows, dim, to, buffers.keys_stride);
     };
     if (is_wanted(tangents, DV)) {
-        // Without tangents of scores and sinks those of weights are 0.
-        if (moves_scores(tangents) || has_tangent(tangents, SINKS))
-            add(buffers.ts, buffers.dout, sizes.dim_v, buffers.dv);
+        if (buffers.moves_weights) add(buffers.ts, buffers.dout, sizes.dim_v, buffers.dv);
         if (has_tangent(tangents, DOUT)) add(buffers.p, buffers.tdout, sizes.dim_v, buffers.dv);
     }
     if (is_wanted(tangents, DK)) {
