@@ -15,6 +15,7 @@ from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import reductions as reductions_on_numpy
+from cuflash.spec.array_imports import is_cupy
 from cuflash.spec.backends import PassBackend, ReductionBackend
 from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
@@ -664,8 +665,10 @@ def results_of(
     random: tuple[int, int],
 ) -> Sequence[Any]:
     """The results `need` of a pass, as arrays of the caller; parameters are those of `prepare` and of `compute`."""
-    if type(arrays["q"]) is np.ndarray:
-        repeated = cpu_backend.repeated(pass_, options, arrays, need, random)
+    backend: Backend | None = "numpy" if type(arrays["q"]) is np.ndarray else "cupy" if is_cupy(arrays["q"]) else None
+    if backend is not None:
+        own: Any = backend_of(backend)
+        repeated = own.repeated(pass_, options, arrays, need, random)
         if repeated is not None:
             return repeated
     call = prepare(options, arrays, required, need, need)

@@ -31,6 +31,10 @@ CUFLASH_DEVICE void store_tensor(const TensorMap& map, u32 source, i32 column, i
                                  Site site = Site::here()) {
   ::emulator::store_tensor(&map, source, {column, row, head, batch}, site);
 }
+CUFLASH_DEVICE void add_tensor(const TensorMap& map, u32 source, i32 column, i32 row, i32 head, i32 batch,
+                               Site site = Site::here()) {
+  ::emulator::add_tensor(&map, source, {column, row, head, batch}, site);
+}
 CUFLASH_DEVICE void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site = Site::here()) {
   ::emulator::load_bulk(destination, source, bytes, barrier, site);
 }

@@ -2,8 +2,8 @@
 
 The first call of a problem binds its arrays, plans it and compiles or loads its kernels. The result is a `_Launch`. Its
 key in the cache has everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later
-calls look it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a
-synchronisation.
+calls fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation. They
+compare their arrays with those of the latest launches for such arguments, and look up the key if none serves them.
 
 The number of keys is an exception. A forward pass whose k and v grow by a row with each call, as they do in decoding,
 finds the launch of the call before: the key has only those properties of the number of keys that a plan depends on, and
@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,24 +28,32 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cupy
-import numpy as np
 
-from cuflash.arrays import dlpack
-from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
+from cuflash.arrays.array_info import FLOAT8, extent
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
-from cuflash.gpu.params import Argument
+from cuflash.gpu.params import Argument, Maps, kept_frames
 from cuflash.gpu.replay import Recording, of_thread
+from cuflash.gpu.row_sums import PartialRowSums
+from cuflash.gpu.signature import Form, Signature, form_of
 from cuflash.gpu.timing import Stopwatch
 from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
-from cuflash.spec import row_sums as of_rows
 from cuflash.spec.batch_axes import Axes, Calls, axes_of, first_call
-from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
+from cuflash.spec.binding import (
+    FIXED,
+    Binding,
+    Contiguous,
+    Growing,
+    bind,
+    growing_keys,
+    of_pass,
+    planned_length,
+)
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
@@ -54,6 +61,7 @@ from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASSES_WITHOUT_TANGENTS,
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
+MOST_KNOWN = 2048  # keys of launches that a call looks up before it checks its arrays
 NO_RESULTS: Mapping[str, tuple[tuple[int, ...], Any]] = {}
 OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
@@ -106,21 +114,28 @@ class _Launch:
     kernels: tuple[_Kernel, ...]
     run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays
-    # For each tensor map: a function of address and number of rows, the index of the pointer, the rows (0: all keys).
-    maps: tuple[tuple[Callable[[int, int], bytes], int, int], ...]
     results: tuple[str, ...]
     allocated: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
-    copied: tuple[tuple[str, int], ...]  # arrays of which kernels get copies, and the indices of their pointers
+    copied: tuple[int, ...]  # indices of arrays of which kernels get copies
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
     scratch_bytes: int  # size of that allocation
     longest: int  # the most keys that it serves, if maps of k and v may have so many; else 0
-    of_longest: tuple[tuple[str, int], ...]  # k and v, and the offset in bytes at which so many keys end
+    of_longest: tuple[tuple[int, int], ...]  # indices of k and v, and the offset in bytes at which so many keys end
     extents: tuple[tuple[int, int], ...]  # first and end byte of each array of the call, relative to its pointer
-    given: tuple[tuple[str, int, int], ...]  # results that the call is given, with indices of array and result
+    given: tuple[tuple[int, int], ...]  # of results that the call is given the indices of array and result
     last_call: int = 0  # the number of its last call
+    signature: Signature | None = None  # None of a launch that tuning tries
+    seen: tuple[list[Form], int] = ([], 0)  # the forms of the arrays of a recent call, and its number of keys
+
+
+class _OtherAddresses(Exception):
+    """Raised where arrays are like those of a launch but at addresses that it does not serve."""
 
 
 _launches: dict[tuple, _Launch] = {}
+# The latest launch by pass, options, results, names and types of the arrays, and the shape of the first one, q. So a
+# cache may have grown. For calls that alternate there is a launch by the forms of all arrays, too.
+_known: dict[tuple, _Launch] = {}
 _repeated: dict[tuple, RepeatedLaunch] = {}  # by the signature of their arrays
 # Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
 # numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
@@ -136,7 +151,7 @@ def compute(
     (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
     if "row_sums" not in arrays:
-        return _call(pass_, options, arrays, need, random)
+        return _call(pass_, options, arrays, need, random, repeats=True)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
     return _call(pass_, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
 
@@ -290,9 +305,10 @@ def trials(
 
     def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
         own = with_results()  # of each plan, so that results of two can be compared
-        pointers = [array.data.ptr for array in own.values() if array is not None]
+        values = [array for array in own.values() if array is not None]
+        pointers = [array.data.ptr for array in values]
         launch = _launch_of(binding, plan, own)
-        return lambda: _start(launch, own, list(pointers), random, plan.problem.seqlen_k)
+        return lambda: _start(launch, values, list(pointers), random, plan.problem.seqlen_k)
 
     device = device_spec(arrays["q"].data.device_id)
     return candidates(binding.problem, device, pass_, **binding.layout), call_by
@@ -301,6 +317,7 @@ def trials(
 def forget_launches() -> None:
     """Forget all launches, so that later calls are planned again."""
     _launches.clear()
+    _known.clear()
     _repeated.clear()
 
 
@@ -337,18 +354,84 @@ def _call(
     results: tuple[str, ...],
     random: tuple[int, int],
     sums: PartialRowSums | None = None,
+    *,
+    repeats: bool = False,
 ) -> tuple[Any, ...]:
-    """Run one pass. This code takes as long on the host as a launch, so it is written for speed."""
+    """Run one pass, and remember its launch if the caller `repeats` such calls.
+
+    This code takes as long on the host as a launch, so it is written for speed.
+    """
     device_id = arrays["q"].data.device_id
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
-            return _call(pass_, options, arrays, results, random, sums)
+            return _call(pass_, options, arrays, results, random, sums, repeats=repeats)
     found = _found(pass_, options, arrays, results)
     if isinstance(found, Axes):
         call = functools.partial(_call, pass_, results=results, random=random)
         return Calls(found, options, arrays, results, cupy, gives_partials=True).run(call)
     launch, pointers, seqlen_k = found
-    return _start(launch, arrays, pointers, random, seqlen_k, sums)
+    if repeats and not launch.copied:
+        _remember(pass_, options, arrays, results, launch)
+    values = [array for array in arrays.values() if array is not None]
+    return _start(launch, values, pointers, random, seqlen_k, sums)
+
+
+def repeated(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """What `compute` gives for arrays like those of a recent call, which are CuPy's; None if there is none.
+
+    Arrays that are None are absent. The others may be of any library. This compares the arrays with those of the latest
+    call with such a q. `compute` takes the host twice as long: it checks their libraries, and builds a key of all their
+    properties.
+    """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    values = [*given.values()]
+    key = (pass_, options, need, *given, *map(type, values), values[0].shape)
+    launch = _known.get(key)
+    if launch is None:
+        return None
+    forms = [*map(form_of, values)]
+    results = _repeat(launch, values, forms, random)
+    if results is None and (launch := _known.get((*key, *forms))) is not None:
+        results = _repeat(launch, values, forms, random)
+    return results
+
+
+def _repeat(
+    launch: _Launch, values: Sequence[Any], forms: list[Form], random: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """The results of a launch on arrays in the order of its names, with their forms; None if it does not serve them.
+
+    The arrays have the types of those that it was made for. This code is written for speed.
+    """
+    signature = launch.signature
+    if signature is None or signature.device_id != cupy.cuda.runtime.getDevice():
+        return None
+    seen, seqlen_k = launch.seen
+    if seen != forms:
+        length = signature.seqlen_k_of(forms)
+        if length is None:
+            return None
+        launch.seen, seqlen_k = (forms, length), length
+    try:
+        return _start(launch, values, [x.data.ptr for x in values], random, seqlen_k)
+    except _OtherAddresses:
+        return None
+
+
+def _remember(
+    pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...], launch: _Launch
+) -> None:
+    """Let later calls on arrays like these find the launch before they are checked."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    if (options.score or options.mask_function) and "cu_seqlens_q" in given:
+        return  # whether options take the place of functions depends on whether the starts of keys are the same array
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    values = [*given.values()]
+    key = (pass_, options, results, *given, *map(type, values), values[0].shape)
+    _known[key] = _known[(*key, *map(form_of, values))] = launch
 
 
 def _found(
@@ -381,6 +464,9 @@ def _found(
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(arrays["q"].data.device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
+        seqlen_q = plan.problem.seqlen_q
+        launch.signature = Signature.of(options, arrays, seqlen_q, growing if launch.any_length else FIXED)
+        launch.seen = launch.signature.forms, launch.seqlen_k
         _keep(_launches, of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
     return launch, pointers, seqlen_k or launch.seqlen_k
 
@@ -396,27 +482,31 @@ def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) 
 
 def _start(
     launch: _Launch,
-    arrays: Mapping[str, Any],
+    values: Sequence[Any],
     pointers: list[int],
     random: tuple[int, int],
     seqlen_k: int,
     sums: PartialRowSums | None = None,
 ) -> tuple[Any, ...]:
-    """Launch on the current device. `pointers` are those of the given arrays."""
+    """Launch on the current device. `values` are the arrays in the order of the launch's names, `pointers` theirs.
+
+    Raises _OtherAddresses if the launch does not serve these. They are looked at only if no earlier call had them.
+    """
     if not of_thread.has_context:  # memory of CuPy's pool is given to a thread without one, too
         cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
         of_thread.has_context = True
     results: list[Any] = [None] * len(launch.results)
-    for name, index, result in launch.given:
-        _check_overlap(index, launch, pointers, arrays)
-        results[result] = arrays[name]
+    for index, result in launch.given:
+        results[result] = values[index]
 
-    copies = {}
-    for name, index in launch.copied:
-        array = arrays[name].bits if arrays[name].dtype.name in FLOAT8 else arrays[name]
-        copies[name] = copy = cupy.empty(array.shape, array.dtype)
+    copies, are_disjoint = {}, True
+    if launch.copied:
+        _check_overlap(launch, pointers, values)
+    for index in launch.copied:
+        array = values[index].bits if values[index].dtype.name in FLOAT8 else values[index]
+        copies[index] = copy = cupy.empty(array.shape, array.dtype)
         pointers[index] = copy.data.ptr
-        if name not in launch.results:
+        if launch.names[index] not in launch.results:
             copy[...] = array
     for index, shape, dtype in launch.allocated:
         results[index] = array = cupy.ndarray(shape, dtype)
@@ -428,41 +518,51 @@ def _start(
         for offset in launch.scratch:
             pointers.append(first + offset)
     mapped = launch.longest or seqlen_k
-    for name, end in launch.of_longest:
-        memory = arrays[name].data
+    for index, end in launch.of_longest:
+        memory = values[index].data
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
             mapped = seqlen_k
+    key = (launch.argument.number, *pointers)
+    frame = kept_frames.pop(key, None)
+    if frame is None:
+        if not launch.copied:
+            if launch.signature is not None and not launch.signature.has_addresses(pointers):
+                raise _OtherAddresses
+            are_disjoint = _check_overlap(launch, pointers, values)
+        frame = launch.argument.frame(key)
+    launch.last_call = call = next(_calls)
+    launch.argument.fill(frame, mapped, random, seqlen_k, call)
     if sums is None:
-        _run(launch, pointers, _maps(launch, pointers, mapped), random, seqlen_k)
+        _launch_kernels(launch, launch.kernels, frame.address)
     else:
-        sums.run(launch, pointers, _maps(launch, pointers, mapped), random, scratch)
+        sums.run(launch.plan, lambda some: _launch_kernels(launch, launch.kernels[some], frame.address), scratch)
+    if are_disjoint:
+        kept_frames[key] = frame
     if of_thread.recording is not None:
         _record(of_thread.recording, launch, results, pointers, seqlen_k, sums)
     if of_thread.launches is not None:
-        of_thread.launches.append((launch, arrays, seqlen_k, mapped, sums))
-    for name, copy in copies.items():
-        if name in launch.results:
-            arrays[name][...] = copy
+        of_thread.launches.append((launch, values, seqlen_k, mapped, sums))
+    for index, copy in copies.items():
+        if launch.names[index] in launch.results:
+            values[index][...] = copy
     return tuple(results)
-
-
-def _maps(launch: _Launch, pointers: list[int], seqlen_k: int) -> list[bytes]:
-    return [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
 
 
 def _run(
     launch: _Launch,
-    pointers: list[int],
-    maps: list[bytes],
+    pointers: Sequence[int],
+    mapped: int,
     random: tuple[int, int],
     seqlen_k: int,
     stream: int | None = None,
 ) -> None:
     """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
+    key = (launch.argument.number, *pointers)
+    frame = kept_frames.pop(key, None) or launch.argument.frame(key)
     launch.last_call = call = next(_calls)
-    frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
+    launch.argument.fill(frame, mapped, random, seqlen_k, call)
     _launch_kernels(launch, launch.kernels, frame.address, stream)
-    launch.argument.give_back(frame)
+    kept_frames[key] = frame
 
 
 def _launch_kernels(
@@ -479,63 +579,8 @@ def _launch_kernels(
             run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
         else:
             (error,) = launch.run_overlapping(config_of(stream), handle, kernel_params, 0)
-            if error.value:
+            if error:
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
-
-
-class PartialRowSums:
-    """The row sums of a backward pass over some keys of a problem (`cuflash.spec.row_sums`), which its first kernels
-    find.
-
-    They are read there; or those of all keys replace them, before the other kernels read them.
-    """
-
-    def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
-        q, self.lse, self.given = arrays["q"], arrays["lse"], given
-        self.starts = None if arrays.get("cu_seqlens_q") is None else dlpack.on_host(arrays["cu_seqlens_q"])
-        self.is_large = of_rows.is_large(dlpack.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
-        self.found = of_rows.full(self.lse.shape, of_rows.ABSENT)
-
-    def run(
-        self, launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], scratch: Any
-    ) -> None:
-        """Launch the kernels of a pass, or only those that find row sums."""
-        kernels = [spec for spec in launch.plan.kernels if spec.grid]
-        at = next((i for i, spec in enumerate(kernels) if spec.source == "helpers/backward_preprocess.cu"), None)
-        first = 0 if at is None else at + 1
-        launch.last_call = call = next(_calls)
-        frame = launch.argument.frame(pointers, maps, random, launch.seqlen_k, call)
-        _launch_kernels(launch, launch.kernels[:first], frame.address)
-        if at is not None:
-            self._exchange(launch.plan, dict(kernels[at].defines), scratch)
-        if self.given is not None:
-            _launch_kernels(launch, launch.kernels[first:], frame.address)
-        launch.argument.give_back(frame)
-
-    def _exchange(self, plan: LaunchPlan, defines: Mapping[str, Any], scratch: Any) -> None:
-        layout, dtype = plan.scratch_layout, numpy_dtype(plan.problem.softmax_dtype)
-        is_natural = plan.problem.dtype in ("float32", "float64") or defines["CUFLASH_NATURAL_SCORES"]
-        unit = 1.0 if is_natural else math.log(2)
-        shape = (*self.lse.shape[:-1], plan.run_time.stats_rows, 2)
-        there = cupy.ndarray(shape, dtype, scratch + layout.offsets[layout.names.index("row_sums")])
-        row_indices = self._row_indices(defines["CUFLASH_STATS_BLOCK"])
-        large, at = self.is_large[..., : len(row_indices)], (..., cupy.asarray(row_indices), slice(None))
-        if self.given is None:
-            row_max, inverse = np.moveaxis(dlpack.on_host(there[at]).astype(np.float64), -1, 0)
-            found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
-            self.found[..., : len(row_indices), :][large] = found[large]
-        else:
-            given = of_rows.in_units(dlpack.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
-            has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
-            there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
-
-    def _row_indices(self, block: int) -> Any:
-        """Where the kernels keep the rows: each packed sequence begins a block (common/schedule/schedule.cuh)."""
-        if self.starts is None:
-            return np.arange(self.lse.shape[-1])
-        starts, counts = self.starts[:-1], np.diff(self.starts)
-        firsts = (starts // block + np.arange(len(starts))) * block - starts
-        return np.arange(self.starts[-1]) + np.repeat(firsts, counts)
 
 
 def _record(
@@ -549,8 +594,7 @@ def _record(
     """Record a launch, so that it can be repeated with other pointers."""
 
     def make(pointers: list[int]) -> Callable[[Any], None]:
-        maps = _maps(launch, pointers, seqlen_k)
-        return lambda call: _run(launch, pointers, maps, call.random, seqlen_k)
+        return lambda call: _run(launch, pointers, seqlen_k, call.random, seqlen_k)
 
     if launch.copied or sums is not None:
         recording.spoil()
@@ -603,7 +647,7 @@ class RepeatedLaunch:
             if launch.scratch:
                 scratch = allocate(launch.scratch_bytes, stream)
                 pointers += [scratch + offset for offset in launch.scratch]
-            _run(launch, pointers, _maps(launch, pointers, self._mapped), random, self._seqlen_k, stream)
+            _run(launch, pointers, self._mapped, random, self._seqlen_k, stream)
         finally:
             if scratch:
                 free(scratch)
@@ -611,7 +655,7 @@ class RepeatedLaunch:
                 runtime.setDevice(before)
 
 
-def repeated(signature: tuple) -> RepeatedLaunch | None:
+def repeated_launch(signature: tuple) -> RepeatedLaunch | None:
     """The launch that a call on arrays of a signature can repeat; None if it has to go the usual way."""
     return _repeated.get(signature) if of_thread.recording is None else None
 
@@ -632,11 +676,11 @@ def remembered(signature: tuple, arrays: Sequence[Any], results: Any) -> Iterato
     if len(launches) != 1:  # calls for some of the batch axes each
         return
     launch, own, seqlen_k, mapped, sums = launches[0]
-    given = [id(x) for x in own.values() if x is not None]
+    given = [id(x) for x in own]
     numbers = {id(x): number for number, x in enumerate(arrays)}
     if launch.copied or launch.allocated or sums is not None or sorted(given) != sorted(numbers):
         return
-    device_id = own["q"].data.device_id
+    device_id = own[0].data.device_id
     order = [numbers[x] for x in given]
     _keep(_repeated, signature, RepeatedLaunch(launch, order, seqlen_k, mapped, device_id, results))
 
@@ -673,6 +717,10 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
             shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
         return extent(given[name], shape)
 
+    maps: Maps = tuple(
+        (encoder(spec.of_any_rows), pointers.index(spec.name), 0 if spec.name in names else spec.shape[1])
+        for spec in plan.tensor_maps
+    )
     return _Launch(
         plan=plan,
         names=tuple(given),
@@ -680,21 +728,17 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         any_length=any_length,
         kernels=tuple(_load(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
         run_overlapping=_driver().cuLaunchKernelEx,
-        argument=Argument(plan, binding.operands, pointers),
-        maps=tuple(
-            (encoder(spec.of_any_rows), pointers.index(spec.name), 0 if spec.name in names else spec.shape[1])
-            for spec in plan.tensor_maps
-        ),
+        argument=Argument(plan, binding.operands, pointers, maps),
         results=binding.results,
         allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
-        copied=tuple((name, pointers.index(name)) for name in binding.copied),
+        copied=tuple(pointers.index(name) for name in binding.copied),
         longest=planned_length(seqlen_k) if keeps_maps else 0,
-        of_longest=tuple((name, extent_of(name)[1]) for name in names) if keeps_maps else (),
+        of_longest=tuple((pointers.index(name), extent_of(name)[1]) for name in names) if keeps_maps else (),
         scratch=layout.offsets,
         scratch_bytes=layout.nbytes,
         extents=tuple(map(extent_of, given)),
         given=tuple(
-            (name, index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
+            (index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
         ),
     )
 
@@ -733,11 +777,15 @@ def load_function(spec: KernelSpec, device_id: int) -> Any:
     return kernel.kernel
 
 
-def _check_overlap(index: int, launch: _Launch, pointers: list[int], arrays: Mapping[str, Any]) -> None:
-    """Refuse a result, the `index`-th array, that shares memory with another array of the call."""
-    extents = launch.extents
-    low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
-    for other, (start, stop) in enumerate(extents):
-        if other != index and low < pointers[other] + stop and pointers[other] + start < high:
-            result = launch.names[index]
-            check_no_overlap({name: arrays[name] for name in (result, launch.names[other])}, (result,))
+def _check_overlap(launch: _Launch, pointers: list[int], values: Sequence[Any]) -> bool:
+    """Refuse a result that shares memory with another array of the call. Whether none does in any call on these
+    addresses, however many keys it has."""
+    extents, are_disjoint = launch.extents, True
+    for index, _ in launch.given:
+        low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
+        for other, (start, stop) in enumerate(extents):
+            if other != index and low < pointers[other] + stop and pointers[other] + start < high:
+                result, name = launch.names[index], launch.names[other]
+                check_no_overlap({result: values[index], name: values[other]}, (result,))
+                are_disjoint = False
+    return are_disjoint

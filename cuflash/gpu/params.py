@@ -6,8 +6,9 @@ This needs NumPy only, so that the argument can be filled for any backend that r
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -183,33 +184,49 @@ def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
     )
 
 
+# For each tensor map of a launch: a function of address and number of rows, the index of the address among those of the
+# call, and the rows, 0 where they are as many as the call has keys.
+Maps = tuple[tuple[Callable[[int, int], bytes], int, int], ...]
+
+MOST_FRAMES = 2048  # that are kept for later calls, of 2.5 KB each
+
+
 class Frame:
     """The argument of one call in memory, after a word with its address: a launch wants the address of that word."""
 
-    __slots__ = ("address", "bytes", "maps", "random", "seqlen_k", "words")
+    __slots__ = ("address", "bytes", "key", "mapped", "random", "seqlen_k", "words")
 
-    def __init__(self, content: bytes, seqlen_k: int) -> None:
+    def __init__(self, content: bytes, key: tuple[int, ...], seqlen_k: int) -> None:
         memory = ctypes.create_string_buffer(bytes(8) + content, 8 + len(content))
         self.address = ctypes.addressof(memory)
         self.bytes = memoryview(memory).cast("B")
         self.words = self.bytes.cast("Q")
         self.words[0] = self.address + 8
-        self.maps: list[bytes] = []
+        self.key = key  # the number of its `Argument`, and the addresses that it holds
+        self.mapped = -1  # the number of keys of its tensor maps; -1 until they are there
         self.random = (0, 0)
         self.seqlen_k = seqlen_k
+
+
+# Frames that no call uses, the one used last at the end. A call takes its frame out, so that no other thread has it. It
+# puts the frame back once its kernels are launched.
+kept_frames: dict[tuple[int, ...], Frame] = {}
+_numbers = itertools.count()  # of arguments
 
 
 class Argument:
     """The common part of the arguments of all calls of one problem, and frames, each of which holds one argument.
 
-    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where all others are
-    in use, and gives it back once its kernels are launched. It writes only what changes from call to call, mostly the
-    addresses of arrays.
+    `names` are the arrays of a call, scratch arrays among them. A call takes the frame of its addresses from
+    `kept_frames`, or makes one. Layers of a model have addresses of their own, which recur with each step: then a call
+    writes only what else changes.
     """
 
-    def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
+    def __init__(
+        self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str], maps: Maps = ()
+    ) -> None:
         self._content = parameters(plan, operands).tobytes()
-        self._maps_start = 8 + maps_offset(plan.problem)
+        self._maps, self._maps_start = maps, 8 + maps_offset(plan.problem)
         if plan.tensor_maps:
             length = maps_offset(plan.problem) + TENSOR_MAP_BYTES * len(plan.tensor_maps)
             self._content = self._content.ljust(length, b"\0")
@@ -218,24 +235,28 @@ class Argument:
         self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
         longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
         self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
-        self._free: list[Frame] = []
+        self.number = next(_numbers)
 
-    def frame(
-        self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int, call: int
-    ) -> Frame:
-        """The argument of a call.
+    def frame(self, key: tuple[int, ...]) -> Frame:
+        """A new frame. Its key is the `number`, and addresses in the order of `names`.
 
-        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may differ
+        If there are too many, only the half that was used last is kept.
+        """
+        if len(kept_frames) >= MOST_FRAMES:
+            for old in list(kept_frames)[: MOST_FRAMES // 2]:
+                kept_frames.pop(old, None)
+        frame = Frame(self._content, key, self._seqlen_k)
+        for word, pointer in zip(self._words, key[1:], strict=True):
+            frame.words[word] = pointer
+        return frame
+
+    def fill(self, frame: Frame, mapped: int, random: tuple[int, int], seqlen_k: int, call: int) -> None:
+        """Write what a call differs in from the one before on the same addresses.
+
+        Tensor maps reach over `mapped` keys. `random` are the seed and the offset of dropout. `seqlen_k` may differ
         from that of the plan's problem, if the plan serves it. `call` is the number of the call.
         """
-        try:
-            frame = self._free.pop()
-        except IndexError:
-            frame = Frame(self._content, self._seqlen_k)
-        words = frame.words
-        for word, pointer in zip(self._words, pointers):  # noqa: B905 (a tenth of this function)
-            words[word] = pointer
-        words[_CALL] = call
+        frame.words[_CALL] = call
         if frame.seqlen_k != seqlen_k:
             more, (a, b, c, d), (of_a, of_b, of_c, of_d) = seqlen_k - self._seqlen_k, self._numbers, self._step
             numbers = a + more * of_a, b + more * of_b, c + more * of_c, d + more * of_d
@@ -244,12 +265,8 @@ class Argument:
         if frame.random != random:
             struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
             frame.random = random
-        if frame.maps != maps:
-            start = self._maps_start
+        if frame.mapped != mapped:
+            start, (_, *pointers) = self._maps_start, frame.key
+            maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in self._maps]
             frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
-            frame.maps = maps
-        return frame
-
-    def give_back(self, frame: Frame) -> None:
-        """Say that the kernels are launched, and that another call may write to the frame."""
-        self._free.append(frame)
+            frame.mapped = mapped

@@ -11,6 +11,7 @@ import numpy as np
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.arrays.dlpack import module_of, on_device
 from cuflash.gpu import backend
+from cuflash.gpu.row_sums import PartialRowSums
 from cuflash.gpu.tuning import Tuning
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.options import Options
@@ -69,7 +70,7 @@ def _results(pass_: Pass, arrays: Mapping[str, Any], *count: int) -> dict[str, t
 
 def _given(
     pass_: Pass, options: Options, arrays: Mapping[str, Any]
-) -> tuple[Options, dict[str, Any], backend.PartialRowSums | None]:
+) -> tuple[Options, dict[str, Any], PartialRowSums | None]:
     """The options of the kernels of a reduction, and what they get."""
     if "block_table" in arrays:
         raise NotImplementedError(
@@ -78,7 +79,7 @@ def _given(
         )
     given, sums = dict(arrays), None
     if "row_sums" in given:  # of a problem that q and k are a slice of
-        sums = backend.PartialRowSums(given, given.pop("row_sums"))
+        sums = PartialRowSums(given, given.pop("row_sums"))
     if any(given[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
         given = widened(options, given)
         given["v"] = given["k"][..., :0]

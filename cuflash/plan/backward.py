@@ -27,6 +27,7 @@ from cuflash.plan.scores import (
     add_score_arg_helpers,
     add_scores,
     needs,
+    num_summed,
     score_gradients,
     stored_and_sums,
 )
@@ -76,6 +77,11 @@ class _Main(NamedTuple):
     sums_score_args: bool = False  # whether it also sums the gradients of arrays that the score reads
     reduces_dq: bool = False  # whether its blocks add to the dq accumulator
     n_blocks: int = 0  # how many tiles of keys it has
+
+    @property
+    def writes_dbias(self) -> bool:
+        """Whether its blocks write dbias, tile by tile."""
+        return self.family.writes_dbias and "dbias" in self.summed
 
 
 class _Rows(NamedTuple):
@@ -332,17 +338,24 @@ def _add_delta(draft: Draft, rows: _Rows) -> Tile:
         helper = delta = family_of(DQ_FAMILIES, rows.dq).accumulator_layout(first)
     if rows.dq is not None:  # the kernel of delta has one block for each tile of the kernels that read delta
         delta = helper.changed(block_m=max(helper.block_m, rows.dq.block_m))
-    add_preprocess(draft, first, delta, draft.need, finds_maxima=rows.maxima is None)
+    clears = rows.main is not None and rows.main.writes_dbias and (num_summed(draft) > 1 or draft.may_leave_out_tiles)
+    add_preprocess(draft, first, delta, draft.need, finds_maxima=rows.maxima is None, clears_dbias=clears)
     return helper
 
 
 def add_preprocess(
-    draft: Draft, first: Tile, delta: Tile, need: Collection[str], *, finds_maxima: bool = False
+    draft: Draft,
+    first: Tile,
+    delta: Tile,
+    need: Collection[str],
+    *,
+    finds_maxima: bool = False,
+    clears_dbias: bool = False,
 ) -> None:
     """Add the kernel of delta, whose blocks serve the rows of the tile `delta`, and those of softmax inputs in `need`.
 
     `first` is the tile of the first main kernel. With `finds_maxima`, this kernel finds the first keys with the largest
-    scores of rows, if their gradients are taken.
+    scores of rows, if their gradients are taken. With `clears_dbias` it clears dbias, which the main kernel writes.
     """
     problem = draft.problem
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
@@ -362,6 +375,7 @@ def add_preprocess(
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
     own |= {"CUFLASH_FINDS_MAXIMA": 1} if finds_maxima else {}
+    own |= {"CUFLASH_CLEARS_DBIAS": 1} if clears_dbias else {}
     draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in need):
@@ -396,9 +410,14 @@ def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile) -> None:
     blocks = shared + run_time.whole_tiles
     makes = (*summed, "score_args") if main.sums_score_args else summed
     options = needs(summed) | {"CUFLASH_NEEDS_SCORE_ARGS": SUMS_SCORE_ARGS if main.sums_score_args else 0}
+    if main.writes_dbias:
+        adds = num_summed(draft) > 1
+        options["CUFLASH_ADDS_DBIAS"] = int(adds)
+        how = "adds tiles of dS to it, in any order" if adds else "stores it, tile by tile"
+        draft.reasons.append(f"dbias: the main kernel {how}")
     draft.models.append(family.model)
     family.add(draft, tile, blocks, makes, options)
-    if summed:
+    if summed and not family.writes_dbias:
         add_key_sums(draft, helper, blocks, summed)
     if main.sums_score_args:
         _store_score_args(draft, helper)

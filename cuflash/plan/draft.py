@@ -346,6 +346,13 @@ class Draft:
         bias = self.problem.bias
         return bias is not None and 0 not in bias.strides[2:]
 
+    @property
+    def may_leave_out_tiles(self) -> bool:
+        """Whether main kernels may leave out tiles of pairs, because no pair of them is visible."""
+        names = ("mask", "mask_function", "block_mask", "kv_lengths", "window_left", "window_right")
+        hides = any(getattr(self.problem, name) is not None for name in names)
+        return hides or (self._bias_hides_tiles and self._why_bias_is_not_looked_at() is None)
+
     def _why_bias_is_not_indexed(self, why_not_for_bias: str | None) -> str | None:
         """Why the index has tiles that a per-pair bias hides; None if it has none of them."""
         if (why_not := self._why_bias_is_not_looked_at()) is not None:

@@ -191,6 +191,7 @@ class BackwardFamily(KeysFamily[Row]):
     shares_tiles: ClassVar[bool] = True
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+    writes_dbias: ClassVar[bool] = False  # of score gradients it makes dbias alone, which it writes tile by tile
 
     def heads_of_block(self, draft: Draft, main: Row) -> int:
         """The most query heads of a group that a block should go through."""

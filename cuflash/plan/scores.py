@@ -56,6 +56,13 @@ def is_of_keys(draft: Draft) -> bool:
     return of_row == 0 and of_key != 0
 
 
+def num_summed(draft: Draft) -> int:
+    """How many pairs add to each element of the gradient that is stored."""
+    problem = draft.problem
+    lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return math.prod(n for n, summed in zip(lengths, _axes_of_stored(draft), strict=True) if summed)
+
+
 def needs(names: Collection[str]) -> dict[str, int]:
     """The macros that tell a kernel which score gradients it makes."""
     return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in SCORE_GRADIENTS}

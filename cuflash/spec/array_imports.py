@@ -19,6 +19,12 @@ from cuflash.spec.scalars import array_of, is_scalar
 _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and arrays that have those's shapes
 
 
+def is_cupy(x: object) -> bool:
+    """Whether an array is CuPy's."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and type(x) is cupy.ndarray
+
+
 def are_cupy(arrays: Mapping[str, Any], required: Iterable[str]) -> bool:
     """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `import_arguments`
     would take as they are.

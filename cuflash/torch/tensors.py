@@ -147,7 +147,7 @@ def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tens
     cupy, backend, index = _cupy(), _launches(), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     signature, addresses = _signature_of(which, call, tensors)
-    repeated = backend.repeated(signature)
+    repeated = backend.repeated_launch(signature)
     if repeated is not None:
         found = _repeat(repeated, call.attn.options.random(seed, offset), stream, tensors, addresses)
         if found is not None:

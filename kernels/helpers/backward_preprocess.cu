@@ -1,10 +1,11 @@
 // Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
 // line 4) and lse in the unit of row maxima. The gradient with respect to lse is subtracted from delta: the derivative
 // of lse by the scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum
-// again (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries:
+// again (helpers/row_sums.cuh). Also clears accumulators of dq, and dbias where the main kernel does not store all of
+// it. A block serves the kBlockM rows of one tile of queries:
 //
 //   [1] the first key with the largest score, if row maxima have a gradient    [2] delta - dlse, a row for kLanes lanes
-//   [3] lse, 16 rows for a warp                                                [4] the accumulators of dq
+//   [3] lse, 16 rows for a warp                                                [4] the accumulators of dq, and dbias
 #include "helpers/row_sums.cuh"
 #include "common/softmax/backward.cuh"
 #include "common/io/clear_dq.cuh"
@@ -155,8 +156,32 @@ CUFLASH_DEVICE void store_lse_stats(const Params& params, const Work& work, int 
   }
 }
 
-// [4] The accumulators of dq, and the turns of the blocks that add to them.
+// Whether the blocks of the main kernel add to dbias, or leave out tiles of it.
+#ifndef CUFLASH_CLEARS_DBIAS
+#define CUFLASH_CLEARS_DBIAS 0
+#endif
+
+// Clears dbias. Blocks take its rows in turn, whose lengths are multiples of 16 bytes.
+CUFLASH_DEVICE void clear_dbias(const Params& params, int num_m_blocks, int thread) {
+  const ScoreTensor& dbias = params.dbias;
+  const int num_heads = dbias.head_stride != 0 ? params.num_heads : 1, seqlen_q = params.seqlen_q;
+  const i64 num_rows = (i64)(dbias.batch_stride != 0 ? params.batch : 1) * num_heads * seqlen_q;
+  const i64 num_blocks = (i64)params.batch * params.num_heads * num_m_blocks;
+#pragma unroll 1
+  for (i64 i = ptx::block_index(); i < num_rows; i += num_blocks) {
+    const i64 head = i / seqlen_q, row = i % seqlen_q;
+    Real* first = (Real*)dbias.data + head / num_heads * dbias.batch_stride + head % num_heads * dbias.head_stride +
+                  row * dbias.row_stride;
+#pragma unroll 1
+    for (int vector = thread; vector < params.seqlen_k * (int)sizeof(Real) / 16; vector += kNumThreads)
+      ((Bytes16*)first)[vector] = {0, 0, 0, 0};
+  }
+}
+
+// [4] dbias; the accumulators of dq, and the turns of the blocks that add to them.
 CUFLASH_DEVICE void clear_accumulators(const Params& params, const Work& work, int num_m_blocks, int thread) {
+  if constexpr (CUFLASH_CLEARS_DBIAS) clear_dbias(params, num_m_blocks, thread);
+  if constexpr (!kDqByReduction) return;
   const i64 tile = m_tile_of(params, num_m_blocks, work.batch, work.head, work.block);
   clear_before(params, num_m_blocks, tile, thread);
   if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
@@ -211,7 +236,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   }
 
   store_lse_stats(params, work, row_stop, first, lse_stats);
-  if constexpr (kDqByReduction) clear_accumulators(params, work, num_m_blocks, thread);
+  clear_accumulators(params, work, num_m_blocks, thread);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_delta)

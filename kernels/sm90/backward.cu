@@ -83,6 +83,7 @@ struct Consumer {
   Position<kDsStages> ds_at;
   Position<kPStages> p_at;
   QueryTileOfStage m_tile;
+  Position<kListedSlots> listed;
   int stage_before = 0;
   LaneSums lane_sums;
   ScoreArgLane score_args;
@@ -259,7 +260,7 @@ struct Consumer {
 
   // Takes the tile of queries of this step, where there is a block-sparse index. What few steps do takes it again, so
   // that it is in no register in the others.
-  CUFLASH_DEVICE void take_tile() { m_tile.take(shared.listed + at.stage * kBytesListed); }
+  CUFLASH_DEVICE void take_tile() { m_tile.take(shared.listed_at(listed)); }
 
   // Hides pairs of a tile that needs a mask.
   CUFLASH_DEVICE void hide(const Weights& weights, float (&p)[1][kQueryTiles][4], u32 shown) {
@@ -521,11 +522,16 @@ struct Consumer {
       // These sums come last, because nothing waits for them: dS' is on its way.
       if constexpr (kSumsLate) add_to_sums(ds);
     }
+    [[maybe_unused]] const int head = m_tile.head;
+    advance();
+    if constexpr (makes_dk && (kSumsScores || kSumsScoreArgs)) leave_sums(head, number + 1 == work.num_steps);
+  }
+
+  CUFLASH_DEVICE void advance() {
     stage_before = at.stage;
     at.advance();
-    [[maybe_unused]] const int head = m_tile.head;
+    listed.advance();
     m_tile.advance(work.queries);
-    if constexpr (makes_dk && (kSumsScores || kSumsScoreArgs)) leave_sums(head, number + 1 == work.num_steps);
   }
 
   // The second half of a step of a consumer that makes dS'. P' and dS' become operands, in place of those of the step

@@ -19,6 +19,7 @@ struct Producer {
   const BackwardWork& tile;
   QueryTileIterator next;
   Position<kNumStages> at;
+  Position<kListedSlots> listed;
   int steps_left;
 
   CUFLASH_DEVICE Producer(const BackwardParams& params_, const Shared& shared_, const BackwardWork& tile_)
@@ -37,6 +38,7 @@ struct Producer {
     if (ptx::elect_lane()) load_next();
     next.advance(tile.queries);
     at.advance();
+    listed.advance();
   }
 
  private:
@@ -66,7 +68,7 @@ struct Producer {
     shared.do_ring.empty(at).wait(at.parity ^ 1);
     if constexpr (kSplitsRoles) load_dout();  // the consumer that makes dV gives its stage back before the other does
     shared.q_ring.empty(at).wait(at.parity ^ 1);
-    next.hand_over(shared.listed + at.stage * kBytesListed);
+    next.hand_over(shared.listed_at(listed));
     q_full.arrive_expect(kBytesQ + kBytesBias + kBytesStats);
     load_chunks<kBlockM, kDim>(shared.q + at.stage * kBytesQ, params.maps[kMapQ], q_full, first_row, next.head,
                                entry_of(batch));
@@ -125,11 +127,15 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   Position<kDsStages> at;
   DqTurns::At turn_at;
   Position<kNumStages> q_at;
-  QueryTileIterator m_tile = tile.first();
+  QueryTileOfStage m_tile = tile.first<QueryTileOfStage>();
+  Position<kListedSlots> listed;
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance(), listed.advance()) {
+    // Without an index, the tile is known before dS' arrives.
+    if constexpr (kHasBlockIndex) shared.ds_ring.full(at).wait(at.parity);
+    m_tile.take(shared.listed_at(listed));
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kBlockM * kDim) + thread * 4;
-    shared.ds_ring.full(at).wait(at.parity);
+    if constexpr (!kHasBlockIndex) shared.ds_ring.full(at).wait(at.parity);
     ptx::pause<kDqDelay>();
 #if CUFLASH_NEEDS_SCORE_ARGS
     StepSums step_sums;

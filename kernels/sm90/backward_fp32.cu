@@ -12,17 +12,21 @@
 // share its keys. Nothing is computed twice: the first warpgroup makes P' and dV and hands P' to the second, which
 // makes dS' and dK and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the
 // last warpgroup are producers: they load tiles by TMA, chunk by chunk, as soon as a chunk of the tile before is free.
+// If the gradient of a per-pair bias is wanted, the second warpgroup leaves dS in place of the tile of bias, and a
+// third thread adds it to dbias in memory by TMA, or stores it.
 //
 //   barrier         one phase is over when                      who waits
 //   k_full, v_full  K, or V, has arrived                        the warpgroups that multiply with it
 //   q_full[i]       a chunk of Q is in i; with the first chunk  P', dK
 //                   also statistics and the bias of its pairs
-//   q_empty[i]      dK of the chunk is made, and so is P'       the producer of Q; dQ, if it is late (kDqLate)
+//   q_empty[i]      dK of the chunk is made, and so is P';      the producer of Q; dQ, if it is late (kDqLate)
+//                   dbias has been read
 //   do_full[i]      a chunk of dO is in i                       dP', dV
 //   do_empty[i]     dP' and dV of the chunk are made            the producer of dO
 //   p_full[i]       P' is in buffer i                           dS'
-//   ds_full[i]      dS' has replaced P' in         buffer i   dQ
+//   ds_full[i]      dS' has replaced P' in buffer i             dQ
 //   ds_empty[i]     dQ of this dS' is made                      P', before it is written there again
+//   dbias_full[i]   dS has replaced the bias in stage i         the thread that writes dbias
 //   named: one for the warpgroup of dK
 #include "common/io/bf16_split.cuh"
 #include "common/config.cuh"
@@ -54,7 +58,8 @@ constexpr u32 kBytesTerm = chunked_bytes(kRows, kChunk);
 constexpr u32 kBytesChunk = kBf16Terms * kBytesTerm;
 constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
 constexpr u32 kBytesStats = kRows * 8;
-constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
+constexpr u32 kBytesBarriers =
+    8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers + kNumStages * kNeedsDbias);
 static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk +
                       kNumStages * (kBytesBias + kBytesStats) + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
@@ -66,11 +71,19 @@ constexpr int kConsumerRegisters = 200, kDqRegisters = 80, kProducerRegisters = 
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
 
-// The tensor maps: q and k, v and dout, the bias.
+static_assert(!kNeedsDbias || (kBiasOfPairs && kBiasBytes == 4), "dbias takes the place of the bias");
+static_assert(!kNeedsDbias || !kHasDerivative, "the gradient of the score is that of the scaled product");
+// Whether tiles of pairs add to the same tile of dbias, because the bias broadcasts. Otherwise each stores its own.
+#ifndef CUFLASH_ADDS_DBIAS
+#define CUFLASH_ADDS_DBIAS 0
+#endif
+
+// The tensor maps: q and k, v and dout, the bias and its gradient.
 constexpr int kMapQ = 0, kMapK = 1, kMapV = 2, kMapDout = 3, kMapBias = kHasValues ? 4 : 2;
+constexpr int kMaps = kMapBias + kBiasOfPairs + kNeedsDbias, kMapDbias = kMaps - 1;
 struct BackwardParams {
   Params common;
-  TensorMap maps[kMapBias + kBiasOfPairs];
+  TensorMap maps[kMaps];
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -106,6 +119,7 @@ struct Shared {
   ChunkRing<kChunks> q_ring;
   ChunkRing<kChunksV> do_ring;
   BufferBarriers handed;
+  u32 dbias_barriers;
 
   CUFLASH_DEVICE Shared() {
     k = ptx::dynamic_shared();
@@ -120,8 +134,15 @@ struct Shared {
     q_ring.barriers = {v_full.address + 8};
     do_ring.barriers = {q_ring.barriers.address + q_ring.kBarrierBytes};
     handed = {do_ring.barriers.address + do_ring.kBarrierBytes};
+    dbias_barriers = handed.address + 24 * kBuffers;
   }
   CUFLASH_DEVICE u32 buffer_of(const Position<kBuffers>& at) const { return buffers + at.stage * kBytesChunk; }
+  // The tile of bias, and the pairs of a warp in it, which owns 16 keys from `warp_key` on.
+  CUFLASH_DEVICE u32 bias_of(const Position<kNumStages>& at) const { return bias + at.stage * kBytesBias; }
+  CUFLASH_DEVICE u32 bias_of(const Position<kNumStages>& at, int warp_key) const {
+    return bias_of(at) + warp_key / kBiasChunk * kBlockM * kLineBytes + warp_key % kBiasChunk * kBiasBytes;
+  }
+  CUFLASH_DEVICE Barrier dbias_full(const Position<kNumStages>& at) const { return {dbias_barriers + 8 * at.stage}; }
 };
 
 // ---- Products of terms ---------------------------------------------------------------------------------------------
@@ -248,8 +269,8 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
                        kBytesStats, full.address);
       if constexpr (of_queries && kBiasOfPairs) {
         if (is_first)
-          load_bias(common, shared.bias + at.stage * kBytesBias, params.maps[kMapBias], full, first_row, tile.first_key,
-                    m_tile.head, batch);
+          load_bias(common, shared.bias_of(at), params.maps[kMapBias], full, first_row, tile.first_key, m_tile.head,
+                    batch);
       }
     }
   }
@@ -347,9 +368,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const bool masked = m_tile.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
-    BiasTerms<true> bias_terms(weights.score, row_of(0, 0), lane_key,
-                               shared.bias + at.stage * kBytesBias + warp_key / kBiasChunk * kBlockM * kLineBytes +
-                                   warp_key % kBiasChunk * kBiasBytes);
+    BiasTerms<true> bias_terms(weights.score, row_of(0, 0), lane_key, shared.bias_of(at, warp_key));
     if constexpr (kHasPerKeyValues) {  // loaded before the wait, because they are needed right after it
       const PerKeyValues numbers(common, weights.score, batch, head);
       bias_terms.of_keys[0] = numbers.of(lane_key), bias_terms.of_keys[1] = numbers.of(lane_key + 8);
@@ -408,7 +427,8 @@ CUFLASH_DEVICE void add_chunks(float (&ds)[kTileColumns][4], const float (&chunk
     }
 }
 
-// [4] dS' = P' * (dP' - delta), in place of dP'.
+// [4] dS' = P' * (dP' - delta), in place of dP'. Pairs without weight add nothing to dbias, even if dP' is a NaN there,
+// as it may be for keys that a mask hides.
 CUFLASH_DEVICE void make_ds(float (&ds)[kTileColumns][4], u32 s_p, u32 s_stats, float kept_scale) {
 #pragma unroll
   for (int n = 0; n < kTileColumns; ++n) {
@@ -419,10 +439,21 @@ CUFLASH_DEVICE void make_ds(float (&ds)[kTileColumns][4], u32 s_p, u32 s_stats, 
       float p[2];
       ptx::load_shared_x2(s_p + n * 2048 + half * 1024, p);
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        ds[n][2 * half + i] = gradient_of(p[i], ds[n][2 * half + i], kept_scale, stats[2 * i + 1]);
+      for (int i = 0; i < 2; ++i) {
+        float& made = ds[n][2 * half + i];
+        made = gradient_of(p[i], made, kept_scale, stats[2 * i + 1]);
+        if (kNeedsDbias && p[i] == 0.0f) made = 0.0f;
+      }
     }
   }
+}
+
+// Leaves dS' of this lane in place of the bias: `pairs` are those of its warp.
+CUFLASH_DEVICE void replace_bias(const float (&ds)[kTileColumns][4], u32 pairs) {
+#pragma unroll
+  for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::store_shared_b32(BiasTerms<true>::pair_at(pairs, n, i), ptx::bits_of(ds[n][i]));
 }
 
 CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) {
@@ -480,12 +511,14 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     shared.q_ring.full(at, 0).wait(at.parity);
     shared.handed.p_full(buffer).wait(buffer.parity);
     make_ds(ds, s_buffer + thread * 8, s_stats, kept_scale);
+    if constexpr (kNeedsDbias) replace_bias(ds, shared.bias_of(at, warp_key));
     Operand operand;
     split(ds, operand);
 
     // Once all threads have read P', dS' is stored in its memory. There, rows are keys. The statistics have been read,
-    // too, where TMA writes next.
+    // too, where TMA writes next; and TMA may read dbias.
     ptx::fence_async_proxy();
+    if constexpr (kNeedsDbias) shared.dbias_full(at).arrive();
     ptx::sync_named(kDkWarpgroup, 128);
     store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
     add_product(  // [GEMM 6] dK += dS' Q
@@ -545,19 +578,49 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   }
 }
 
+// One thread adds dbias of each tile of pairs to memory, or stores it, and then gives the stage back.
+CUFLASH_DEVICE void write_dbias(const BackwardParams& params, const Shared& shared) {
+  const ScoreTensor& dbias = params.common.dbias;
+  const TensorMap& map = params.maps[kMapDbias];
+  const BackwardWork tile(params.common);
+  QueryTileIterator m_tile = tile.first();
+  Position<kNumStages> at;
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+    const int first_row = m_tile.m_block * kRows;
+    const int head = dbias.head_stride != 0 ? m_tile.head : 0, batch = dbias.batch_stride != 0 ? tile.work.batch : 0;
+    shared.dbias_full(at).wait(at.parity);
+#pragma unroll
+    for (int c = 0; c < kBiasChunks; ++c) {
+      const u32 chunk = shared.bias_of(at, c * kBiasChunk);
+      const int first_key = tile.first_key + c * kBiasChunk;
+      if constexpr (CUFLASH_ADDS_DBIAS)
+        ptx::add_tensor(map, chunk, first_key, first_row, head, batch);
+      else
+        ptx::store_tensor(map, chunk, first_key, first_row, head, batch);
+    }
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) shared.q_ring.empty(at, c).arrive();
+  }
+  ptx::bulk_wait<0>();
+}
+
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if (!is_chosen(params.common)) return;
   const Shared shared;
   if (ptx::thread_index() == 0) {
     shared.k_full.init(1);
     shared.v_full.init(1);
-    shared.q_ring.barriers.init(1);
+    shared.q_ring.barriers.init(1 + kNeedsDbias);
     shared.do_ring.barriers.init(2);
     for (int i = 0; i < kBuffers; ++i) {
       shared.handed.p_full({i}).init(128);
       shared.handed.ds_full({i}).init(128);
       shared.handed.ds_empty({i}).init(4);
     }
+    for (int i = 0; kNeedsDbias && i < kNumStages; ++i) shared.dbias_full({i}).init(128);
     ptx::fence_barrier_init();
   }
   ptx::sync_block();
@@ -580,6 +643,9 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
       if (thread == 32)
         produce<kChunksV, false>(params, shared, params.maps[kMapV], shared.v, shared.v_full, params.maps[kMapDout],
                                  shared.do_ring);
+    }
+    if constexpr (kNeedsDbias) {
+      if (thread == 64) write_dbias(params, shared);
     }
   }
 }

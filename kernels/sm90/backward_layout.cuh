@@ -128,12 +128,14 @@ static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows
 constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages) + DqTurns::kBytes;
-// With a block-sparse index each stage has its entry and the query head, too: a consumer that loaded the entry of its
-// next step from memory would wait for it at the end of every step.
+// With a block-sparse index the producer hands over the entry and the query head of each step, too: a role that loaded
+// the entry of its next step from memory would wait for it at the end of every step. dQ is up to kDsStages steps behind
+// the consumers, which are up to kNumStages behind the producer.
 constexpr u32 kBytesListed = 8;
+constexpr int kListedSlots = kNumStages + kDsStages;
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
                       kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP +
-                      kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers + kNumStages * kBytesListed ==
+                      kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers + kListedSlots * kBytesListed ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -220,6 +222,8 @@ struct Shared {
     turns.place(p_ring.address + Ring<kPStages>::kBytes);
     listed = p_ring.address + Ring<kPStages>::kBytes + DqTurns::kBytes;
   }
+  // Where the tile of a step is handed over.
+  CUFLASH_DEVICE u32 listed_at(const Position<kListedSlots>& step) const { return listed + step.stage * kBytesListed; }
 };
 
 // Thread. Initialises each barrier with the number of arrivals that end one of its phases.

@@ -100,7 +100,8 @@ struct BackwardWork {
     return m_tile;
   }
   // The index of a tile of queries among those of all heads and batch entries.
-  CUFLASH_DEVICE i64 index_of(const Params& params, const QueryTileIterator& m_tile) const {
+  template <class Tile>
+  CUFLASH_DEVICE i64 index_of(const Params& params, const Tile& m_tile) const {
     return m_tile_of(params, num_m_blocks, work.batch, m_tile.head, m_tile.m_block);
   }
   // Warp. Whether the heads of this block have large rows (common/softmax/backward.cuh). A branch on the statistics in

@@ -146,6 +146,12 @@ struct BiasTerms {
     }
   }
 
+  // Transposed: where the pair of element `i` of n-tile `n` lies in a tile of float32.
+  CUFLASH_DEVICE static u32 pair_at(u32 pairs, int n, int i) {
+    const u32 lane = lane_index(), line = pairs + (lane % 4 * 2 + i % 2) * kLineBytes;
+    return along_line(line, (lane / 4 + i / 2 * 8) * 4) + 8 * n * kLineBytes;
+  }
+
  private:
   // The distance of the two n-tiles that `visit` takes at once. With a float32 bias two neighbouring rows have the same
   // n-tile in the same banks, but n-tiles of distance two in different banks.
@@ -166,10 +172,7 @@ struct BiasTerms {
       for (int j = 0; j < 8; ++j) b[j / 4][j % 4] = to_real<Element>((u16)(words.word[j / 2] >> j % 2 * 16));
     } else if constexpr (transposed) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const u32 line = pairs + (16 * k + j / 4 * 8 + lane % 4 * 2 + j % 2) * kLineBytes;
-        ptx::load_shared(along_line(line, (lane / 4 + j / 2 % 2 * 8) * 4), b[j / 4][j % 4]);
-      }
+      for (int j = 0; j < 8; ++j) ptx::load_shared(pair_at(pairs, 2 * k + j / 4, j % 4), b[j / 4][j % 4]);
     } else {
       // Odd rows load the second of the two n-tiles first.
       const u32 odd = lane / 4 % 2;

@@ -163,19 +163,24 @@ CUFLASH_DEVICE void exchange_parts(const Params& params) {
 CUFLASH_DEFINE_CLUSTER_KERNEL(exchanged, Params, kWarpgroup, 2, exchange_parts)
 
 // The way back: `count` bytes of image to the box.
-CUFLASH_DEVICE void store_box(const Params& params) {
+template <bool adds>
+CUFLASH_DEVICE void write_box(const Params& params) {
   const u32 shared = ptx::dynamic_shared();
   fill_shared(shared, source_of<u32>(params), params.count / 4, kWarpgroup);
   ptx::fence_async_proxy();
   ptx::sync_block();
   if (ptx::thread_index() == 0) {
-    ptx::store_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
+    if constexpr (adds)
+      ptx::add_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
+    else
+      ptx::store_tensor(params.map, shared, params.column, params.row, params.head, params.batch);
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
     ptx::bulk_wait<0>();
   }
 }
-CUFLASH_DEFINE_KERNEL(tensor_store, Params, kWarpgroup, 1, store_box)
+CUFLASH_DEFINE_KERNEL(tensor_store, Params, kWarpgroup, 1, write_box<false>)
+CUFLASH_DEFINE_KERNEL(tensor_addition, Params, kWarpgroup, 1, write_box<true>)
 
 // ---- Warps and their registers --------------------------------------------------------------------------------------
 

@@ -102,6 +102,7 @@ BOXES = {
     "second_chunk": (np.uint16, (128, 10, 3, 1), (768, 256, 7680), (64, 8, 1, 1), (64, 1, 2, 0)),
     "several_heads": (np.uint16, (64, 4, 5, 3), (128, 512, 2560), (64, 4, 3, 2), (0, 0, 3, 1)),
     "float32": (np.uint32, (32, 20, 1, 1), (128, 2560, 2560), (32, 256, 1, 1), (0, 0, 0, 0)),
+    "float32_across_the_end": (np.uint32, (44, 20, 2, 2), (192, 3840, 7680), (32, 16, 1, 1), (32, 8, 1, 1)),
 }
 
 
@@ -158,31 +159,49 @@ def check_exchanged(run):
     np.testing.assert_array_equal(got, source[:, ::-1])
 
 
+def _check_way_back(run, kernel, name, image, before, result_of):
+    """Each element inside of the box becomes result_of(what was there, what comes), all others stay."""
+    _, dims, strides, sizes, coordinates = BOXES[name]
+    tensor = Tensor("destination", dims, strides, sizes)
+    got = run(
+        kernel,
+        source=_swizzled(image),
+        destination=before,
+        tensor=tensor,
+        coordinates=coordinates,
+        count=image.size,
+        shared_bytes=image.size,
+    )
+    expected = before.copy()
+    view = _view(expected, tensor)
+    _, inside = _box_of(view, sizes, coordinates)
+    values = image.view(before.dtype).reshape(sizes[::-1])
+    for index_in_box in np.argwhere(inside):
+        index = tuple(index_in_box + coordinates[::-1])
+        view[index] = result_of(view[index], values[tuple(index_in_box)])
+    assert (got == expected).all(), name
+
+
 def check_tensor_store(run):
     for name, box in BOXES.items():
-        dtype, dims, strides, sizes, coordinates = box
+        dtype, dims, *_ = box
         if dims[0] * np.dtype(dtype).itemsize % 16:  # stores write the whole of the last 16 bytes: not emulated
             continue
         elements, size = _sizes(box)
         image = random_bits(np.uint8, size)
-        tensor = Tensor("destination", dims, strides, sizes)
-        before = ones(dtype, elements)
-        got = run(
-            "tensor_store",
-            source=_swizzled(image),
-            destination=before,
-            tensor=tensor,
-            coordinates=coordinates,
-            count=size,
-            shared_bytes=size,
-        )
-        expected = before.copy()
-        view = _view(expected, tensor)
-        _, inside = _box_of(view, sizes, coordinates)
-        values = image.view(dtype).reshape(sizes[::-1])
-        for index_in_box in np.argwhere(inside):
-            view[tuple(index_in_box + coordinates[::-1])] = values[tuple(index_in_box)]
-        assert (got == expected).all(), name
+        _check_way_back(run, "tensor_store", name, image, ones(dtype, elements), lambda before, value: value)
+
+
+def check_tensor_addition(run):
+    """Of float32: integers, whose sums are exact; and subnormal numbers, which are added as all others are."""
+    random = np.random.default_rng(7)
+    for name, box in BOXES.items():
+        elements, size = _sizes(box)
+        if box[0] != np.uint32:
+            continue
+        before, values = (random.integers(-99, 100, n).astype(np.float32) for n in (elements, size // 4))
+        for unit in np.array([1, 2.0**-149, 2.0**-130], np.float32):
+            _check_way_back(run, "tensor_addition", name, (unit * values).view(np.uint8), unit * before, np.add)
 
 
 # ---- Warps and their registers ---------------------------------------------------------------------------------------

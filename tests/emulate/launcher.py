@@ -3,15 +3,18 @@
 import ctypes
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
+from cuflash import preparation
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import tensor_map
@@ -20,6 +23,7 @@ from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import BYTES, TensorMapSpec
 from cuflash.shards import reductions
+from cuflash.spec.call import prepare
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import GRADIENTS, OUTPUTS, TAKEN_BY_BACKWARD
@@ -186,6 +190,30 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
                 if previous is not None:
                     setattr(package, own, previous)
         forget_kernels()
+
+
+@contextmanager
+def device(arch: str, *, computes: bool = False) -> Iterator[Launcher]:
+    """A launcher behind the interface. Calls have the same number, and the same scratch memory."""
+    with launcher(arch, computes=computes) as launches:
+        backend: Any = sys.modules["cuflash.gpu.backend"]
+        backend._calls = itertools.repeat(7)
+        launches.keeps_arguments = True
+        cuda = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
+        cuda.alloc = functools.cache(cuda.alloc)
+        backend_of = {"cupy": backend}.__getitem__
+        with mock.patch.object(preparation, "backend_of", backend_of):
+            yield launches
+
+
+def arguments_of(launches: Launcher, call: Any) -> tuple[list[int], list[bytes], bool]:
+    """The kernels that a call launches, with their arguments; and whether its arrays were looked at anew."""
+    launches.launched.clear()
+    launches.arguments.clear()
+    with mock.patch.object(preparation, "prepare", wraps=prepare) as prepared:
+        results = call()
+    assert all(type(x) is DeviceArray for x in results)
+    return list(map(hash, launches.launched)), list(launches.arguments), prepared.called
 
 
 def forget_kernels() -> None:

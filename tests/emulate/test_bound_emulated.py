@@ -1,9 +1,6 @@
 """Bound calls on a device launch what `forward` launches, with the same arguments, and look nothing up."""
 
-import functools
-import itertools
 import sys
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,38 +12,12 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import preparation
-from cuflash.spec.call import prepare
 from cuflash.spec.passes import FORWARD
 from tests.calls import calls, results_of
-from tests.emulate.launcher import DeviceArray, launcher
+from tests.emulate.launcher import DeviceArray, arguments_of, device
 from tests.sampling import examples
 
 ARCHS = ("8.0", "9.0")
-
-
-@contextmanager
-def device(arch, *, computes=False):
-    """A launcher behind the interface. Calls have the same number, and the same scratch memory."""
-    with launcher(arch, computes=computes) as launches:
-        backend: Any = sys.modules["cuflash.gpu.backend"]
-        backend._calls = itertools.repeat(7)
-        launches.keeps_arguments = True
-        cuda = sys.modules["cupy"].cuda
-        cuda.alloc = functools.cache(cuda.alloc)
-        backend_of = {"cupy": backend}.__getitem__
-        with mock.patch.object(preparation, "backend_of", backend_of):
-            yield launches
-
-
-def arguments_of(launches, call):
-    """The kernels that a call launches, with their arguments; and whether it went past the door of plain calls."""
-    launches.launched.clear()
-    launches.arguments.clear()
-    with mock.patch.object(preparation, "prepare", wraps=prepare) as prepared:
-        results = call()
-    assert all(type(x) is DeviceArray for x in results)
-    return list(map(hash, launches.launched)), list(launches.arguments), prepared.called
 
 
 def is_one_launch(bound, arrays):

@@ -102,6 +102,7 @@ BUGS = [
     ("store_source_changed", "data race: writes .* reads: a bulk_wait_read, or a barrier behind it, is missing"),
     ("store_wait_too_short", "data race: writes .* reads: a bulk_wait_read, or a barrier behind it, is missing"),
     ("store_left", "exits with this copy in flight: a bulk_wait_read is missing"),
+    ("addition_of_16_bits", "adds elements of 2 bytes: only float32 is emulated"),
     ("store_uncommitted", "exits with this copy in flight: a bulk_commit is missing"),
     ("missing_fence_before_product", "missing fence_async_proxy: reads"),
     ("missing_wait_before_product", BOX_READ),

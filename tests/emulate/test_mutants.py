@@ -45,7 +45,6 @@ def test_the_list_is_long_and_wide_enough():
     assert {trial for mutant in MUTANTS for trial in mutant.trials} == set(TRIALS)
     without_code = {
         "common/io/params.cuh",
-        "sm90/backward_layout.cuh",
         "sm90/backward_jvp_layout.cuh",
         *(f"ptx/{name}.cuh" for name in ("arithmetic", "base", "tma", "wgmma")),
     }

@@ -38,7 +38,7 @@ CASES = {
     "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16"),
     "9.0 odd": ct.Case(**ODD, causal=True, dtype="float16", sinks=True, dlse=True),
     "9.0 dropout": ct.Case(**SIZES, dtype="float16", dropout=0.3, layout="bshd"),
-    "8.0 window": ct.Case(**ODD, causal=True, dtype="bfloat16", window=(20, 0), alibi_slopes=(4,)),
+    "8.0 window": ct.Case(**ODD, causal=True, dtype="bfloat16", window=(20, 0), alibi_slopes=(2,)),
     "8.0 float32": ct.Case(**SIZES, causal=True, dtype="float32"),
     "8.0 lengths": ct.Case(**SIZES, dtype="float16", kv_lengths=(100,)),
     "9.0 axes": ct.Case(

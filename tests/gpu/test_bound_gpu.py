@@ -1,4 +1,4 @@
-"""Bound calls on a device: the bits of `forward`, on other arrays, growing caches and other streams, and in graphs."""
+"""Bound and repeated calls on a device: the bits of a first call of `forward`, on other arrays and streams; graphs."""
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +61,35 @@ def test_bits_are_those_of_forward(cupy, case):
             found = call(**arrays, **random)
             stream.synchronize()
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_repeated_calls_have_the_bits_of_the_first(cupy, case):
+    """On the same arrays, on others, on another stream, and with other numbers at the same addresses."""
+    from cuflash.gpu import backend
+
+    def arrays_of(seed):
+        arrays = ct.Case(**{**vars(case), "seed": seed}).arrays(cupy.asarray)
+        return {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+
+    attn = cuflash.FlashAttention()
+    attn.options = case.options
+    random = {"seed": 3, "offset": 5} if case.dropout else {}
+    arrays, same, others = arrays_of(1), arrays_of(1), arrays_of(2)
+    expected = []
+    for given in (arrays, others):
+        backend.forget_launches()
+        expected.append(attn.forward(**given, **random))
+    for given, bits in ((arrays, 0), (arrays, 0), (others, 1), (same, 0), (others, 1)):
+        assert_same_bits(attn.forward(**given, **random), expected[bits])
+    cupy.cuda.get_current_stream().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        found = attn.forward(**same, **random)
+        stream.synchronize()
+    assert_same_bits(found, expected[0])
+    for name, x in same.items():
+        x[...] = others[name]
+    assert_same_bits(attn.forward(**same, **random), expected[1])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

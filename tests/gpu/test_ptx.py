@@ -61,7 +61,7 @@ def launch(
     for name, array in device.items():
         params[name] = array.data.ptr
     if tensor is not None:
-        params["map"] = encode(device[tensor.array].data.ptr, given[tensor.array].itemsize, tensor)
+        params["map"] = encode(device[tensor.array].data.ptr, given[tensor.array].dtype, tensor)
     argument = np.frombuffer(params.tobytes(), np.dtype((np.void, params.itemsize)))[0]
     function.max_dynamic_shared_size_bytes = shared_bytes
     function((grid,), (threads,), (argument,), shared_mem=shared_bytes)
@@ -79,13 +79,13 @@ def test_conformance(check, run):
 # ---- Compute capability 9.0 ------------------------------------------------------------------------------------------
 
 
-def encode(address, element_bytes, tensor):
+def encode(address, dtype, tensor):
     """The 16 words of the tensor map that the driver makes."""
     from cuda.bindings import driver
 
     data_type = driver.CUtensorMapDataType
     result, tensor_map = driver.cuTensorMapEncodeTiled(
-        {2: data_type.CU_TENSOR_MAP_DATA_TYPE_UINT16, 4: data_type.CU_TENSOR_MAP_DATA_TYPE_UINT32}[element_bytes],
+        getattr(data_type, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.name.upper()}"),
         4,
         address,
         [driver.cuuint64_t(size) for size in tensor.dims],

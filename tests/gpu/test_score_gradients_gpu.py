@@ -6,6 +6,8 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.passes import BACKWARD
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +45,29 @@ def test_repeatable_bit_by_bit(cupy, dtype, bias):
         np.testing.assert_array_equal(ct.to_numpy(getattr(again, name)), ct.to_numpy(getattr(first, name)))
     assert again.dbias.data.ptr == frame.data.ptr
     assert cupy.isnan(frame[..., 1::2].astype(np.float32)).all()
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("options", [{}, {"mask": (2, 1, 1, "n")}, {"causal": True, "dropout": 0.2}], ids=str)
+@pytest.mark.parametrize("bias", [(4, "m", "n"), (2, 1, "m", "n"), (2, 4, "m", "n"), ("m", "n")], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(500, 700), (330, 388)])
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_dbias_of_float32(cupy, head_dim, seqlen_q, seqlen_k, bias, options):
+    """By tiles that blocks of the main kernel add to memory or store, or in a fixed order by a kernel of its own."""
+    case = case_of(seqlen_q, seqlen_k, dtype="float32", head_dim=head_dim, bias=bias, **options)
+    need = ("dq", "dk", "dv", "dbias")
+    summed = case.batch * case.num_heads // int(np.prod(case.bias[:-2]))  # terms of each element
+    for deterministic in (False, True):
+        found = run(cupy, case, need, deterministic=deterministic)
+        ct.assert_backward(case, **found._asdict())
+        again = run(cupy, case, need, deterministic=deterministic)
+        if deterministic or summed <= 2:  # two terms have one sum in any order
+            np.testing.assert_array_equal(ct.to_numpy(found.dbias), ct.to_numpy(again.dbias))
+    if is_sm90():
+        arrays = case.arrays(cupy.asarray)
+        attn = cuflash.FlashAttention(**case.keywords)
+        plan = plan_of(BACKWARD, attn, *ct.qkv(arrays), **ct.optional(arrays), need=need)
+        assert "the main kernel" in plan.reason.partition("dbias: ")[2].split("\n")[0]
 
 
 @pytest.mark.one_in(1)

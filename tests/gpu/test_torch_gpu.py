@@ -218,7 +218,7 @@ def repeats(monkeypatch):
 def usual(compute):
     """What a function computes if no launch is repeated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "repeated", lambda signature: None)
+        patch.setattr(backend, "repeated_launch", lambda signature: None)
         return compute()
 
 

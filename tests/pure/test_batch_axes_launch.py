@@ -70,11 +70,11 @@ def launch(monkeypatch):
     module: Any = importlib.import_module("cuflash.gpu.backend")
     module.launched = []
 
-    def start(launch, arrays, pointers, random, seqlen_k, sums=None):
+    def start(launch, values, pointers, random, seqlen_k, sums=None):
         assert sums is None
         binding = launch.binding
         module.launched.append((launch.plan.pass_, binding.problem, binding.results))
-        plain = {name: x.view(np.ndarray) for name, x in arrays.items() if x is not None}
+        plain = {name: x.view(np.ndarray) for name, x in zip(launch.names, values, strict=True)}
         options = binding.problem.options
         if launch.plan.pass_ is FORWARD:
             found = cpu_backend.compute(FORWARD, options, plain, OUTPUTS, random)
@@ -90,8 +90,14 @@ def launch(monkeypatch):
     monkeypatch.setattr(
         module,
         "_launch_of",
-        lambda binding, plan, *others: SimpleNamespace(
-            binding=binding, plan=plan, any_length=False, seqlen_k=binding.problem.seqlen_k, last_call=0
+        lambda binding, plan, arrays, growing=None: SimpleNamespace(
+            binding=binding,
+            plan=plan,
+            names=[name for name, x in arrays.items() if x is not None],
+            any_length=False,
+            seqlen_k=binding.problem.seqlen_k,
+            copied=(),
+            last_call=0,
         ),
     )
     monkeypatch.setattr(module, "_start", start)

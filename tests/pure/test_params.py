@@ -20,6 +20,7 @@ from cuflash.gpu.params import (
     TANGENTS,
     Argument,
     Frame,
+    kept_frames,
     parameters,
     pointer_words,
 )
@@ -254,12 +255,20 @@ def test_argument_of_a_call(data):
     names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ is BACKWARD else ())]
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
     names = data.draw(st.permutations([*names, *score_args, *(name for name, _ in plan.scratch)]))
-    argument = Argument(plan, operands, names)
+    rows = [data.draw(st.sampled_from((0, 77))) for _ in plan.tensor_maps]
+
+    def map_of(pointer, count):
+        return f"{pointer} {count}".encode().ljust(128)
+
+    argument = Argument(plan, operands, names, tuple((map_of, n, count) for n, count in enumerate(rows)))
+    words = st.integers(0, 2**64 - 1)
+    addresses = [data.draw(st.lists(words, min_size=len(names), max_size=len(names))) for _ in range(2)]
+    kept_frames.clear()
     in_use: list[Frame] = []
-    for _ in range(4):
-        words = st.integers(0, 2**64 - 1)
-        pointers = data.draw(st.lists(words, min_size=len(names), max_size=len(names)))
-        maps = [data.draw(st.binary(min_size=128, max_size=128)) for _ in plan.tensor_maps]
+    for _ in range(6):
+        pointers = data.draw(st.sampled_from(addresses))
+        mapped = data.draw(st.sampled_from((130, 256)))
+        maps = [map_of(pointers[n], count or mapped) for n, count in enumerate(rows)]
         seed, offset = data.draw(words), data.draw(st.integers(0, 2**32 - 1))
         seqlen_k = data.draw(st.sampled_from((130, 131, 200)) if plan.any_length else st.just(130))
         of_length = replace(plan, problem=plan.problem.of_length(seqlen_k))
@@ -270,14 +279,34 @@ def test_argument_of_a_call(data):
         content = expected.tobytes()
         if maps:
             content = content.ljust(maps_offset(plan.problem), b"\0") + b"".join(maps)
-        frame = argument.frame(pointers, maps, (seed, offset), seqlen_k, call)
+        key = (argument.number, *pointers)
+        frame = kept_frames.pop(key) if key in kept_frames else argument.frame(key)
+        argument.fill(frame, mapped, (seed, offset), seqlen_k, call)
         assert ctypes.c_uint64.from_address(frame.address).value == frame.address + 8
         assert ctypes.string_at(frame.address + 8, len(content)) == content == frame.bytes[8:]
         assert all(frame is not other for other in in_use), "a frame belongs to one call"
         if data.draw(st.booleans()):
-            argument.give_back(frame)
+            kept_frames[key] = frame
         else:
             in_use.append(frame)
+
+
+def test_the_frames_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr("cuflash.gpu.params.MOST_FRAMES", 8)
+    q = np.zeros((5, 16), np.float16)
+    plan = choose_plan(make_problem(Options(), q, q, q), DeviceSpec.for_arch("8.0"))
+    operands = {"out": layout_of(q, "bhsd"), "lse": rows_of(np.zeros(5, np.float32))}
+    argument, other = (Argument(plan, operands, ("q", "k")) for _ in range(2))
+    assert argument.number != other.number
+    kept_frames.clear()
+    often = (argument.number, 0, 0)
+    for n in range(1, 40):
+        for key in (often, (other.number, n, n)):
+            kept_frames[key] = kept_frames.pop(key) if key in kept_frames else argument.frame(key)
+        assert len(kept_frames) <= 8
+        assert often in kept_frames
+    assert {n for _, n, _ in kept_frames} > {0, 38, 39}
+    assert min(n for _, n, _ in kept_frames if n) >= 33
 
 
 def test_bounds_that_do_not_exist_are_zero():

@@ -1,5 +1,6 @@
 """Plans for float32 on compute capability 9.0, whose products are sums of products of bf16 terms."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -188,3 +189,25 @@ def test_gradients_of_float32_by_bf16_terms():
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {0}
         assert why in plan.reason
         assert why or "_fp32" not in plan.reason
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 1), (1, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+def test_dbias_of_float32_by_the_main_kernel(axes, options):
+    """It adds tiles to dbias, or stores them; an earlier kernel clears what is added to, or may be left out."""
+    plain = problem_of(1024, 1024, 64, 64, dtype="float32", **options)
+    sizes = (plain.batch, plain.num_heads)
+    strides = tuple(stride * on for stride, on in zip((sizes[1] << 20, 1 << 20), axes, strict=True))
+    bias = Operand(shape=(*sizes, 1024, 1024), strides=(*strides, 1024, 1), dtype="float32")
+    plan = choose_plan(replace(plain, bias=bias), DeviceSpec.for_arch("9.0"), BACKWARD, need=("dk", "dv", "dbias"))
+    defines = {kernel.source: dict(kernel.defines) for kernel in plan.kernels}
+    summed = math.prod(n for n, on in zip(sizes, axes, strict=True) if not on)
+    is_written = summed <= 2 or not plain.deterministic
+    assert ("sm90/backward_bias.cu" in defines) == (not is_written)
+    main, preprocess = defines["sm90/backward_fp32.cu"], defines["helpers/backward_preprocess.cu"]
+    assert main["CUFLASH_NEEDS_DBIAS"] == is_written
+    assert [spec.name for spec in plan.tensor_maps][4:] == ["bias", "dbias"][: 1 + is_written]
+    if is_written:
+        assert main["CUFLASH_ADDS_DBIAS"] == (summed > 1)
+        assert preprocess.get("CUFLASH_CLEARS_DBIAS", 0) == (summed > 1 or plain.window_right is not None)
+        assert "dbias: the main kernel " + ("adds" if summed > 1 else "stores") in plan.reason

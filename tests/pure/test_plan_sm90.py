@@ -344,7 +344,7 @@ def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
         ("with_pairs", 64, "an entry of pairs belongs to a pair [i, j], each of which adds to memory"),
         ("gathered", 64, "an entry of table belongs to a pair [gather], each of which adds to memory"),
         ("tempered", 256, "where roles are split the consumer that makes dS does not know s"),
-        ("box", 256, "232592 bytes for each exceed the 233472 bytes of shared memory"),
+        ("box", 256, "232608 bytes for each exceed the 233472 bytes of shared memory"),
     ],
 )
 def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):

@@ -177,13 +177,13 @@ class Machine:
         }.items():
             self._patch.setattr(torch._C, name, function, raising=False)
         self._patch.setattr(of_torch, "cupy_stream", self._on_stream)
-        usual = self.backend._call
+        usual = self.backend._start
 
         def count(*args, **keywords):
             self.calls += 1
             return usual(*args, **keywords)
 
-        self._patch.setattr(self.backend, "_call", count)
+        self._patch.setattr(self.backend, "_start", count)
         self._forget()
         return self
 
@@ -240,6 +240,7 @@ class Machine:
 
     def usual(self, *args, **keywords):
         kept, self.backend._repeated = self.backend._repeated, {}
+        self.backend._known.clear()
         try:
             found, was_usual = self.run(*args, **keywords)
         finally:
@@ -589,7 +590,7 @@ def test_kernels_that_overlap_are_launched_on_the_stream_of_the_call(machine, mo
 
     def launch(config, handle, argument, _extra):
         found.append((config, ctypes.string_at(ctypes.c_uint64.from_address(argument).value, machine.sizes[handle])))
-        return (SimpleNamespace(value=0),)
+        return (0,)
 
     runtime: Any = sys.modules["cupy"].cuda.runtime  # type: ignore[attr-defined]
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: machine.backend.OVERLAP_IN_GRAPHS)

@@ -212,9 +212,12 @@ def chosen_for_special_problems(precision):
         window = problem_of(16384, 16384, dim, dim, window=(500, 0))
         without = problem_of(16384, 16384, dim, 0)
         chosen |= set(choose_plan(without, h100, BACKWARD).tiles)
+        with_bias = replace(biased(dim, "float32"), head_dim_v=0)
+        chosen |= {tile.changed(bias_of_pairs=0) for tile in choose_plan(with_bias, h100, BACKWARD).tiles}
         many = problem_of(1 << 16, 1 << 16, dim, 0, dtype="float32")
         chosen |= set(choose_plan(replace(many, precision=precision), h100).tiles)
-        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window, without):
+        narrow = problem_of(16384, 16384, dim, 64)
+        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window, without, narrow):
             tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
         for functions in ((None, "documents"), ("plane", None), ("gated", None)):

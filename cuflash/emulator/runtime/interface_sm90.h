@@ -12,6 +12,7 @@ void barrier_wait(u32 barrier, u32 parity, Site site);
 void fence_async_proxy(Site site);
 void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site);
 void store_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site);
+void add_tensor(const void* map, u32 source, const int (&coordinates)[4], Site site);
 void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void store_remote(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void bulk_commit(Site site);

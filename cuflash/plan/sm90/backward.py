@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BACK_SECTION, BackwardFamily, Family, KeysFamily
-from cuflash.plan.scores import is_of_keys
+from cuflash.plan.scores import is_of_keys, num_summed
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, BackwardTile
 from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies
@@ -21,6 +21,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
 )
+from cuflash.plan.tensor_map import why_not
 from cuflash.plan.tiles import Row, Tile, choose_row, why_too_large
 from cuflash.score_mod import READ_CLASSES
 from cuflash.spec.inputs import CAPS
@@ -56,6 +57,7 @@ SPLIT_ROLES_REVERSED_ONE_IN, GROUPED_REVERSED_ONE_IN = 8, 4
 # shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
+TERMS_IN_ANY_ORDER = 2  # so many terms that blocks add to zero have the same sum in any order
 _OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 
 
@@ -225,6 +227,7 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
     tf32_rows = BACKWARD_TF32_SM90_TILES
     makes_dq_alone = makes_both = splits_tail = True
     serves_no_values = True
+    writes_dbias = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 
     def why_not(self, draft: Draft) -> str | None:
@@ -236,11 +239,31 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
     def configured(self, main: BackwardFloat32Sm90Tile, draft: Draft) -> BackwardFloat32Sm90Tile:
         return main.loading_bias(draft.problem, draft.device)
 
+    def why_not_summed(self, draft: Draft, main: BackwardFloat32Sm90Tile, name: str) -> str | None:
+        if name != "dbias":
+            return ""
+        if not main.bias_of_pairs:
+            return "tiles of dbias take the place of tiles of bias, which it does not load here"
+        if names := draft.problem.given(CAPS):
+            return f"its dS has the derivative of {names[0]}, too"
+        if draft.problem.deterministic and num_summed(draft) > TERMS_IN_ANY_ORDER:
+            return "it adds to dbias in no fixed order"
+        dbias = draft.arrays["dbias"]
+        if dbias.strides[3] != 1:
+            return "dbias is not contiguous along the keys"
+        summing = self.summing(main, (name,))
+        return why_not("dbias", dbias, written=True, broadcasts=True) or why_too_large(
+            summing, draft.problem, draft.device
+        )
+
+    def summing(self, main: BackwardFloat32Sm90Tile, names: tuple[str, ...]) -> BackwardFloat32Sm90Tile:
+        return replace(main, writes_dbias="dbias" in names)
+
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         read = _read(draft)
         add_bf16_split(draft, main, read)
-        boxes = dict.fromkeys(read, 64)
-        draft.map_tensors(boxes | ({"bias": main.block_m} if main.bias_of_pairs else {}))
+        pairs = ("bias", "dbias")[: bool(main.bias_of_pairs) + main.writes_dbias]
+        draft.map_tensors(dict.fromkeys(read, 64) | dict.fromkeys(pairs, main.block_m))
         tell_of_bias(draft, main)
 
 

@@ -272,7 +272,7 @@ class BackwardSm90Tile(ScoredTile):
 
     conditions: ClassVar = BACKWARD
     defined = ("schedule", "per_row_values", "per_warp_key_values")
-    variations: ClassVar = {"num_stages": (2, 3)}
+    variations: ClassVar = {"num_stages": (2, 3, 4)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         keys = 64 if self.splits_roles else 128
@@ -303,7 +303,7 @@ class BackwardSm90Tile(ScoredTile):
         p = self.block_n * self.block_m * 4 if self.splits_roles else 0
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
-        barriers += 8 * self.num_stages  # and an entry of a block-sparse index for each stage
+        barriers += 8 * (self.num_stages + 2)  # and tiles that are handed over
         scores = self.block_n * self.block_m * 4 if self.keeps_scores else 0
         # Two stages of what each warp sums for its 16 keys.
         step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
@@ -367,6 +367,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
     bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    writes_dbias: bool = False  # dS replaces the tile of a per-pair bias, and TMA writes it to dbias
 
     defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
@@ -385,7 +386,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
         tile = self.bf16_terms * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
         buffers = self.num_buffers * self.bf16_terms * chunked_bytes(64, CHUNK)
         chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
+        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers + self.num_stages * self.writes_dbias)
         queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
 
@@ -515,6 +516,12 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
                   "on an H100 555 TFLOP/s, 128 x 128: 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
                   "1024 keys)"),
+    _forward_sm90(128,    256, 64,  4,    False, 1, "long, narrow values",
+                  "on an H200 573 us, causal 312, 192 x 80: 650 and 352 (values of 64, 4 x 16 heads, seqlen 4096)"),
+    _forward_sm90(128,    192, 64,  4,    False, 1, "long, narrow",
+                  "on an H200 1035 us, causal 557, 192 x 80: 1154 and 631 (head_dim 72, 4 x 28 heads, seqlen 4096); "
+                  "96: 807 and 437, 824 and 447; 80: 886 and 476, 943 and 494, but 3632 and 1830, 3568 and 1775 at "
+                  "16384"),
     _forward_sm90(128,    192, 80,  2,    True,  2, "long",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full), causal 615 "
                   "and 710, 580 and 664"),
@@ -626,6 +633,15 @@ BACKWARD_SM90_TILES = (
                    "seqlen 4096)", serves="no values"),
     _backward_sm90(128, 64, 128, 3,     "kSharedDs",
                    h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
+    _backward_sm90(192, 64, 64,  3,     "kSplitRoles",
+                   "on an H200 2592 us, causal 1405; 2 stages 2915 and 1499 (4 x 10 heads, seqlen 4096); with values "
+                   "of 128 2492 and 1339; 2678 and 1407", serves="values"),
+    _backward_sm90(192, 64, 128, 4,     "kSharedDs",
+                   "on an H200 1417 us, causal 842; 3 stages 1447 and 838, 2 1582 and 886 (4 x 10 heads, seqlen 4096)",
+                   serves="no values"),
+    _backward_sm90(256, 64, 128, 3,     "kSharedDs",
+                   "on an H200 1505 us, causal 865; 4 stages 1510 and 877, 2 1522 and 882 (4 x 8 heads, seqlen 4096)",
+                   serves="no values"),
     _backward_sm90(256, 64, 128, 2,     "kSharedDs",
                    "on an H200 1636 us, split roles 2510 (4 x 8 heads, seqlen 4096): half as much dq is added",
                    serves="no values"),

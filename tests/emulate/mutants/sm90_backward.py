@@ -9,6 +9,7 @@ BACKWARD = "sm90/backward.cu"
 BACKWARD_WORK = "sm90/backward_work.cuh"
 WEIGHTS = "sm90/backward_weights.cuh"
 BACKWARD_DQ = "sm90/backward_dq.cuh"
+BACKWARD_LAYOUT = "sm90/backward_layout.cuh"
 DQ_ORDER = "sm90/dq_order.cuh"
 PRODUCTS = "sm90/products.cuh"
 BACKWARD_SUMS = "sm90/backward_sums.cuh"
@@ -88,7 +89,7 @@ MUTANTS = (
            "backward sm90 bits"),
     mutant("a list ends without a new head", BACKWARD_WORK, "head += entry.is_last(); }", "}", "key sums blocks"),
     # ---- sm90/backward.cu
-    mutant("every stage has the tile of the first", BACKWARD, "m_tile.take(shared.listed + at.stage * kBytesListed);",
+    mutant("every stage has the tile of the first", BACKWARD, "m_tile.take(shared.listed_at(listed));",
            "m_tile.take(shared.listed);", "backward sm90 bits"),
     mutant("bits of the keys of the first consumer", BACKWARD, "(kBlockN / kBitsBlock) + first / kBitsBlock;",
            "(kBlockN / kBitsBlock);", "backward sm90 bits"),
@@ -151,8 +152,13 @@ MUTANTS = (
            escapes="the producer waits for Q too, which is given back after dout"),
     mutant("statistics are not announced", BACKWARD_DQ, "arrive_expect(kBytesQ + kBytesBias + kBytesStats);",
            "arrive_expect(kBytesQ);", "backward sm90"),
-    mutant("dQ does not wait for dS", BACKWARD_DQ, "    shared.ds_ring.full(at).wait(at.parity);\n", "\n",
-           "backward sm90"),
+    mutant("dQ does not wait for dS", BACKWARD_DQ,
+           "    if constexpr (!kHasBlockIndex) shared.ds_ring.full(at).wait(at.parity);\n", "\n", "backward sm90"),
+    mutant("dQ of every step belongs to the first tile of the list", BACKWARD_DQ,
+           "m_tile.take(shared.listed_at(listed));", "m_tile.take(shared.listed);", "backward sm90 bits"),
+    mutant("the tile of a step is replaced before dQ has it", BACKWARD_LAYOUT,
+           "listed + step.stage * kBytesListed;", "listed + step.stage % kNumStages * kBytesListed;",
+           "backward sm90 bits"),
     mutant("dS is overwritten under dQ", BACKWARD, "    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
            "backward sm90"),
     mutant("dS is not fenced", BACKWARD, "    ptx::fence_async_proxy();  // of dS', for products;", "    // of dS',",

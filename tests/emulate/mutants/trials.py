@@ -128,6 +128,7 @@ _BACKWARD_SPLIT = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
 _BACKWARD_SPLIT_RING = (replace(_BACKWARD_SPLIT[0], max_dim=64, num_stages=2, num_buffers=2, dq_late=False),)
+_WITH_DBIAS = ("dq", "dk", "dv", "dbias")
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
@@ -598,6 +599,15 @@ TRIALS: dict[str, AnyTrial] = {
     ),
     "backward parts bias": Trial(
         case=replace(_BIAS_FLOAT32, head_dim=40, head_dim_v=24, softcap=5.0), tiles=_BACKWARD_SPLIT_RING, num_sms=1
+    ),
+    "backward parts dbias": Trial(
+        case=replace(_BIAS_FLOAT32, head_dim=40, head_dim_v=24), tiles=_BACKWARD_SPLIT_RING, need=_WITH_DBIAS, num_sms=1
+    ),
+    "backward parts dbias of all": Trial(
+        case=replace(_BIAS_FLOAT32, head_dim=24, bias=(2, 4, 230, 132), mask=None, kv_lengths=(132, 60)),
+        tiles=_BACKWARD_SPLIT_RING,
+        need=_WITH_DBIAS,
+        num_sms=1,
     ),
     "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_SPLIT_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),

@@ -1,0 +1,276 @@
+"""Repeated calls on a device launch what a first call launches, with the same arguments, and look nothing up."""
+
+import sys
+import threading
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.gpu.params import kept_frames
+from cuflash.spec.passes import BACKWARD, FORWARD
+from tests.calls import calls, results_of, shifted
+from tests.emulate.launcher import DeviceArray, arguments_of, device
+from tests.sampling import examples
+
+ARCHS = ("8.0", "9.0")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def gpu_backend():
+    backend: Any = sys.modules["cuflash.gpu.backend"]
+    return backend
+
+
+def first_call(launches, call):
+    """What a call launches that finds nothing of those before."""
+    gpu_backend().forget_launches()
+    kept_frames.clear()
+    found = arguments_of(launches, call)
+    assert found[2]
+    return found[:2]
+
+
+def like(array, by=0):
+    return shifted(array.view(np.ndarray), by).view(DeviceArray) if by else array.copy().view(DeviceArray)
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD], ids=str)
+@settings(max_examples=examples(150))
+@given(data=st.data(), arch=st.sampled_from(ARCHS))
+def test_calls_that_alternate(pass_, data, arch):
+    """Arrays of one problem: the same again, elsewhere, with other strides or another alignment."""
+    case, options, arrays, need = data.draw(calls(pass_))
+    arrays |= results_of(case, arrays, pass_, need)
+    keywords: dict[str, Any] = {"seed": case.seed, "offset": 5} if options.dropout else {}
+    if pass_ is BACKWARD:
+        keywords["need"] = need
+    attn = cuflash.FlashAttention()
+    attn.options = options
+    original = {name: x.view(DeviceArray) for name, x in arrays.items()}
+    elsewhere = {name: like(x) for name, x in original.items()}
+    name = data.draw(st.sampled_from([name for name, x in original.items() if x.size]))
+    aside = original | {name: like(original[name], data.draw(st.sampled_from((1, 2, 4, 8))))}
+    with device(arch) as launches:
+
+        def call(given):
+            return lambda: getattr(attn, str(pass_))(**given, **keywords)
+
+        choices = [original, elsewhere, aside]
+        expected = [first_call(launches, call(given)) for given in choices]
+        gpu_backend().forget_launches()
+        is_copied = any(launch.copied for launch in gpu_backend()._launches.values())
+        for number in data.draw(st.lists(st.sampled_from(range(3)), min_size=4, max_size=8)):
+            kernels, words, _ = arguments_of(launches, call(choices[number]))
+            is_copied |= any(launch.copied for launch in gpu_backend()._launches.values())
+            assert kernels == expected[number][0]
+            assert words == expected[number][1] or is_copied  # kernels read copies elsewhere
+
+
+def arrays_of(shape=(2, 4, 40, 32), count=3, dtype=BFLOAT16):
+    return [np.ones(shape, dtype).view(DeviceArray) for _ in range(count)]
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nothing_is_looked_up(arch):
+    q, k, v, out, dout, dq, dk, dv = arrays_of(count=8)
+    lse, bias = (np.ones(shape, np.float32).view(DeviceArray) for shape in ((2, 4, 40), (4, 40, 40)))
+    attn: Any = cuflash.FlashAttention(causal=True)
+    saved = {"out": out, "lse": lse}
+    with device(arch) as launches:
+        for call in (
+            lambda: attn.forward(q, k, v),
+            lambda: attn.forward(q, k, v, **saved),
+            lambda: attn.forward(q, k, v, bias=bias, **saved),
+            lambda: attn.forward(q, k, v, want=("max",)),
+            lambda: attn.backward(dout, q, k, v, **saved),
+            lambda: attn.backward(dout, q, k, v, **saved, dq=dq, dk=dk, dv=dv, bias=bias, need=("dbias",)),
+            lambda: attn.jvp(q, k, v, tk=dout),
+        ):
+            kernels, _, is_prepared = arguments_of(launches, call)
+            assert is_prepared
+            for _ in range(2):
+                found, _, is_prepared = arguments_of(launches, call)
+                assert found == kernels
+                assert not is_prepared
+        gpu_backend().forget_launches()
+        assert arguments_of(launches, call)[2]
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 0)}], ids=str)
+def test_caches_grow(arch, options):
+    attn = cuflash.FlashAttention(**options)
+    q, k, v = arrays_of((2, 3, 300, 32))
+    q, (out,) = q[:, :, :1], arrays_of((2, 3, 1, 32), 1)
+    lse = np.ones((2, 3, 1), np.float32).view(DeviceArray)
+    with device(arch) as launches:
+
+        def call(length):
+            return lambda: attn.forward(q, k[:, :, :length], v[:, :, :length], out=out, lse=lse)
+
+        lengths = (100, 101, 101, 127, 128, 129, 250, 130, 300, 100, 2, 1, 0, 300, 2, 1, 0, 100)
+        expected = [first_call(launches, call(length)) for length in lengths]
+        gpu_backend().forget_launches()
+        for number, length in enumerate(lengths):
+            kernels, words, is_prepared = arguments_of(launches, call(length))
+            assert (kernels, words) == expected[number]
+            if length in (101, 127, 130, *lengths[:number]):
+                assert not is_prepared
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_results_that_grow_into_caches_are_refused(arch):
+    """However often a call on the same addresses was served: it reached over fewer keys."""
+    memory, q = np.ones((1, 2, 200, 32), BFLOAT16).view(DeviceArray), np.ones((1, 2, 1, 32), BFLOAT16).view(DeviceArray)
+    out, attn = memory[:, :, 150:151], cuflash.FlashAttention()
+    (v,) = arrays_of(memory.shape, 1)
+    with device(arch):
+        bound = attn.bind(q, memory[:, :, :140], v[:, :, :140])
+        for forward in (attn.forward, bound):
+            for length in (140, 141, 140, 150):
+                forward(q, memory[:, :, :length], v[:, :, :length], out=out)
+            for length in (151, 160):
+                with pytest.raises(ValueError, match=r"^out: .*k"):
+                    forward(q, memory[:, :, :length], v[:, :, :length], out=out)
+        (wide,) = arrays_of((1, 2, 1, 64), 1)
+        copied = wide[..., ::2]  # its rows are not contiguous
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^out: "):
+                attn.forward(q, memory, v, out=q)
+            attn.forward(copied, memory, v)
+            with pytest.raises(ValueError, match=r"^out: "):
+                attn.forward(copied, memory, v, out=wide[..., :32])
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_values_that_are_the_first_columns_of_keys(arch):
+    q, out = arrays_of((1, 16, 1, 576), 2)
+    k, other = arrays_of((1, 1, 700, 576), 2)
+    v, out = k[..., :512], out[..., :512]
+    lse = np.ones((1, 16, 1), np.float32).view(DeviceArray)
+    attn = cuflash.FlashAttention()
+    with device(arch) as launches:
+
+        def call(v):
+            return lambda: attn.forward(q, k, v, out=out, lse=lse)
+
+        choices = [v, other[..., :512]]
+        expected = [first_call(launches, call(x)) for x in choices]
+        assert arch == "8.0" or expected[0][0] != expected[1][0]
+        gpu_backend().forget_launches()
+        for number in (0, 1, 0, 0, 1, 1):
+            assert arguments_of(launches, call(choices[number]))[:2] == expected[number]
+
+
+def test_what_is_wrong_is_said():
+    q, k, v = arrays_of(dtype=np.dtype(np.float32))
+    attn: Any = cuflash.FlashAttention()
+    with device("9.0") as launches:
+        for _ in range(2):
+            attn.forward(q, k, v)
+            attn.forward(q, k, v, bias=q[0, :, :, :1])
+        launches.launched.clear()
+        for arrays, keywords, error, text in (
+            ((q, k[:, :, :7], v), {}, ValueError, r"^v: got seqlen_k 40, expected seqlen_k 7"),
+            ((q, k, v[:, :3]), {}, ValueError, r"^v: got "),
+            ((q, k.astype(np.float16).view(DeviceArray), v), {}, TypeError, r"^k: got .*float16"),
+            ((q, k, v), {"bias": q[:, :, :7]}, ValueError, r"^bias: got shape"),
+            ((q, k, v), {"bias": "x"}, TypeError, r"^bias: got "),
+            ((q, k, v), {"out": q}, ValueError, r"^out: "),
+            ((q, k, v), {"seed": -1}, ValueError, r"^seed: "),
+        ):
+            with pytest.raises(error, match=text):
+                attn.forward(*arrays, **keywords)
+        assert not launches.launched
+
+
+def test_functions_of_packed_sequences_become_options_where_starts_are_one_array():
+    q, k, v = arrays_of((4, 40, 32))
+    starts = np.array([0, 10, 40], np.int32).view(DeviceArray)
+    attn = cuflash.FlashAttention(causal=True, mask=lambda i, j: i - j < 5)
+    others = starts.copy().view(DeviceArray)
+    with device("9.0") as launches:
+        choices = [(starts, starts), (starts, others)]
+        calls = [lambda own=own: attn.forward(q, k, v, cu_seqlens_q=own[0], cu_seqlens_k=own[1]) for own in choices]
+        expected = [first_call(launches, call)[0] for call in calls]
+        assert expected[0] != expected[1]
+        for number in (1, 0, 1, 1, 0):
+            assert arguments_of(launches, calls[number])[0] == expected[number]
+
+
+def test_known_calls_are_bounded(monkeypatch):
+    q, k, v = arrays_of()
+    with device("8.0"):
+        backend = gpu_backend()
+        monkeypatch.setattr(backend, "MOST_KNOWN", 6)
+        for n in range(1, 12):
+            cuflash.FlashAttention(scale=float(n)).forward(q, k, v)
+            cuflash.FlashAttention().forward(q[:, :, :n], k, v)
+            assert len(backend._known) <= 7
+
+
+def test_threads_have_arguments_of_their_own():
+    """A thread calls while another one launches, on the same arrays: a launch reads what its own call has written."""
+    q, k, v, out = arrays_of(count=4)
+    lse = np.ones((2, 4, 40), np.float32).view(DeviceArray)
+    attn = cuflash.FlashAttention(dropout=0.5)
+    with device("9.0") as launches:
+
+        def run(seed):
+            return attn.forward(q, k, v, out=out, lse=lse, seed=seed, offset=0)
+
+        expected = [arguments_of(launches, lambda seed=seed: run(seed))[1] for seed in range(2)]
+        assert expected[0] != expected[1]
+        found = []
+
+        def launch(handle, *how):
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=run, args=(1,))
+                other.start()
+                other.join()
+            launches.arguments.clear()
+            launches.run(handle, *how)
+            found.append(list(launches.arguments))
+
+        cuda: Any = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
+        cuda.driver.launchKernel = launch
+        for _ in range(3):
+            found.clear()
+            run(0)
+            assert found == [expected[1], expected[0]]
+
+
+def test_the_device_of_the_arrays_is_current():
+    """While a call launches, and after it the one that was."""
+    q, k, v = arrays_of()
+    attn = cuflash.FlashAttention()
+    current, launched = [0], []
+
+    @contextmanager
+    def on(device_id):
+        before, current[0] = current[0], device_id
+        yield
+        current[0] = before
+
+    with device("9.0"):
+        bound = attn.bind(q, k, v)
+        cuda: Any = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
+        cuda.Device, cuda.runtime.getDevice = on, lambda: current[0]
+        cuda.driver.launchKernel = lambda *how: launched.append(current[0])
+        for current[0] in (0, 1, 1, 0):
+            before = current[0]
+            for forward in (attn.forward, bound):
+                launched.clear()
+                forward(q, k, v)
+                assert launched == [0]
+                assert current == [before]
