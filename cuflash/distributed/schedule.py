@@ -362,6 +362,7 @@ def make_schedule(
                 for span in own:
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
+                        expected += ", which batch_invariant=True brings along"
                         raise value_error(name, f"a span {span}", expected)
         why_whole = "deterministic=True"
     elif why_whole is None and step != (1, 1):
