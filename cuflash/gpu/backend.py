@@ -22,6 +22,7 @@ import importlib
 import itertools
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ _launches: dict[tuple, _Launch] = {}
 # cache may have grown. For calls that alternate there is a launch by the forms of all arrays, too.
 _known: dict[tuple, _Launch] = {}
 _repeated: dict[tuple, RepeatedLaunch] = {}  # by the signature of their arrays
+bound_launches: set[weakref.ref[Any]] = set()  # those of `cuflash.gpu.bound` that are alive
 # Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
 # numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
 _calls = itertools.count(secrets.randbits(47))
@@ -315,10 +317,13 @@ def trials(
 
 
 def forget_launches() -> None:
-    """Forget all launches, so that later calls are planned again."""
+    """Forget all launches, so that later calls are planned again, bound ones among them."""
     _launches.clear()
     _known.clear()
     _repeated.clear()
+    for reference in [*bound_launches]:
+        if (bound := reference()) is not None:
+            bound.forget()
 
 
 @functools.cache

@@ -6,6 +6,7 @@ A plain call looks up launches by its options and by the names of its arrays. A 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,12 +25,13 @@ class BoundLaunch:
     `arrays` are those of the call by name, None for absent; kernels are compiled and loaded, and nothing is computed.
     """
 
-    __slots__ = ("_bound", "_need", "_options")
+    __slots__ = ("__weakref__", "_bound", "_need", "_options")
 
     def __init__(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
         self._options, self._need = options, need
         self._bound: tuple[Any, Any, list[type]] | None = None  # the launch, its arrays of a call, and their types
         self.bind(arrays)
+        backend.bound_launches.add(weakref.ref(self, backend.bound_launches.discard))
 
     @property
     def is_bound(self) -> bool:
@@ -46,6 +48,10 @@ class BoundLaunch:
         launch = found[0]
         in_order = operator.itemgetter(*launch.names)
         self._bound = launch, in_order, [*map(type, in_order(arrays))]
+
+    def forget(self) -> None:
+        """Forget the launch, so that the next call is planned again and binds what it is given."""
+        self._bound = None
 
     def __call__(self, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Any, ...] | None:
         """The results of a call, or None if its arrays are not of the form. `arrays` are those that are given."""

@@ -1,5 +1,6 @@
 """Bound calls on a device launch what `forward` launches, with the same arguments, and look nothing up."""
 
+import gc
 import sys
 from typing import Any
 from unittest import mock
@@ -102,6 +103,29 @@ def test_block_tables_grow(arch):
             (*found, is_prepared) = arguments_of(launches, lambda own=arrays: bound(**own))
             assert found == expected
             assert is_prepared == plans
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_forgotten_launches_are_planned_again(arch):
+    """As tuning forgets them: calls that were bound before take the kernels that it chose."""
+    q, k, v = (np.ones((2, 3, 30, 32), ml_dtypes.bfloat16).view(DeviceArray) for _ in range(3))
+    attn = cuflash.FlashAttention()
+    with device(arch) as launches:
+        backend: Any = sys.modules["cuflash.gpu.backend"]
+        bound = [attn.bind(q, k, v)]
+        assert not arguments_of(launches, lambda: bound[0](q, k, v))[2]
+        backend.forget_launches()
+        with mock.patch.object(backend, "tuned_plan", wraps=backend.tuned_plan) as planned:
+            for number in range(3):
+                kernels, _, is_prepared = arguments_of(launches, lambda: bound[0](q, k, v))
+                assert kernels
+                assert is_prepared == (number == 0)
+                assert planned.call_count == 1
+        assert len(backend.bound_launches) == 1
+        bound.clear()
+        gc.collect()
+        assert not backend.bound_launches
+        backend.forget_launches()
 
 
 @pytest.mark.one_in(1)
