@@ -561,8 +561,12 @@ def _run(
     seqlen_k: int,
     stream: int | None = None,
 ) -> None:
-    """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
-    key = (launch.argument.number, *pointers)
+    """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch.
+
+    Nothing checks these here, so the frame is one that `_start`, which checks only addresses without a frame, never
+    finds.
+    """
+    key = (~launch.argument.number, *pointers)
     frame = kept_frames.pop(key, None) or launch.argument.frame(key)
     launch.last_call = call = next(_calls)
     launch.argument.fill(frame, mapped, random, seqlen_k, call)

@@ -202,7 +202,7 @@ class Frame:
         self.bytes = memoryview(memory).cast("B")
         self.words = self.bytes.cast("Q")
         self.words[0] = self.address + 8
-        self.key = key  # the number of its `Argument`, and the addresses that it holds
+        self.key = key  # the number of its `Argument`, inverted if nothing checks addresses, and those that it holds
         self.mapped = -1  # the number of keys of its tensor maps; -1 until they are there
         self.random = (0, 0)
         self.seqlen_k = seqlen_k
@@ -238,7 +238,7 @@ class Argument:
         self.number = next(_numbers)
 
     def frame(self, key: tuple[int, ...]) -> Frame:
-        """A new frame. Its key is the `number`, and addresses in the order of `names`.
+        """A new frame. Its key is the `number`, or this inverted, and addresses in the order of `names`.
 
         If there are too many, only the half that was used last is kept.
         """

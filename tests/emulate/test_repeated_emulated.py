@@ -4,6 +4,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -149,6 +150,30 @@ def test_results_that_grow_into_caches_are_refused(arch):
             attn.forward(copied, memory, v)
             with pytest.raises(ValueError, match=r"^out: "):
                 attn.forward(copied, memory, v, out=wide[..., :32])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_launches_by_addresses_check_no_addresses_for_other_calls(arch):
+    """A launch that is repeated by addresses is served without a look at these; a longer call on them is refused."""
+    (memory, v), (q,) = arrays_of((1, 2, 200, 32), 2), arrays_of((1, 2, 1, 32), 1)
+    out = memory[:, :, 150:151]
+    lse = np.ones((1, 2, 1), np.float32).view(DeviceArray)
+    attn, arrays = cuflash.FlashAttention(), [q, memory[:, :, :140], v[:, :, :140], out, lse]
+    with device(arch) as launches:
+        backend = gpu_backend()
+        with backend.remembered(("signature",), arrays, None):
+            _, expected, _ = arguments_of(launches, lambda: attn.forward(*arrays[:3], out=out, lse=lse))
+        repeated = backend.repeated_launch(("signature",))
+
+        def allocate(nbytes, stream):
+            return backend.cupy.cuda.alloc(nbytes).ptr
+
+        for _ in range(2):
+            launches.arguments.clear()
+            repeated.run([x.ctypes.data for x in arrays], (0, 0), 0, allocate, lambda pointer: None)
+            assert launches.arguments == expected
+            with pytest.raises(ValueError, match=r"^out: .*k"):
+                attn.forward(q, memory[:, :, :151], v[:, :, :151], out=out, lse=lse)
 
 
 @pytest.mark.one_in(1)
