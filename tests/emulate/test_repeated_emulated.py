@@ -178,6 +178,28 @@ def test_launches_by_addresses_check_no_addresses_for_other_calls(arch):
 
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize("arch", ARCHS)
+def test_results_between_each_other_are_looked_at_once(arch):
+    """Gradients as slices of one array, with axes that interleave them: no later call on these addresses differs."""
+    (qkv, gradients), (dout, out) = arrays_of((2, 40, 3, 4, 32), 2), arrays_of((2, 40, 4, 32), 2)
+    lse = np.ones((2, 4, 40), np.float32).view(DeviceArray)
+    q, k, v = (qkv[:, :, i] for i in range(3))
+    dq, dk, dv = (gradients[:, :, i] for i in range(3))
+    attn = cuflash.FlashAttention(layout="bshd")
+    with device(arch) as launches:
+
+        def call(dq=dq):
+            return attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+
+        expected = first_call(launches, call)
+        with mock.patch.object(gpu_backend(), "_check_overlap", side_effect=AssertionError):
+            assert arguments_of(launches, call) == (*expected, False)
+        for shared in (gradients[:, :, 1], dk[::-1]):
+            with pytest.raises(ValueError, match=r"^d[qk]: "):
+                call(shared)
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_values_that_are_the_first_columns_of_keys(arch):
     q, out = arrays_of((1, 16, 1, 576), 2)
     k, other = arrays_of((1, 1, 700, 576), 2)
