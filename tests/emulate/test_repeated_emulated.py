@@ -1,7 +1,10 @@
 """Repeated calls on a device launch what a first call launches, with the same arguments, and look nothing up."""
 
+import gc
+import struct
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -264,6 +267,51 @@ def test_known_calls_are_bounded(monkeypatch):
             cuflash.FlashAttention(scale=float(n)).forward(q, k, v)
             cuflash.FlashAttention().forward(q[:, :, :n], k, v)
             assert len(backend._known) <= 7
+
+
+def test_calls_keep_no_arrays():
+    """What is kept of calls are properties of arrays and addresses."""
+    attn: Any = cuflash.FlashAttention(causal=True)
+    with device("9.0"):
+        q, k, v, out, dout, dq, dk, dv = arrays = arrays_of(count=8)
+        lse = np.ones((2, 4, 40), np.float32).view(DeviceArray)
+        bound = attn.bind(q, k, v)
+        for _ in range(3):
+            attn.forward(q, k, v, out=out, lse=lse)
+            bound(q, k, v, out=out, lse=lse)
+            attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+        alive = [weakref.ref(x) for x in (*arrays, lse)]
+        del q, k, v, out, dout, dq, dk, dv, arrays, lse
+        gc.collect()
+        assert not any(x() is not None for x in alive)
+        assert bound.options == attn.options
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_calls_after_one_that_failed(error):
+    """Wherever it failed: at its scratch memory, in its argument, or between its kernels."""
+    q, k, v, out, dout, dq, dk, dv = arrays_of(count=8)
+    lse = np.ones((2, 4, 40), np.float32).view(DeviceArray)
+    attn: Any = cuflash.FlashAttention(dropout=0.5)
+    with device("9.0") as launches:
+
+        def run(seed):
+            return attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, seed=seed, offset=0)
+
+        def words(seed):
+            return arguments_of(launches, lambda: run(seed))[1]
+
+        expected = [words(seed) for seed in (2, 1, 0)][::-1]
+        cuda: Any = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
+        places = [(cuda, "alloc", 0), (struct, "pack_into", 0)]
+        places += [(cuda.driver, "launchKernel", n) for n in range(len(expected[0]))]
+        for owner, name, calls_before in places:
+            effects = [mock.DEFAULT] * calls_before + [error]
+            with mock.patch.object(owner, name, wraps=getattr(owner, name), side_effect=effects) as failing:
+                with pytest.raises(error):
+                    run(2)
+                assert failing.call_count == calls_before + 1
+            assert [words(seed) for seed in (2, 1, 0)] == expected[::-1]
 
 
 def test_threads_have_arguments_of_their_own():
