@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -129,6 +130,35 @@ def test_caches_grow(arch, options):
             assert (kernels, words) == expected[number]
             if length in (101, 127, 130, *lengths[:number]):
                 assert not is_prepared
+
+
+def test_maps_reach_over_no_more_than_the_memory_of_the_call():
+    """Slices of a cache, and arrays that end where their memory does, in one form and at one address."""
+    (q, out), (k, v) = arrays_of((1, 8, 1, 64), 2), arrays_of((1, 2, 700, 64), 2)
+    lse = np.ones((1, 8, 1), np.float32).view(DeviceArray)
+    attn = cuflash.FlashAttention()
+    ends: dict[int, int] = {}
+
+    def data(x):
+        ptr = x.ctypes.data
+        memory = SimpleNamespace(ptr=ptr, size=ends.get(ptr, ptr) - ptr)
+        return SimpleNamespace(ptr=ptr, device_id=0, mem=memory)
+
+    with mock.patch.object(DeviceArray, "data", property(data)), device("9.0") as launches:
+        bound = attn.bind(q, k[:, :, :600], v[:, :, :600])
+
+        def call(forward, length, *caches):
+            ends.clear()
+            ends.update({x.ctypes.data: x.ctypes.data + x.nbytes for x in caches})
+            return lambda: forward(q, k[:, :, :length], v[:, :, :length], out=out, lse=lse)
+
+        choices = [(length, *caches) for length in (600, 620) for caches in ((k, v), (k,), ())]
+        expected = [first_call(launches, call(attn.forward, *own)) for own in choices]
+        assert len({words[0] for _, words in expected}) == 4  # both reach over 640 keys, or none
+        gpu_backend().forget_launches()
+        for number in (0, 2, 0, 1, 5, 3, 5, 2, 4, 0):
+            for forward in (attn.forward, bound):
+                assert arguments_of(launches, call(forward, *choices[number]))[:2] == expected[number]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
