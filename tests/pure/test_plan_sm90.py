@@ -343,6 +343,7 @@ def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
         ("tempered", 128, None),
         ("with_pairs", 64, "an entry of pairs belongs to a pair [i, j], each of which adds to memory"),
         ("gathered", 64, "an entry of table belongs to a pair [gather], each of which adds to memory"),
+        ("distance", 192, None),  # with two stages of queries
         ("tempered", 256, "where roles are split the consumer that makes dS does not know s"),
         ("box", 256, "232608 bytes for each exceed the 233472 bytes of shared memory"),
     ],

@@ -230,5 +230,10 @@ def _is_of_lse_alone(fit: Fit) -> bool:
 BACKWARD = by_name(
     ANY,
     Condition("no values", _is_of_lse_alone, "gradients of lse alone, without score_mod, mask_mod or dropout"),
-    Condition("values", lambda fit: not _is_of_lse_alone(fit), "values, or score_mod, mask_mod or dropout"),
+    # Sums of gradients of arrays that functions read need the shared memory of a stage.
+    Condition(
+        "values",
+        lambda fit: not _is_of_lse_alone(fit) and not fit.problem.score_arg_gradients,
+        "values, mask_mod or dropout, and no score_mod or mask_mod that reads arrays with gradients",
+    ),
 )
