@@ -110,7 +110,7 @@ def attention(
         The options.
     seed, offset : int or jax.Array, optional
         Which weights dropout drops, as `cuflash.FlashAttention.forward` takes them, and the same in every entry of
-        `jax.vmap`. A seed in an array, which may change without another compilation, has 32 bits.
+        `jax.vmap`. In arrays they may change without another compilation; an offset there has 32 bits.
     return_lse : bool, default False
         Whether to return lse, too, which is differentiable as out is.
     **keywords :
@@ -222,4 +222,6 @@ def _random(seed: Array, offset: Array) -> Array:
     if not in_arrays:
         return numbers
     words = {"seed": numbers[0], "high": numbers[1], "offset": numbers[2]} | in_arrays
+    if "seed" in in_arrays and in_arrays["seed"].dtype.itemsize == 8:
+        words["high"] = in_arrays["seed"] >> 32
     return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in words.values()])

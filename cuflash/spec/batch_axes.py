@@ -207,10 +207,13 @@ class _Split(NamedTuple):
 def _is_sum(model: str, lacks: Mapping[str, set[int]], split: _Split, copied: Collection[str]) -> bool:
     """Whether the gradient of an array is a sum over calls, or over entries for which a pass gives one each.
 
-    `lacks` has the batch axes that arrays and numbers do not have.
+    `lacks` has the batch axes that arrays and numbers do not have. A pass adds the gradient of an optional input up if
+    that has no axis of the batch. If it has only some of them, of stride 0, a pass takes it as an array of all entries.
     """
-    over = {*split.outer, *split.inner} if model in INPUTS or model in copied else set(split.outer)
-    return not over.isdisjoint(lacks.get(model, ()))
+    lacked = lacks.get(model, set())
+    has_some = 0 < len(lacked.intersection(split.inner)) < len(split.inner)
+    over = {*split.outer, *split.inner} if model in INPUTS or model in copied or has_some else set(split.outer)
+    return not over.isdisjoint(lacked)
 
 
 def _merges(own: tuple[int, ...], lengths: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> bool:

@@ -48,6 +48,16 @@ def _token(
     return forward_call(attn, names, dict(options), function).token
 
 
+def _fixed(option: Any) -> Any:
+    """An option without symbols, as numbers that change or follow from sizes may be, alone or in a pair.
+
+    To hash a symbol makes it a constant, which the compiler guards.
+    """
+    if isinstance(option, tuple):
+        return tuple([_fixed(x) for x in option])
+    return next(iter({option})) if isinstance(option, (int, float)) else option
+
+
 def _cast(arrays: dict[str, Tensor]) -> None:
     """Give q, k and v the dtype of autocast, as for `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -236,8 +246,7 @@ def _forward(
     if torch.is_autocast_enabled(arrays["q"].device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
-        # A number that follows from sizes may be a symbol. To hash it makes it a constant, which the compiler guards.
-        fixed = {name: next(iter({x})) if isinstance(x, (int, float)) else x for name, x in options.items()}
+        fixed = {name: _fixed(x) for name, x in options.items()}
         token = _token(attn, tuple(arrays), tuple(fixed.items()), function)
         out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)
     else:

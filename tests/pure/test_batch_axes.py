@@ -1,6 +1,7 @@
 """Batch axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
 
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -58,6 +59,32 @@ def test_results_are_written_where_the_caller_says(case, strides):
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(out, into["out"])
     np.testing.assert_array_equal(lse, into["lse"])
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(("lacking", "expanded", "own"), repeat=2)), ids="-".join)
+def test_gradients_of_inputs_that_are_expanded_along_some_axes(kinds):
+    """Strides of 0 merge with axes that an array lacks, and its gradient has the entries of the others alone."""
+    lengths, rng = (3, 2), np.random.default_rng(0)
+    attn = cuflash.FlashAttention()
+    q, k, v, dout = (rng.standard_normal((*lengths, 2, 4, 3)) for _ in range(4))
+    shape = [1 if kind == "lacking" else n for kind, n in zip(kinds, lengths, strict=True)]
+    stored = [n if kind == "own" else 1 for kind, n in zip(kinds, lengths, strict=True)]
+    arrays = {
+        name: np.broadcast_to(rng.standard_normal((*stored, *own)), (*shape, *own))
+        for name, own in {"bias": (2, 4, 4), "alibi_slopes": (2,)}.items()
+    }
+
+    def gradients(arrays):
+        tangents = {f"t{name}": x for name, x in arrays.items()}
+        need = ("dbias", "dalibi_slopes")
+        first = attn.backward(dout, q, k, v, *attn.forward(q, k, v, **arrays)[:2], need=need, **arrays)
+        need = ("tdbias", "tdalibi_slopes")
+        second = cuflash.hessian_vector_product(attn, dout, q, k, v, need=need, **arrays, **tangents)
+        return (*first, *second)
+
+    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    for got, right in zip(gradients(arrays), gradients(contiguous), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
 
 
 def structures(dtype=np.float32):

@@ -297,6 +297,15 @@ def test_wrong_arguments_are_named(keywords, error, words, compiled):
         (jax.jit(f) if compiled else f)(jnp.asarray(X))
 
 
+@pytest.mark.parametrize("seed", [3, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_a_seed_in_an_array_has_all_its_bits(seed, dtype):
+    right = attention(X, X, X, dropout=0.5, seed=seed, offset=2)
+    with jax.enable_x64(True):
+        found = jax.jit(lambda seed: attention(X, X, X, dropout=0.5, seed=seed, offset=2))(jnp.array(seed, dtype))
+    assert jnp.array_equal(found, right)
+
+
 @pytest.mark.parametrize("seed", [3, 2**40 + 3])
 def test_a_seed_next_to_an_offset_in_an_array(seed):
     """Which has all of its bits, as next to an offset that is a number."""

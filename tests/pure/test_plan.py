@@ -66,6 +66,20 @@ def test_every_head_dimension_is_served_within_the_limits(arch, deterministic, d
                     assert max(dim, dim_v) <= tile.max_dim
 
 
+@pytest.mark.parametrize("reductions", [("max",), ("entropy",), ("max", "entropy")], ids="-".join)
+@pytest.mark.parametrize("arch", SIZES_OF_SHARED)
+def test_gradients_of_row_reductions_fit_at_every_head_dimension(arch, reductions):
+    """A tile that leaves little shared memory may have none for them."""
+    device = DeviceSpec.for_arch(arch)
+    for dtype, deterministic in itertools.product(("bfloat16", "float32"), (False, True)):
+        base = replace(problem_of(dtype=dtype, deterministic=deterministic), row_reductions=reductions)
+        for dim, dim_v in itertools.product(range(16, 257, 16), (None, 0, 64, 128, 256)):
+            problem = replace(base, head_dim=dim, head_dim_v=dim if dim_v is None else dim_v)
+            if is_served(problem, arch, BACKWARD):
+                plan = choose_plan(problem, device, BACKWARD)
+                assert all(kernel.shared_bytes <= device.shared_bytes_per_block for kernel in plan.kernels), plan
+
+
 def test_a_plan_is_the_first_row_that_fits():
     problem = problem_of(dim=128, dim_v=128)
     for arch in ARCHS:

@@ -22,6 +22,7 @@ from tests.reductions import (
     weights_reduced,
 )
 from tests.sampling import examples
+from tests.ways import every_way
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -214,6 +215,21 @@ def test_a_row_of_nan_has_no_strongest_keys(row, count, dtype):
     others = np.arange(5) != row
     np.testing.assert_array_equal(indices[others], expected.indices[others])
     np.testing.assert_array_equal(weights[others], expected.weights[others])
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_weights_above_the_range_of_a_dtype_are_infinite(dtype, way):
+    """An lse of other keys may be far below the scores; NaN stays NaN, in its column alone."""
+    q = np.ones((1, 40, 8), dtype)
+    k = np.ones((1, 40, 8), dtype)
+    k[0, 1] = -1e4
+    k[0, 3] = np.nan
+    lse, attn = np.full((1, 40), -1000, dtype), cuflash.FlashAttention(scale=1.0)
+    right = np.full((1, 40), np.inf)
+    right[0, 1], right[0, 3] = 0, np.nan
+    np.testing.assert_array_equal(attn.column_max(q, k, lse), right)
+    np.testing.assert_array_equal(attn.column_sums(q, k, lse), right)
 
 
 def test_sums_of_some_keys_take_the_lse_of_all():

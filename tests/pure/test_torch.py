@@ -408,6 +408,27 @@ def test_options_may_follow_from_sizes():
         torch.testing.assert_close(compiled(q), right, rtol=1e-14, atol=1e-14)
 
 
+def test_numbers_in_options_may_change():
+    """The compiler makes symbols of them when they do."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q, scale, left, rows):
+        return attention(
+            q,
+            q,
+            q,
+            scale=scale,
+            window=(left, 0),
+            block_mask=torch.ones((1, 1), dtype=torch.bool),
+            block_size=(rows, 16),
+        )
+
+    for scale, left, rows in ((1.0, 1, 16), (2.0, 2, 32), (0.5, 3, 64)):
+        q = torch.randn(2, 16, 4, dtype=torch.float64)
+        right = attention(q, q, q, scale=scale, window=(left, 0))
+        torch.testing.assert_close(compiled(q, scale, left, rows), right, rtol=1e-14, atol=1e-14)
+
+
 TRANSFORMS: dict[str, Any] = {
     "grad": lambda f, x, t: torch.func.grad(f)(x),
     "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,)),

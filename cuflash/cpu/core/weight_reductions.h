@@ -75,9 +75,9 @@ template <class T> void columns_job(Work &work, char *memory, int64_t job) {
             with_weights(scaling, buffers.lse[r], buffers.row_sums[r], [&](auto weight_of, auto) {
                 for (int64_t j = 0; j < num_keys; j += LANES<T>) {
                     const Vector<T> weight = weight_of(load(s + j)), own = load(to + j);
-                    // The difference is 0, and keeps NaN.
+                    // The sum is not below the maximum, because weights are not below 0, and NaN if one of the two is.
                     store(to + j, is_sum ? add_product(own, factor, weight)
-                                         : larger<T>(own, weight) + (own - own) + (weight - weight));
+                                         : -larger<T>(-larger<T>(own, weight), -(own + weight)));
                 }
             });
         };

@@ -124,8 +124,11 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
+    def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
+        return tuple(_taking(row, problem) for row in BACKWARD_SM90_TILES)
+
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
-        return (*BACKWARD_SM90_TILES, *BACKWARD_TILES)
+        return (*self.table(problem), *BACKWARD_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -139,15 +142,14 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
             )
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
         if why_not is None and _has_separate_dq(draft):
-            tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
+            tile, _ = choose_row(self.table(problem), problem, draft.device)
             if _seeing(tile, draft).mask_by_bits:
                 return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
         return why_not
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
-        taken = draft.problem.row_reductions
-        main = replace(main, dq_in_order=has_order, takes_dmax="max" in taken, takes_dentropy="entropy" in taken)
+        main = replace(_taking(main, draft.problem), dq_in_order=has_order)
         tile = _seeing(main, draft)
         if tile.mask_by_bits and _has_separate_dq(draft):
             raise NotImplementedError(
@@ -280,6 +282,12 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 def _has_separate_dq(draft: Draft) -> bool:
     """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
     return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
+
+
+def _taking(row: BackwardSm90Tile, problem: Problem) -> BackwardSm90Tile:
+    """The row with shared memory for the gradients of row reductions that a problem has."""
+    taken = problem.row_reductions
+    return replace(row, takes_dmax="max" in taken, takes_dentropy="entropy" in taken)
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
