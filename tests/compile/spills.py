@@ -107,6 +107,8 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
     ("sm90/backward.cu", 2, 64, "64x128", 1): 112,
     ("sm90/backward.cu", 2, 128, "64x128", 1): 200,
+    ("sm90/backward.cu", 2, 192, "64x64", 1): 4,
+    ("sm90/backward.cu", 2, 192, "64x128", 1): 16,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 224,
     ("sm90/backward.cu", 2, 256, "64x128", 1): 28,
     ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
@@ -139,6 +141,8 @@ SPILLS_OF_ADDENDS = SPILLS | {
     ("sm90/decode.cu", 2, 256, "64x64", 1): 4,
     ("sm90/backward.cu", 2, 64, "64x128", 1): 8,
     ("sm90/backward.cu", 2, 128, "64x128", 1): 76,
+    ("sm90/backward.cu", 2, 192, "64x64", 1): 4,
+    ("sm90/backward.cu", 2, 192, "64x128", 1): 8,
     ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 112,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 40,
     # Once for a tile of queries.

@@ -17,6 +17,7 @@ import cuflash.testing as ct
 from cuflash.gpu.compiler import compile_spec, supported_archs
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FLOAT8_TILES, FORWARD_TILES, DqTile, ForwardTile
+from cuflash.plan.sm90.conditions import NARROW_VALUES
 from cuflash.plan.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
@@ -95,6 +96,8 @@ class Target:
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile) else (64, 64)
         dim = tile.max_dim - 3 * (self.variant == "odd rows")
         sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim}
+        if getattr(tile, "serves", "any") == "long, narrow values":
+            sizes["head_dim_v"] = NARROW_VALUES
         sizes["has_values"] = takes_values(tile)
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
