@@ -45,16 +45,7 @@ from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec.batch_axes import Axes, Calls, axes_of, first_call
-from cuflash.spec.binding import (
-    FIXED,
-    Binding,
-    Contiguous,
-    Growing,
-    bind,
-    growing_keys,
-    of_pass,
-    planned_length,
-)
+from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
