@@ -3,7 +3,7 @@
 
 #include "decode_bf16.h"
 #include "forward_bf16.h"
-#include "gemm.h"
+#include "fused_softmax.h"
 #include "schedule.h"
 
 namespace {
@@ -23,11 +23,18 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     const int64_t group = call.window_left < NO_BOUND || call.window_right < NO_BOUND ? GROUP : WIDE_GROUP;
     const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    const bool may_fuse = may_fuse_softmax(call, scaling);
     for (int64_t r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, group);
+        if (may_fuse && n > FUSED_ROWS) n -= n % FUSED_ROWS;
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const int64_t here = keys.stop - keys.first;
         if (here <= 0) continue;
+        if constexpr (MAY_FUSE_SOFTMAX<T>)
+            if (may_fuse && fills_blocks<T>(call, entry, block, r0, n, {first + keys.first, first + keys.stop})) {
+                fused_rows(scaling, tile, keys.first, here, dim, r0, n, buffers);
+                continue;
+            }
         // With AVX-512 it takes longer to ask for lines, nearly all of which are near, than to wait for the rest.
         if (VECTOR_BYTES < 64)
             prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);

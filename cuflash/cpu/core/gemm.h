@@ -13,11 +13,45 @@ template <class T> struct Numbers {
     static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return add_product(sum, x, y); }
 };
 
+// Adds the products of one column of A, R elements of which are at `rows`, and of N vectors of a row of B.
+template <class T, int R, int N, class M>
+ALWAYS_INLINE void add_products(Vector<T> (&sums)[R][N], const T *const *rows, int64_t row_stride, const T *b) {
+    Vector<T> x[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) x[n] = load(b + n * LANES<T>);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        const Vector<T> y = M::spread(rows[r / 3] + r % 3 * row_stride);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[r][n] = M::add(sums[r][n], y, x[n]);
+    }
+}
+
+// Stores sums to C, or adds them, and calls `ends` with each row and the largest number of each lane of it.
+struct EndsAlike {
+    template <class V> void operator()(int, V) const {}
+};
+template <class T, int R, int N, class E>
+ALWAYS_INLINE void store_sums(const Vector<T> (&sums)[R][N], T *c, int64_t c_stride, bool adds, E ends) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        Vector<T> most;
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            T *p = c + r * c_stride + n * LANES<T>;
+            const Vector<T> x = adds ? load(p) + sums[r][n] : sums[r][n];
+            store(p, x);
+            most = n == 0 ? x : larger<T>(most, x);
+        }
+        ends(r, most);
+    }
+}
+
 // Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do
 // not grow with the number of tiles.
-template <class T, int R, int N, Order ORDER, class M>
+template <class T, int R, int N, Order ORDER, class M, class E = EndsAlike>
 ALWAYS_INLINE void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
-                                 int64_t c_stride, bool adds) {
+                                 int64_t c_stride, bool adds, E ends = {}) {
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (R + 2) / 3;  // three rows share an address
     const T *rows[GROUPS];
@@ -26,27 +60,12 @@ ALWAYS_INLINE void product_block(const T *a, int64_t a_stride, const T *b, int64
     const int64_t row_stride = ORDER == Order::ROWS ? a_stride : 1;
 #pragma GCC unroll 2
     for (int64_t k = 0; k < length; ++k) {
-        Vector<T> x[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) x[n] = load(b + n * LANES<T>);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            const Vector<T> y = M::spread(rows[r / 3] + r % 3 * row_stride);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[r][n] = M::add(sums[r][n], y, x[n]);
-        }
+        add_products<T, R, N, M>(sums, rows, row_stride, b);
         b += b_stride;
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; ++g) rows[g] += ORDER == Order::ROWS ? 1 : a_stride;
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-            T *p = c + r * c_stride + n * LANES<T>;
-            store(p, adds ? load(p) + sums[r][n] : sums[r][n]);
-        }
-    }
+    store_sums<T, R, N>(sums, c, c_stride, adds, ends);
 }
 
 // The same where there are products with one lane of a vector: an element of A needs no register of its own, but shares

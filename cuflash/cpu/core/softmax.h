@@ -115,11 +115,9 @@ template <class T> inline Vector<T> largest_of_each_lane(const T *s, int64_t cou
     return larger<T>(even, odd);
 }
 
-// Raises the row max to the largest score, if that is above it by much.
+// Raises the row max to the largest score, if that is above it by much. `most` has the largest score of each lane.
 template <class T, class R>
-inline void raise_row_max(const Scaling<T> &scaling, const T *s, int64_t num_keys, const RowSoFar<T> &row,
-                          R reductions) {
-    const Vector<T> most = largest_of_each_lane(s, num_keys);
+inline void raise_row_max(const Scaling<T> &scaling, Vector<T> most, const RowSoFar<T> &row, R reductions) {
     if constexpr (R::IS_WANTED)
         if (any_above<T>(most, reductions.largest)) set_largest<T>(most, row.l, reductions);
     if (any_above<T>(most, row.row_max + scaling.rise)) {
@@ -150,7 +148,8 @@ template <class T> struct FewRows {
 template <class T, class Reduces> NOINLINE void raise_row_maxima(Reduces reduces, FewRows<T> &rows) {
     for (int64_t i = 0; i < rows.count; ++i) {
         const RowSoFar<T> row = rows.row(i);
-        raise_row_max(rows.scaling, rows.scores(i), rows.columns, row, rows.reductions(reduces, i));
+        const Vector<T> most = largest_of_each_lane(rows.scores(i), rows.columns);
+        raise_row_max(rows.scaling, most, row, rows.reductions(reduces, i));
         rows.minus[i] = row.row_max == T(-__builtin_inf()) ? T(0) : row.row_max;
     }
 }
@@ -160,7 +159,7 @@ template <class T, class Drops, class Reduces>
 NOINLINE void exponentials(Drops drops, Reduces reduces, const FewRows<T> &rows) {
     constexpr int N = LANES<T>;
     const int64_t columns = rows.columns, count = rows.count;
-    const Exp2OfScaled<T> power(rows.scaling.factor);
+    const Exp2OfRow<T> power(rows.scaling.factor);
     T *s = rows.s, *l = rows.l;
     for (int64_t i = 0; i < count; ++i, s += SCORES_STRIDE<T>, l += N) {
         const Vector<T> minus = splat(rows.minus[i]);
