@@ -121,9 +121,10 @@ NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &blo
         const int64_t count = smaller(N, num_rows - r0);
         RowWithSink all[N];
         T own_l[N], l[N], logs[N];
-        for (int64_t i = 0; i < N; ++i) l[i] = T(1);
+        Vector<T> lanes[N];
+        for (int64_t i = 0; i < N; ++i) l[i] = T(1), lanes[i] = load(buffers.l + (r0 + smaller(i, count - 1)) * N);
+        store(own_l, sums_of_lanes<T>(lanes));
         for (int64_t i = 0; i < count; ++i) {
-            own_l[i] = sum_of_lanes<T>(load(buffers.l + (r0 + i) * N));
             all[i] = with_sink<T>(call, row_of(block, r0 + i), buffers.row_max[r0 + i] * natural, own_l[i]);
             l[i] = T(all[i].l);
         }

@@ -219,12 +219,14 @@ struct RowWithSink {
     template <class T> T divisor() const { return l == 0 ? T(1) : T(l); }
 };
 
-template <class T> NOINLINE RowWithSink with_sink(const Call &call, Row row, double row_max, double l) {
-    if (!call.arrays[SINKS]) return {row_max, l};
+template <class T> NOINLINE RowWithSink add_sink(const Call &call, Row row, double row_max, double l) {
     const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
     const double top = row_max > sink ? row_max : sink == -infinity ? 0 : sink;
     const double shrinks = exp_of(row_max - top), of_sink = exp_of(sink - top);
     return {top, l * shrinks + of_sink, shrinks, of_sink};
+}
+template <class T> inline RowWithSink with_sink(const Call &call, Row row, double row_max, double l) {
+    return call.arrays[SINKS] ? add_sink<T>(call, row, row_max, l) : RowWithSink{row_max, l};
 }
 
 // Writes values_of(d), a vector, to a row of out, for every d.
