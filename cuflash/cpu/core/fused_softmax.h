@@ -20,26 +20,60 @@ template <class T> inline bool may_fuse_softmax(const Call &call, const Scaling<
            !call.arrays[MASK] && !call.arrays[BLOCK_MASK] && call.head_dim_v > (FUSED_VECTORS - 1) * LANES<T>;
 }
 
-// Scores of whole blocks of rows, and the largest of each lane of them.
+// Calls step(i) for i below `count`, as a loop that the compiler leaves alone.
+template <class F> ALWAYS_INLINE void repeat(int64_t count, F step) {
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < count; ++i) step(i);
+}
+
+// A block of FUSED_ROWS rows and FUSED_VECTORS vectors of a product, whose sums stay in registers.
+template <class T> struct FusedBlock {
+    static constexpr int R = FUSED_ROWS, N = FUSED_VECTORS;
+    Vector<T> sums[R][N] = {};
+    const T *rows[R / 3], *b;
+    int64_t row_stride, b_stride;
+
+    ALWAYS_INLINE FusedBlock(const T *a, int64_t a_stride, const T *b, int64_t b_stride)
+        : b(b), row_stride(a_stride), b_stride(b_stride) {
+#pragma GCC unroll 4
+        for (int g = 0; g < R / 3; ++g) rows[g] = a + 3 * g * a_stride;
+    }
+    // Adds the products of the next column of A.
+    ALWAYS_INLINE void add_next() {
+        add_products<T, R, N, Numbers<T>>(sums, rows, row_stride, b);
+        b += b_stride;
+#pragma GCC unroll 4
+        for (int g = 0; g < R / 3; ++g) ++rows[g];
+    }
+};
+
+// Scores of whole blocks of rows, and the largest of each lane of them. Those of a block are compared during the
+// products of the next one.
 template <class T>
 NOINLINE void scores_with_maxima(int64_t num_rows, int64_t num_columns, int64_t length, const T *q, int64_t q_stride,
                                  const T *k_t, int64_t k_stride, T *s, T *maxima) {
-    constexpr int64_t R = FUSED_ROWS, L = LANES<T>;
-    alignas(VECTOR_BYTES) T unfinished[R * L];
+    constexpr int64_t R = FUSED_ROWS, L = LANES<T>, WIDTH = FUSED_VECTORS * L;
     const int64_t count = ceil_div(length, SUM_LENGTH), step = ceil_div(length, count);
-    for (int64_t j = 0; j < num_columns; j += FUSED_VECTORS * L)
+    for (int64_t r = 0; r < num_rows; ++r) store(maxima + r * L, splat(T(-__builtin_inf())));
+    auto compare = [&](int64_t r, int64_t j) __attribute__((always_inline)) {
+        const T *from = s + r * SCORES_STRIDE<T> + j;
+        store(maxima + r * L, larger<T>(load(maxima + r * L), larger<T>(load(from), load(from + L))));
+    };
+    for (int64_t j = 0; j < num_columns; j += WIDTH)
         for (int64_t k = 0; k < length; k += step) {
             const int64_t terms = smaller(step, length - k);
-            const bool is_last = k + terms == length;
             for (int64_t r = 0; r < num_rows; r += R) {
-                T *own = is_last ? maxima + r * L : unfinished;
-                product_block<T, R, FUSED_VECTORS, Order::ROWS, Numbers<T>>(
-                    q + r * q_stride + k, q_stride, k_t + k * k_stride + j, k_stride, terms,
-                    s + r * SCORES_STRIDE<T> + j, SCORES_STRIDE<T>, k > 0, [&](int i, Vector<T> most) {
-                        store(own + i * L, j > 0 ? larger<T>(most, load(own + i * L)) : most);
-                    });
+                FusedBlock<T> block(q + r * q_stride + k, q_stride, k_t + k * k_stride + j, k_stride);
+                const int64_t compared = k == 0 && j > 0 ? R : 0;
+                repeat(compared, [&](int64_t i) __attribute__((always_inline)) {
+                    block.add_next();
+                    compare(r + i, j - WIDTH);
+                });
+                repeat(terms - compared, [&](int64_t) __attribute__((always_inline)) { block.add_next(); });
+                store_sums<T, R, FUSED_VECTORS>(block.sums, s + r * SCORES_STRIDE<T> + j, SCORES_STRIDE<T>, k > 0);
             }
         }
+    for (int64_t r = 0; r < num_rows; ++r) compare(r, num_columns - WIDTH);
 }
 
 // Adds P V of a block of rows, and of FUSED_VECTORS vectors of V, to o. Scores become weights, which `sums_of_weights`
@@ -55,31 +89,20 @@ NOINLINE void add_values_by_scores(const Exp2OfRow<T> &power, const T *minus, in
         store(from, p);
         store(sums_of_weights + r * L, p);
     }
-    Vector<T> sums[R][FUSED_VECTORS] = {};
-    const T *rows[R / 3];
-#pragma GCC unroll 4
-    for (int g = 0; g < R / 3; ++g) rows[g] = s + 3 * g * SCORES_STRIDE<T>;
-    auto add_key = [&]() __attribute__((always_inline)) {
-        add_products<T, R, FUSED_VECTORS, Numbers<T>>(sums, rows, SCORES_STRIDE<T>, v);
-        v += v_stride;
-#pragma GCC unroll 4
-        for (int g = 0; g < R / 3; ++g) ++rows[g];
-    };
+    FusedBlock<T> block(s, SCORES_STRIDE<T>, v, v_stride);
     for (int64_t k = L; k < num_keys; k += L) {
         T *from = s + k, *sum = sums_of_weights;
-#pragma GCC unroll 1
-        for (int r = 0; r < R; ++r, from += SCORES_STRIDE<T>, sum += L) {
-            add_key();
+        repeat(R, [&](int64_t r) __attribute__((always_inline)) {
+            block.add_next();
             const Vector<T> p = power(load(from) - splat(minus[r]));
             store(from, p);
             store(sum, load(sum) + p);
-        }
-#pragma GCC unroll 1
-        for (int i = R; i < L; ++i) add_key();
+            from += SCORES_STRIDE<T>, sum += L;
+        });
+        repeat(L - R, [&](int64_t) __attribute__((always_inline)) { block.add_next(); });
     }
-#pragma GCC unroll 1
-    for (int i = 0; i < L; ++i) add_key();
-    store_sums<T, R, FUSED_VECTORS>(sums, o, o_stride, true, EndsAlike());
+    repeat(L, [&](int64_t) __attribute__((always_inline)) { block.add_next(); });
+    store_sums<T, R, FUSED_VECTORS>(block.sums, o, o_stride, true);
     for (int r = 0; r < R; ++r) store(l + r * L, load(l + r * L) + load(sums_of_weights + r * L));
 }
 

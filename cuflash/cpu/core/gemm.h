@@ -27,31 +27,24 @@ ALWAYS_INLINE void add_products(Vector<T> (&sums)[R][N], const T *const *rows, i
     }
 }
 
-// Stores sums to C, or adds them, and calls `ends` with each row and the largest number of each lane of it.
-struct EndsAlike {
-    template <class V> void operator()(int, V) const {}
-};
-template <class T, int R, int N, class E>
-ALWAYS_INLINE void store_sums(const Vector<T> (&sums)[R][N], T *c, int64_t c_stride, bool adds, E ends) {
+// Stores sums to C, or adds them.
+template <class T, int R, int N>
+ALWAYS_INLINE void store_sums(const Vector<T> (&sums)[R][N], T *c, int64_t c_stride, bool adds) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-        Vector<T> most;
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             T *p = c + r * c_stride + n * LANES<T>;
-            const Vector<T> x = adds ? load(p) + sums[r][n] : sums[r][n];
-            store(p, x);
-            most = n == 0 ? x : larger<T>(most, x);
+            store(p, adds ? load(p) + sums[r][n] : sums[r][n]);
         }
-        ends(r, most);
     }
 }
 
 // Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do
 // not grow with the number of tiles.
-template <class T, int R, int N, Order ORDER, class M, class E = EndsAlike>
+template <class T, int R, int N, Order ORDER, class M>
 ALWAYS_INLINE void product_block(const T *a, int64_t a_stride, const T *b, int64_t b_stride, int64_t length, T *c,
-                                 int64_t c_stride, bool adds, E ends = {}) {
+                                 int64_t c_stride, bool adds) {
     Vector<T> sums[R][N] = {};
     constexpr int GROUPS = (R + 2) / 3;  // three rows share an address
     const T *rows[GROUPS];
@@ -65,7 +58,7 @@ ALWAYS_INLINE void product_block(const T *a, int64_t a_stride, const T *b, int64
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; ++g) rows[g] += ORDER == Order::ROWS ? 1 : a_stride;
     }
-    store_sums<T, R, N>(sums, c, c_stride, adds, ends);
+    store_sums<T, R, N>(sums, c, c_stride, adds);
 }
 
 // The same where there are products with one lane of a vector: an element of A needs no register of its own, but shares
