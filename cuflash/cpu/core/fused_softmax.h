@@ -3,20 +3,26 @@
 // Exponentials then take the slots of multiplications, and hardly any others.
 #pragma once
 
-#include "gemm.h"
+#include "decode.h"
 #include "pack_kv.h"
 
 namespace {
 
 // Only with AVX-512 there are registers for it, and float32 alone has these exponentials. Blocks of the products have so
 // many rows and vectors.
-template <class T>
-constexpr bool MAY_FUSE_SOFTMAX = std::is_same_v<Exp2OfRow<T>, Exp2ByFloor> && VECTOR_BYTES == 64 && !HAS_BF16X2;
+template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_FLOOR_EXP2<T> && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 
-// Whether nothing but the scale, the window and lengths act on the scores of a call.
+// How scores of a block are scaled: keys are, where that is all that acts on scores.
+template <class T> inline Scaling<T> scaling_of_block(const Call &call, const Entry &entry, const Block &block) {
+    Scaling<T> scaling(call);
+    if (MAY_FUSE_SOFTMAX<T> && scaling.may_scale_keys() && !is_decode(call, entry, block)) scaling.scale_keys();
+    return scaling;
+}
+
+// Whether the softmax may be fused where rows attend to all keys of a tile.
 template <class T> inline bool may_fuse_softmax(const Call &call, const Scaling<T> &scaling) {
-    return MAY_FUSE_SOFTMAX<T> && !scaling.acts_on_scores && !call.dropout_steps && !has_row_reductions(call) &&
+    return MAY_FUSE_SOFTMAX<T> && scaling.has_scaled_keys && !call.dropout_steps && !has_row_reductions(call) &&
            !call.arrays[MASK] && !call.arrays[BLOCK_MASK] && call.head_dim_v > (FUSED_VECTORS - 1) * LANES<T>;
 }
 
@@ -79,7 +85,7 @@ NOINLINE void scores_with_maxima(int64_t num_rows, int64_t num_columns, int64_t 
 // Adds P V of a block of rows, and of FUSED_VECTORS vectors of V, to o. Scores become weights, which `sums_of_weights`
 // adds up lane by lane.
 template <class T>
-NOINLINE void add_values_by_scores(const Exp2OfRow<T> &power, const T *minus, int64_t num_keys, T *s, const T *v,
+NOINLINE void add_values_by_scores(const Exp2ByFloor &power, const T *minus, int64_t num_keys, T *s, const T *v,
                                    int64_t v_stride, T *o, int64_t o_stride, T *l) {
     constexpr int R = FUSED_ROWS, L = LANES<T>;
     alignas(VECTOR_BYTES) T sums_of_weights[R * L];
@@ -121,7 +127,7 @@ template <class T>
 NOINLINE void fused_rows(const Scaling<T> &scaling, const Tile<T> &tile, int64_t at, int64_t num_keys, int64_t dim,
                          int64_t r0, int64_t num_rows, ForwardBuffers<T> &buffers) {
     constexpr int64_t L = LANES<T>, FIRST = FUSED_VECTORS * L;
-    const Exp2OfRow<T> power(scaling.factor);
+    const Exp2ByFloor power;
     const int64_t dim_v = buffers.sizes.dim_v;
     const T *v = tile.v + at * tile.v_stride;
     T *s = buffers.s + at, *o = buffers.o + r0 * dim_v;

@@ -106,23 +106,28 @@ template <class T> struct Exp2OfScaled {
     }
 };
 
-// The same to 2.2 units in the last place of the power of the rounded product, where scaling takes the integer below
-// the exponent by itself. Its numbers are read from memory, so that loops of products keep their registers.
+// 2^x to 2.2 units in the last place, where scaling takes the integer below x by itself, and 0 below LOWEST; x is not so
+// large that the power overflows. Its numbers are read from memory, so that loops of products keep their registers.
 struct Exp2ByFloor {
-    float factor;
     float series[6] = {1.0f, 0.6931513f, 0.24016459f, 0.055799514f, 0.00901748f, 0.0018669525f};
-    explicit Exp2ByFloor(float by) : factor(by) {}
     Vector<float> operator()(Vector<float> x) const {
-        const Vector<float> number = x * splat(factor), rest = above_integer<float>(number);
+        const Vector<float> rest = above_integer<float>(x);
         Vector<float> p = splat(series[5]);
 #pragma GCC unroll 16
         for (int i = 4; i >= 0; --i) p = p * rest + splat(series[i]);
-        return scale_ordinary<float>(p, number, number);
+        return scale_ordinary<float>(p, x, x);
     }
 };
+// The same of factor * x, which is rounded.
+struct Exp2ByFloorOfScaled {
+    Exp2ByFloor power;
+    float factor;
+    explicit Exp2ByFloorOfScaled(float by) : factor(by) {}
+    Vector<float> operator()(Vector<float> x) const { return power(x * splat(factor)); }
+};
 // How weights of the forward pass are computed.
-template <class T>
-using Exp2OfRow = std::conditional_t<HAS_SCALING && std::is_same_v<T, float>, Exp2ByFloor, Exp2OfScaled<T>>;
+template <class T> constexpr bool HAS_FLOOR_EXP2 = HAS_SCALING && std::is_same_v<T, float>;
+template <class T> using Exp2OfRow = std::conditional_t<HAS_FLOOR_EXP2<T>, Exp2ByFloorOfScaled, Exp2OfScaled<T>>;
 
 // 2^(x - 1/2) to 2.5 units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
 // makes the nearest integer of the exponent the integer below x, which the last instruction finds by itself.
