@@ -110,35 +110,62 @@ NOINLINE void leave_partial(const Work &work, int64_t job, const Block &block, c
     }
 }
 
-// Writes the results of a block's rows: a vector of logarithms takes as long as one.
+// Writes the results of `count` rows of a block from r0 on, as many as a vector has lanes at most, whose l are `l`.
+template <class T>
+inline void finish_few_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
+                            const ForwardBuffers<T> &buffers, int64_t r0, int64_t count, Vector<T> l) {
+    T logs[LANES<T>], factors[LANES<T>];
+    store(factors, l);
+    logs_of(factors, logs);
+    store(factors, splat(T(1)) / (l == Vector<T>{} ? splat(T(1)) : l));
+    for (int64_t i = 0; i < count; ++i)
+        write_row(call, entry, row_of(block, r0 + i), buffers.o + (r0 + i) * buffers.sizes.dim_v, factors[i],
+                  T(buffers.row_max[r0 + i] * scaling.natural + double(logs[i])));
+}
+
+// The same with sinks and row reductions.
+template <class T>
+NOINLINE void finish_few_rows_with_more(const Call &call, const Entry &entry, const Block &block,
+                                        const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t r0,
+                                        int64_t count, Vector<T> sums) {
+    constexpr int N = LANES<T>;
+    const double natural = scaling.natural;
+    RowWithSink all[N];
+    T own_l[N], l[N], logs[N];
+    store(own_l, sums);
+    store(l, splat(T(1)));
+    for (int64_t i = 0; i < count; ++i) {
+        all[i] = with_sink<T>(call, row_of(block, r0 + i), buffers.row_max[r0 + i] * natural, own_l[i]);
+        l[i] = T(all[i].l);
+    }
+    logs_of(l, logs);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = r0 + i;
+        write_row_with_sink(call, entry, row_of(block, r), buffers.o + r * buffers.sizes.dim_v, all[i], logs[i]);
+        if (!has_row_reductions(call)) continue;
+        const double row_max = buffers.row_max[r], largest = buffers.largest[r];
+        const double moment = sum_of_lanes<T>(load(buffers.moment + r * N));
+        write_row_reductions<T>(
+            call, entry, row_of(block, r),
+            {row_max * natural, own_l[i], largest * natural, (largest - row_max) * natural, moment * natural}, all[i]);
+    }
+}
+
+// Writes the results of a block's rows: a vector of sums, logarithms and quotients takes as long as one.
 template <class T>
 NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
                           const ForwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
-    const int64_t num_rows = rows_of(block);
-    const double natural = scaling.natural;
-    for (int64_t r0 = 0; r0 < num_rows; r0 += N) {
-        const int64_t count = smaller(N, num_rows - r0);
-        RowWithSink all[N];
-        T own_l[N], l[N], logs[N];
+    const bool has_more = call.arrays[SINKS] || has_row_reductions(call);
+    for (int64_t r0 = 0; r0 < rows_of(block); r0 += N) {
+        const int64_t count = smaller(N, rows_of(block) - r0);
         Vector<T> lanes[N];
-        for (int64_t i = 0; i < N; ++i) l[i] = T(1), lanes[i] = load(buffers.l + (r0 + smaller(i, count - 1)) * N);
-        store(own_l, sums_of_lanes<T>(lanes));
-        for (int64_t i = 0; i < count; ++i) {
-            all[i] = with_sink<T>(call, row_of(block, r0 + i), buffers.row_max[r0 + i] * natural, own_l[i]);
-            l[i] = T(all[i].l);
-        }
-        logs_of(l, logs);
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t r = r0 + i;
-            write_row(call, entry, row_of(block, r), buffers.o + r * buffers.sizes.dim_v, all[i], logs[i]);
-            if (!has_row_reductions(call)) continue;
-            const double row_max = buffers.row_max[r], largest = buffers.largest[r];
-            const double moment = sum_of_lanes<T>(load(buffers.moment + r * N));
-            write_row_reductions<T>(
-                call, entry, row_of(block, r),
-                {row_max * natural, own_l[i], largest * natural, (largest - row_max) * natural, moment * natural},
-                all[i]);
+        for (int64_t i = 0; i < N; ++i) lanes[i] = load(buffers.l + (r0 + smaller(i, count - 1)) * N);
+        const Vector<T> l = sums_of_lanes<T>(lanes);
+        if (has_more) {
+            finish_few_rows_with_more(call, entry, block, scaling, buffers, r0, count, l);
+        } else {
+            finish_few_rows(call, entry, block, scaling, buffers, r0, count, l);
         }
     }
 }

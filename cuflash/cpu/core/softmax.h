@@ -246,19 +246,22 @@ template <class T, class F> inline void write_out(const Call &call, const Entry 
     }
 }
 
-// Writes out and lse of a row, of which `all` is known, with the logarithm of its l.
-template <class T>
-inline void write_row(const Call &call, const Entry &entry, Row row, const T *o, const RowWithSink &all, T log_of_l) {
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(all.row_max + double(log_of_l));
-    const Vector<T> factor = splat(T(all.shrinks / double(all.divisor<T>())));
-    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * factor; });
+// Writes out and lse of a row.
+template <class T> inline void write_row(const Call &call, const Entry &entry, Row row, const T *o, T factor, T lse) {
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = lse;
+    write_out<T>(call, entry, row, [&](int64_t d) { return load(o + d) * splat(factor); });
 }
 
 // The same, after its sink has joined the sum l of weights with this row max.
 template <class T>
+inline void write_row_with_sink(const Call &call, const Entry &entry, Row row, const T *o, const RowWithSink &all,
+                                T log_of_l) {
+    write_row(call, entry, row, o, T(all.shrinks / double(all.divisor<T>())), T(all.row_max + double(log_of_l)));
+}
+template <class T>
 NOINLINE RowWithSink finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
     const RowWithSink all = with_sink<T>(call, row, row_max, l);
-    write_row(call, entry, row, o, all, log_of(T(all.l)));
+    write_row_with_sink(call, entry, row, o, all, log_of(T(all.l)));
     return all;
 }
 
