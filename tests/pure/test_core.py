@@ -386,7 +386,7 @@ print(peak() - before, 2**26 + threads * max(2**22, 2560 * {head_dim}))
 # ---- exponentials ----------------------------------------------------------------------------------------------------
 
 
-EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH = range(5)
+EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH, EXP2_BY_TABLE = range(6)
 
 
 def needs_pairs(instruction_set):
@@ -425,6 +425,20 @@ def test_exponentials_of_all_exponents(instruction_set):
     assert units(evaluate(x, instruction_set), np.exp2(x.astype(np.longdouble))) <= most
     x = np.array([-np.inf, -961, np.inf, 1025, np.nan])
     np.testing.assert_array_equal(evaluate(x, instruction_set), [0, 0, np.inf, np.inf, np.nan])
+
+
+def test_exponentials_by_a_table(instruction_set):
+    """2^x with AVX-512, of numbers next to multiples of 1/32 and of 1/64 too: at most 1.8 units in the last place."""
+    if "AVX-512" not in dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set]:
+        pytest.skip("no table")
+    rng = np.random.default_rng(0)
+    steps = np.arange(-100, 12, 1 / 64)[:, None] + np.r_[0.0, np.geomspace(1e-9, 1 / 128, 300), rng.random(300) / 64]
+    x = np.concatenate([steps.ravel(), np.geomspace(1e-30, 1, 1000), -np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
+    x = x[x >= -100]
+    assert units(evaluate(x, instruction_set, EXP2_BY_TABLE), np.exp2(x.astype(np.float64))) <= 1.8
+    assert evaluate(np.zeros(1, np.float32), instruction_set, EXP2_BY_TABLE) == 1
+    x = np.array([-np.inf, -3e38, -1e30, -1e6, -101, -100.001, np.nan], np.float32)
+    np.testing.assert_array_equal(evaluate(x, instruction_set, EXP2_BY_TABLE), [0, 0, 0, 0, 0, 0, np.nan])
 
 
 def test_exponentials_of_weights_that_are_rounded(instruction_set):

@@ -10,7 +10,7 @@ namespace {
 
 // Only with AVX-512 there are registers for it, and float32 alone has these exponentials. Blocks of the products have so
 // many rows and vectors.
-template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_FLOOR_EXP2<T> && !HAS_BF16X2;
+template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 
 // How scores of a block are scaled: keys are, where that is all that acts on scores.
@@ -85,7 +85,7 @@ NOINLINE void scores_with_maxima(int64_t num_rows, int64_t num_columns, int64_t 
 // Adds P V of a block of rows, and of FUSED_VECTORS vectors of V, to o. Scores become weights, which `sums_of_weights`
 // adds up lane by lane.
 template <class T>
-NOINLINE void add_values_by_scores(const Exp2ByFloor &power, const T *minus, int64_t num_keys, T *s, const T *v,
+NOINLINE void add_values_by_scores(const Exp2ByTable &power, const T *minus, int64_t num_keys, T *s, const T *v,
                                    int64_t v_stride, T *o, int64_t o_stride, T *l) {
     constexpr int R = FUSED_ROWS, L = LANES<T>;
     alignas(VECTOR_BYTES) T sums_of_weights[R * L];
@@ -127,7 +127,7 @@ template <class T>
 NOINLINE void fused_rows(const Scaling<T> &scaling, const Tile<T> &tile, int64_t at, int64_t num_keys, int64_t dim,
                          int64_t r0, int64_t num_rows, ForwardBuffers<T> &buffers) {
     constexpr int64_t L = LANES<T>, FIRST = FUSED_VECTORS * L;
-    const Exp2ByFloor power;
+    const Exp2ByTable power;
     const int64_t dim_v = buffers.sizes.dim_v;
     const T *v = tile.v + at * tile.v_stride;
     T *s = buffers.s + at, *o = buffers.o + r0 * dim_v;

@@ -36,6 +36,8 @@ template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
         if (function == EXP2_OF_HALF_LESS) return exp2_of_half_less(x);
         if (function == ROUGH_TANH) return rough_tanh_of_each(values), values[0];
     }
+    if constexpr (HAS_TABLE_EXP2<T>)
+        if (function == EXP2_BY_TABLE) return Exp2ByTable()(x);
     if (function == TANH) return tanh_of_each<T>(values), values[0];
     return function == LOG ? log<T>(x) : exp2<T>(x);
 }

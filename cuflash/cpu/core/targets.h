@@ -3,7 +3,8 @@
 
 #include "work.h"
 
-enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH };  // the last two where there is bf16x2
+// Those from EXP2_OF_HALF_LESS on where there is bf16x2, the last one with AVX-512.
+enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH, EXP2_BY_TABLE };
 
 struct Kernels {
     // Makes the phases of a call; returns false if memory runs out.

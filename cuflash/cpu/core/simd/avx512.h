@@ -63,6 +63,10 @@ template <> inline Vector<double> scale_ordinary<double>(Vector<double> p, Vecto
     return (Vector<double>)_mm512_maskz_scalef_pd(ordinary, (__m512d)p, (__m512d)n);
 }
 
+template <> inline Vector<float> look_up_32<float>(const float *table, Integers<float> indices) {
+    return (Vector<float>)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)indices, _mm512_loadu_ps(table + 16));
+}
+
 template <> inline bool any_above<float>(Vector<float> x, float limit) {
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
 }

@@ -55,6 +55,13 @@ template <class T> inline Vector<T> scale_ordinary(Vector<T> p, Vector<T> n, Vec
     return p;
 }
 
+// Of a table of 32 numbers those whose indices are the low bits of lanes.
+template <class T> inline Vector<T> look_up_32(const T *table, Integers<T> indices) {
+    Vector<T> x;
+    for (int i = 0; i < LANES<T>; ++i) x[i] = table[indices[i] & 31];
+    return x;
+}
+
 // ---- lanes ----------------------------------------------------------------------------------------------------------
 
 // Folds a vector in halves, so that compilers need no loop over lanes.
