@@ -213,8 +213,7 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     }
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
-    const Scaling<T> scaling = scaling_of_block<T>(call, entry, block);
-    buffers.keys_factor = scaling.of_keys;
+    const Scaling<T> scaling(call);
     const bool has_few = is_decode(call, entry, block);
     const int64_t terms = has_few ? 0 : num_terms<T>(work);
     const T *columns = load_queries(work, entry, block, has_few, terms, buffers);
@@ -248,7 +247,7 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
     const int64_t first = work.split_blocks[job];
     const Block &block = work.blocks[first];
     const Entry &entry = work.entries[block.entry];
-    const double natural = scaling_of_block<T>(work.call, entry, block).natural, infinity = __builtin_inf();
+    const double natural = Scaling<T>(work.call).natural, infinity = __builtin_inf();
     ForwardBuffers<T> buffers(work, memory);
     const int64_t dim = buffers.sizes.dim_v;
     for (int64_t r = 0; r < rows_of(block); ++r) {

@@ -13,16 +13,9 @@ namespace {
 template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 
-// How scores of a block are scaled: keys are, where that is all that acts on scores.
-template <class T> inline Scaling<T> scaling_of_block(const Call &call, const Entry &entry, const Block &block) {
-    Scaling<T> scaling(call);
-    if (MAY_FUSE_SOFTMAX<T> && scaling.may_scale_keys() && !is_decode(call, entry, block)) scaling.scale_keys();
-    return scaling;
-}
-
-// Whether the softmax may be fused where rows attend to all keys of a tile.
+// Whether nothing but the scale, the window and lengths act on scores of a call.
 template <class T> inline bool may_fuse_softmax(const Call &call, const Scaling<T> &scaling) {
-    return MAY_FUSE_SOFTMAX<T> && scaling.has_scaled_keys && !call.dropout_steps && !has_row_reductions(call) &&
+    return MAY_FUSE_SOFTMAX<T> && !scaling.acts_on_scores && !call.dropout_steps && !has_row_reductions(call) &&
            !call.arrays[MASK] && !call.arrays[BLOCK_MASK] && call.head_dim_v > (FUSED_VECTORS - 1) * LANES<T>;
 }
 
@@ -127,7 +120,7 @@ template <class T>
 NOINLINE void fused_rows(const Scaling<T> &scaling, const Tile<T> &tile, int64_t at, int64_t num_keys, int64_t dim,
                          int64_t r0, int64_t num_rows, ForwardBuffers<T> &buffers) {
     constexpr int64_t L = LANES<T>, FIRST = FUSED_VECTORS * L;
-    const Exp2ByTable power;
+    const Exp2ByTable power(scaling.factor);
     const int64_t dim_v = buffers.sizes.dim_v;
     const T *v = tile.v + at * tile.v_stride;
     T *s = buffers.s + at, *o = buffers.o + r0 * dim_v;

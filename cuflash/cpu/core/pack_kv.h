@@ -11,9 +11,8 @@ template <class T> struct Tile {
     const T *low_v;  // the low terms of v, where numbers have two
 };
 
-// Loads keys of a tile, transposed and times `factor`; `rows` has space for them as they are.
-template <class T>
-inline void load_transposed_keys(const KeySlice &keys, T *rows, T *k_t, int64_t keys_stride, T factor = 1) {
+// Loads keys of a tile, transposed; `rows` has space for them as they are.
+template <class T> inline void load_transposed_keys(const KeySlice &keys, T *rows, T *k_t, int64_t keys_stride) {
     const int64_t padded = round_up(keys.count, LANES<T>), dim = round_up(keys.dim(), LANES<T>);
     const T *k = rows;
     int64_t k_stride = dim;
@@ -24,8 +23,6 @@ inline void load_transposed_keys(const KeySlice &keys, T *rows, T *k_t, int64_t 
         load_keys(keys, rows, dim, padded);
     }
     transpose(k, k_stride, padded, dim, k_t, keys_stride);
-    for (int64_t d = 0; d < dim && factor != 1; ++d)
-        for (int64_t j = 0; j < padded; ++j) k_t[d * keys_stride + j] *= factor;
 }
 
 // Rows of v of a tile, of stride `v_stride`: where they lie, or copied to v. They are read again and again, so they are
@@ -77,8 +74,8 @@ template <class T> struct PackedTiles {
         const int64_t heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
         return (T *)work.packed_keys->data() + (heads * work.packed_in_head + first / work.keys_per_tile) * count;
     }
-    void pack(const KeySlice &keys, T *rows, T *packed, T factor = 1) const {
-        load_transposed_keys(keys, rows, packed, keys_stride, factor);
+    void pack(const KeySlice &keys, T *rows, T *packed) const {
+        load_transposed_keys(keys, rows, packed, keys_stride);
         if (has_values)
             load_keys({keys.call, V, keys.entry, keys.head_kv, keys.first, keys.count}, packed + count_k, v_stride,
                       keys.count);
@@ -136,8 +133,7 @@ inline Tile<T> held_tile(const Work &work, const Entry &entry, int64_t head_kv, 
     const PackedTiles<T> tiles(work);
     const int64_t index = first / work.keys_per_tile, count = smaller(work.keys_per_tile, entry.seqlen_k - first);
     T *packed = buffers.held + index * tiles.count;
-    if (!buffers.is_held[index])
-        tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, packed, buffers.keys_factor);
+    if (!buffers.is_held[index]) tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, packed);
     buffers.is_held[index] = true;
     if (tiles.has_values) return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
     return {packed, (const T *)key_address(call, V, entry, head_kv, first), call.strides[V][2], nullptr};
@@ -168,7 +164,7 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
         interleave_keys(values, v);
         return {k_t, v, sizes.dim_v, nullptr};
     }
-    load_transposed_keys(keys, rows, k_t, buffers.keys_stride, buffers.keys_factor);
+    load_transposed_keys(keys, rows, k_t, buffers.keys_stride);
     Tile<T> tile = {k_t, nullptr, 0, nullptr};
     tile.v = find_values(values, v, tile.v_stride);
     return tile;

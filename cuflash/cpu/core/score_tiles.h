@@ -287,24 +287,9 @@ template <class T> struct Scaling {
     T rise;          // the row max is raised if a score is above it by more than this: by a factor of e^8 of its weight
     T least;         // a score that is below the row max by more than this has no weight
     double natural;  // a score times this is an exponent of e
-    bool has_scaled_keys = false;
-    T of_keys = 1;  // what k is multiplied by before its products, if so
     explicit Scaling(const Call &call) {
         acts_on_scores = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
-        set(acts_on_scores ? 1.0 : size_of_scale(call));
-    }
-    // Has k multiplied by the factor, so that scores are exponents of 2, if that neither overflows nor underflows.
-    bool may_scale_keys() const { return !acts_on_scores && factor > T(0x1p-12) && factor < T(16); }
-    void scale_keys() {
-        has_scaled_keys = true;
-        of_keys = factor;
-        set(natural / double(factor));
-        factor = 1;
-    }
-
-  private:
-    void set(double size) {
-        natural = size;
+        natural = acts_on_scores ? 1.0 : size_of_scale(call);
         factor = T(natural * 1.4426950408889634);
         const double most = 1e30;
         rise = T(8 / natural < most ? 8 / natural : most);

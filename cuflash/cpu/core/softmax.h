@@ -14,7 +14,6 @@ template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     int64_t keys_stride;
-    T keys_factor = 1;  // what packed keys are multiplied by
     T *q, *o, *row_max, *l, *largest, *moment, *s, *p, *bias, *rows, *k_t, *v, *held;
     unsigned char *kept, *is_held;
     int64_t *head;  // whose tiles are held

@@ -37,7 +37,7 @@ template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
         if (function == ROUGH_TANH) return rough_tanh_of_each(values), values[0];
     }
     if constexpr (HAS_TABLE_EXP2<T>)
-        if (function == EXP2_BY_TABLE) return Exp2ByTable()(x);
+        if (function == EXP2_BY_TABLE) return Exp2ByTable(1)(x);
     if (function == TANH) return tanh_of_each<T>(values), values[0];
     return function == LOG ? log<T>(x) : exp2<T>(x);
 }

@@ -106,11 +106,11 @@ template <class T> struct Exp2OfScaled {
     }
 };
 
-// 2^x to 1.8 units in the last place by a table of 2^(i / 32), with fewer multiplications than a polynomial alone, and 0
-// below LOWEST; x is not so large that the power overflows. All numbers are read from memory, so that loops of products
-// keep their registers.
+// The same by a table of 2^(i / 32), with fewer multiplications than a polynomial alone, to 1.8 units in the last place;
+// it is 0 where the nearest multiple of 1 / 32 is below LOWEST. All numbers are read from memory, so that loops of
+// products keep their registers.
 struct Exp2ByTable {
-    float rounder = 393216;  // 1.5 * 2^18: its sum with x has the nearest multiple of 1 / 32 in its low bits
+    float factor, rounder = 393216;  // 1.5 * 2^18: its sum with x has the nearest multiple of 1 / 32 in its low bits
     float series[2] = {0.6931573f, 0.24022651f};
     alignas(VECTOR_BYTES) float powers[32] = {
         1.0f,        1.0218972f,  1.04427373f, 1.06714046f, 1.09050775f, 1.1143868f,  1.13878858f, 1.1637249f,
@@ -118,23 +118,18 @@ struct Exp2ByTable {
         1.41421354f, 1.44518077f, 1.47682619f, 1.50916445f, 1.54221082f, 1.5759809f,  1.61049032f, 1.64575553f,
         1.68179286f, 1.71861935f, 1.75625217f, 1.79470909f, 1.8340081f,  1.87416768f, 1.91520655f, 1.95714414f};
 
+    explicit Exp2ByTable(float by) : factor(by) {}
     Vector<float> operator()(Vector<float> x) const {
-        const Vector<float> rounded = x + splat(rounder), nearest = rounded - splat(rounder), rest = x - nearest;
+        const Vector<float> rounded = add_product(splat(rounder), x, splat(factor)), nearest = rounded - splat(rounder);
+        const Vector<float> rest = add_product(-nearest, x, splat(factor));
         const Vector<float> power = look_up_32<float>(powers, (Integers<float>)rounded);
         const Vector<float> less = rest * add_product(splat(series[0]), splat(series[1]), rest);
-        return scale_ordinary<float>(add_product(power, power, less), nearest, x);
+        return scale_ordinary<float>(add_product(power, power, less), nearest, nearest);
     }
-};
-// The same of factor * x, which is rounded.
-struct Exp2ByTableOfScaled {
-    Exp2ByTable power;
-    float factor;
-    explicit Exp2ByTableOfScaled(float by) : factor(by) {}
-    Vector<float> operator()(Vector<float> x) const { return power(x * splat(factor)); }
 };
 // How weights of the forward pass are computed.
 template <class T> constexpr bool HAS_TABLE_EXP2 = HAS_SCALING && std::is_same_v<T, float>;
-template <class T> using Exp2OfRow = std::conditional_t<HAS_TABLE_EXP2<T>, Exp2ByTableOfScaled, Exp2OfScaled<T>>;
+template <class T> using Exp2OfRow = std::conditional_t<HAS_TABLE_EXP2<T>, Exp2ByTable, Exp2OfScaled<T>>;
 
 // 2^(x - 1/2) to 2.5 units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
 // makes the nearest integer of the exponent the integer below x, which the last instruction finds by itself.
