@@ -28,21 +28,23 @@ struct WorkSplit {
 struct ListedTile {
   int head, m_block;
   IndexEntry entry;
+  bool is_masked;  // of the word itself: most steps need nothing else, and the uniform register takes long to fill
 
   // Warp. The entry lies in a uniform register, so that no thread keeps it while products are made. With dropout, whose
   // numbers are computed from the tile, the assembler then spills up to 68 bytes, and none otherwise.
   CUFLASH_DEVICE void take(u32 address) {
     const u32 word = ptx::load_shared_b32(address);
+    is_masked = IndexEntry{word}.needs_mask();
     entry = {kHasDropout ? word : ptx::to_uniform_register(word)};
     m_block = entry.tile();
     head = (int)ptx::load_shared_b32(address + 4);
   }
-  CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return entry.needs_mask(); }
+  CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return is_masked; }
   CUFLASH_DEVICE bool evaluates_mask() const { return entry.evaluates_mask(); }
   // The next tile belongs to another head where this one is the last of its row.
   CUFLASH_DEVICE void advance(const QueryIndex&) { head += entry.is_last(); }
   CUFLASH_DEVICE void skip(const QueryIndex&, int) {}
-  CUFLASH_DEVICE static ListedTile first(const QueryIndex&, int head) { return {head, 0, {0}}; }
+  CUFLASH_DEVICE static ListedTile first(const QueryIndex&, int head) { return {head, 0, {0}, false}; }
 };
 using QueryTileOfStage = Either<kHasBlockIndex, ListedTile, RangeIterator>::Type;
 
