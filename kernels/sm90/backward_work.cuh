@@ -56,6 +56,7 @@ struct BackwardWork {
   int own_diagonal;  // of the batch entry
   bool goes_back;    // from the last tile of queries to the first
   bool is_shared;    // whether other blocks have the same keys
+  bool is_idle;      // another block takes all of its steps (kMinSharedSteps)
   QueryTiles queries;
 
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
@@ -83,10 +84,13 @@ struct BackwardWork {
     first_step = 0;
     tail_split = 0;
     is_shared = kSplitsGroup;
+    is_idle = false;
     if constexpr (kSplitsTail) {
       const WorkSplit own(params, block);
-      const auto step_of = [&](int split) { return (int)((i64)num_steps * split / own.num_splits); };
-      is_shared = own.num_splits > 1;
+      const int splits = num_steps < kMinSharedSteps ? 1 : own.num_splits;
+      const auto step_of = [&](int split) { return (int)((i64)num_steps * split / splits); };
+      is_shared = splits > 1;
+      is_idle = own.split >= splits;
       tail_split = own.split;
       first_step = step_of(tail_split);
       num_steps = step_of(tail_split + 1) - first_step;
