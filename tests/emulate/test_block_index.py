@@ -80,8 +80,8 @@ def test_oracle(kernel, schedule, shape, kept, seed):
 def test_blocks_share_the_last_tiles_with_many_steps(schedule, kept, heads, seed):
     """Of the last tile of keys, one block takes all steps where they are fewer than 14; otherwise several share it."""
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=2)
-    shape = {"seqlen_q": 1536 // heads, "num_heads": heads, "num_heads_kv": 1, "batch": 3, "head_dim": 64}
-    case = replace(CASE, **shape, dtype="bfloat16", **WHOLE, block_mask=(heads,), blocks_kept=kept, seed=seed)
+    case = replace(CASE, seqlen_q=1536 // heads, num_heads=heads, batch=3, head_dim=64, dtype="bfloat16")
+    case = replace(case, block_size=(128, 128), block_mask=(heads,), blocks_kept=kept, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Backward, "min_shared_steps", 14)
         plan = choose_plan(case.problem, device, BACKWARD)

@@ -91,8 +91,8 @@ struct PointerIntoRow {
   CUFLASH_DEVICE IndexEntry entry(const i32*) const { return {(u32)*position}; }
 };
 
-// The iteration over (query head of the group, tile of queries) by the block-sparse index. With `prefetches`, each entry
-// of a row is loaded a step ahead, so that nothing waits for memory but the first step of a row.
+// The iteration over (query head of the group, tile of queries) by the block-sparse index. With `prefetches`, the
+// entries of a row are loaded a step ahead, so that nothing waits for memory but the first step of a row.
 template <class PositionOf, bool prefetches>
 struct IndexIteratorWith {
   int head, m_block;
