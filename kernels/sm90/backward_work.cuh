@@ -87,7 +87,7 @@ struct BackwardWork {
     is_idle = false;
     if constexpr (kSplitsTail) {
       const WorkSplit own(params, block);
-      const int splits = num_steps < kMinSharedSteps ? 1 : own.num_splits;
+      const int splits = kMinSharedSteps > 0 && num_steps < kMinSharedSteps ? 1 : own.num_splits;
       const auto step_of = [&](int split) { return (int)((i64)num_steps * split / splits); };
       is_shared = splits > 1;
       is_idle = own.split >= splits;
