@@ -224,11 +224,12 @@ class TangentGradients(JobGradients):
             cap = job.dtype.type(problem.softcap)
             x = np.where(counts, s, 0) / cap
             tanh = np.tanh(x)
-            slope, tx = 1 - tanh * tanh, np.where(counts, ts - x * job.number("softcap"), 0) / cap
+            slope = 1 - tanh * tanh
+            # The slope first: of a small cap, the tangent of x may be too large a number where the slope is 0.
+            tslope = -2 * tanh * slope * np.where(counts, ts - x * job.number("softcap"), 0) / cap
             if "dsoftcap" in self.wanted:
-                moved = 2 * x * tanh * slope * tx
-                self.add_heads("dsoftcap", tds * derivative_by_softcap(x, tanh) + ds * moved)
-            ds, tds = ds * slope, tds * slope - ds * (2 * tanh * slope * tx)
+                self.add_heads("dsoftcap", tds * derivative_by_softcap(x, tanh) - ds * x * tslope)
+            ds, tds = ds * slope, tds * slope + ds * tslope
         program = call.program
         if program.score is not None and program.by_s is not None:
             inputs = {**tile.inputs, "s": s, "ts": ts}

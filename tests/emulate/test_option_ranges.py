@@ -75,3 +75,17 @@ def test_a_tangent_of_the_scale_far_above_the_scale(arch, dtype, exponent, names
     judges = tangent_yardsticks(problem, arrays, tangents)
     for name, x in tangents_of(problem, arrays, tangents, arch).items():
         assert not (found := measure(name, x, judges[name])).failure, found
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@settings(max_examples=examples(60), deadline=None)
+@given(names=st.lists(st.sampled_from(("q", "k", "v", "scale", "softcap")), unique=True, min_size=1))
+def test_where_tanh_is_1_the_scale_changes_no_second_derivative(arch, names):
+    """Of the smallest cap and the largest scale, a score over the square of the cap is infinite."""
+    case = replace(ARRAYS[arch], dtype="bfloat16", softcap=1.0)
+    arrays, tangents = case.arrays(), Moved(names=tuple(names)).arrays(case)
+    of_scales = (replace(case.problem, scale=scale, softcap=1 / LARGEST) for scale in (LARGEST, 1.0))
+    large, plain = (tangents_of(problem, arrays, tangents, arch) for problem in of_scales)
+    for name, x in large.items():
+        assert np.isfinite(x.astype(np.float64)).all()
+        np.testing.assert_array_equal(x, plain[name])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.cpu import fallback
 from cuflash.spec.inputs import INPUTS
-from cuflash.testing import cases, optional
+from cuflash.testing import Case, cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.sampling import examples
@@ -245,6 +245,31 @@ def test_double_backward_and_the_gradient_of_a_jvp_are_those_of_differences():
     e = random.standard_normal(dout.shape)
     sides = [of_gradients(dout + s * e) for s in (h, -h)]
     np.testing.assert_allclose(pair([ddout], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.sampled_from((("float16", 48), ("bfloat16", 48), ("float32", 48), ("float64", 384))),
+    st.lists(st.sampled_from(("q", "k", "v", "scale", "softcap")), unique=True),
+    st.integers(0, 99),
+)
+def test_where_tanh_is_1_the_scale_changes_nothing(dtype_and_exponent, names, seed):
+    """Of the smallest cap and the largest scale, a score over the square of the cap is infinite."""
+    dtype, exponent = dtype_and_exponent
+    case = Case(seqlen_q=9, seqlen_k=33, head_dim=8, dtype=dtype, softcap=1.0)
+    arrays, tangents = case.arrays(), Moved(names=("softcap", *{*names} - {"softcap"}), seed=seed).arrays(case)
+    need = ("tdq", "tdk", "tdv", "tdscale", "tdsoftcap")
+    for way in TWO_WAYS:
+        results = []
+        for scale in (2.0**exponent, 1.0):
+            attention = cuflash.FlashAttention(softcap=2.0**-exponent, scale=scale)
+            with way_taken(way):
+                of_forward = attention.jvp(**inputs_of(arrays), **tangents)
+                given = {**inputs_of(arrays), **of_forward._asdict(), **tangents}
+                results.append((*of_forward, *attention.backward_jvp(arrays["dout"], **given, need=need)))
+        for x, y in zip(*results, strict=True):
+            assert np.isfinite(x.astype(np.float64)).all()
+            np.testing.assert_array_equal(x, y)
 
 
 # ---- score functions -------------------------------------------------------------------------------------------------
