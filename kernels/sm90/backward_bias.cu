@@ -164,8 +164,8 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   }
 }
 
-// Another warp of the producer stores a number for each key, 0 or, where the mask hides the key, -infinity. They go with
-// the stage of V. For the stage of K the warp only arrives.
+// Another warp of the producer stores a number for each key: 0 or, where the mask hides it, -infinity. They go with the
+// stage of V. For the stage of K the warp only arrives.
 CUFLASH_DEVICE void produce_per_key_values(const Params& params, const Shared& shared) {
   Position<kNumStages> at;
   for (BiasTileScheduler scheduler(params); scheduler.more(); scheduler.advance(params))

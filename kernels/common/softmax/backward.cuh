@@ -19,6 +19,12 @@ constexpr bool kDqInOrder = CUFLASH_DQ_IN_ORDER;
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
+// A block takes a tile alone for which a block-sparse index lists fewer tiles of queries: the plan does not know how
+// many are listed, and partial sums of a few take longer than they save.
+#ifndef CUFLASH_MIN_SHARED_STEPS
+#define CUFLASH_MIN_SHARED_STEPS 0
+#endif
+constexpr int kMinSharedSteps = CUFLASH_MIN_SHARED_STEPS;
 
 CUFLASH_DEVICE int splits_per_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
 // The number of splits of all groups of a batch entry.
