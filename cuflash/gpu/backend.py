@@ -37,7 +37,7 @@ from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
 from cuflash.gpu.params import Argument, Maps, kept_frames
-from cuflash.gpu.replay import Recording, of_thread
+from cuflash.gpu.replay import Recording, forget_recordings, of_thread
 from cuflash.gpu.row_sums import PartialRowSums
 from cuflash.gpu.signature import Form, Signature, form_of
 from cuflash.gpu.timing import Stopwatch
@@ -308,13 +308,14 @@ def trials(
 
 
 def forget_launches() -> None:
-    """Forget all launches, so that later calls are planned again, bound ones among them."""
+    """Forget all launches, so that later calls are planned again, bound and recorded ones among them."""
     _launches.clear()
     _known.clear()
     _repeated.clear()
     for reference in [*bound_launches]:
         if (bound := reference()) is not None:
             bound.forget()
+    forget_recordings()
 
 
 @functools.cache
