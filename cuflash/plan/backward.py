@@ -283,7 +283,7 @@ def _share_work(draft: Draft, main: _Main) -> None:
         return
     draft.set(group_splits=_group_splits(draft, family, main.tile, n_blocks))
     if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*_OF_KEYS):
-        _share_tail(draft, main.tile, n_blocks)
+        _share_tail(draft, main, n_blocks)
 
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
@@ -296,13 +296,17 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
     return next(enough, max(1, problem.group_size))  # without query heads, blocks clear dk and dv
 
 
-def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
+def _share_tail(draft: Draft, main: _Main, n_blocks: int) -> None:
     """Let blocks share the tiles of keys that do not fill the device (all, or the last wave), if that is faster."""
-    problem, resident = draft.problem, tiles_at_once(main, draft.device)
-    steps = draft.steps_of_tile(main)
-    tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
+    problem, resident = draft.problem, tiles_at_once(main.tile, draft.device)
+    steps = draft.steps_of_tile(main.tile)
+    tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.tile.block_n)
+    # What a block mask leaves of a tile is known on the device. It decides by tile, where tiles are many.
+    shares_many = tiles >= 2 * resident and not (main.summed or main.sums_score_args or problem.dropout)
+    least = main.family.min_shared_steps if problem.block_mask is not None and shares_many else 0
     # Under a causal mask the longest tiles start first, so that only short ones are left at the end.
-    even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
+    even = (problem.window_left is None) == (problem.window_right is None)
+    even = even and (problem.block_mask is None or least > 0)
     rest = tiles % resident if even else tiles
     if rest == 0 or steps == 0:
         return
@@ -319,6 +323,8 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
     if splits > 1:
         # Packed: the same fraction of the table is shared as of the tiles.
         draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
+        if least > 0:
+            draft.defines["CUFLASH_MIN_SHARED_STEPS"] = least
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -191,6 +191,8 @@ class BackwardFamily(KeysFamily[Row]):
     shares_tiles: ClassVar[bool] = True
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+    # With a block mask, of which a plan does not know how much it hides, they share tiles of at least so many steps.
+    min_shared_steps: ClassVar[int] = 0  # 0: with a block mask, blocks share tiles of keys only where these are few
     writes_dbias: ClassVar[bool] = False  # of score gradients it makes dbias alone, which it writes tile by tile
 
     def heads_of_block(self, draft: Draft, main: Row) -> int:

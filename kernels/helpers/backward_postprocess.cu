@@ -3,6 +3,7 @@
 // them.
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
+#include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
@@ -67,6 +68,11 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   if (!has_keys(params, work)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN), n_block = work.block, head_kv = work.head;
   const Entry batch = work.batch;
+  if constexpr (kMinSharedSteps > 0) {  // a block that took the tile alone has stored the results
+    const int group = params.num_heads / params.num_heads_kv;
+    QueryIndex queries;
+    if (find_queries(params, work, head_kv * group, (head_kv + 1) * group, 0, queries) < kMinSharedSteps) return;
+  }
   const int splits = kSplitsTail ? params.tail_splits : params.group_splits;
   const i64 first_partial =
       kSplitsTail ? (i64)tile * splits : first_partial_of(params, num_n_blocks, batch, head_kv, n_block);

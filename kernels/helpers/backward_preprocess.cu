@@ -18,7 +18,7 @@
 // Lanes that share a row, and elements that one of them reads at once.
 constexpr int kOf16Bytes = 16 / kElementBytes;
 constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16Bytes : 1;
-constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : 8;
+constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : kHeadDimV > 4 * kVector ? 8 : 4;
 constexpr int kRowsAtOnce = kNumThreads / kLanes;
 static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
 

@@ -665,6 +665,9 @@ struct Consumer {
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
   if (!is_chosen(params.common)) return;
+  if constexpr (kMinSharedSteps > 0) {
+    if (WorkSplit(params.common).split > 0 && BackwardWork(params.common).is_idle) return;
+  }
   const Shared shared;
   Work found = {};
   if constexpr (kIsPacked) {

@@ -164,22 +164,22 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   }
 }
 
-// Another warp of the producer stores the numbers that are added to the scores of each key, as exponents. They go with
-// the stage of K. For the stage of V the warp only arrives.
+// Another warp of the producer stores a number for each key: 0 or, where the mask hides it, -infinity. They go with the
+// stage of V. For the stage of K the warp only arrives.
 CUFLASH_DEVICE void produce_per_key_values(const Params& params, const Shared& shared) {
   Position<kNumStages> at;
   for (BiasTileScheduler scheduler(params); scheduler.more(); scheduler.advance(params))
     for (ScoreTiles now = scheduler.first(params); now.left > 0; now.advance(params)) {
       const Score score(params, now.batch, now.head, key_stop_of(params, now.batch));
       const PerKeyValues numbers(params, score, now.batch, now.head);
+      shared.ring.empty(at).wait(at.parity ^ 1);
+      arrive_as_warp(shared.ring.full(at));
+      at.advance();
       const u32 stage = shared.numbers + at.stage * kBytesPerKeyValues;
       shared.ring.empty(at).wait(at.parity ^ 1);
 #pragma unroll
       for (int i = lane_index(); i < kBlockN; i += 32)
         ptx::store_shared_b32(stage + i * 4, ptx::bits_of(numbers.of(now.n_block * kBlockN + i)));
-      arrive_as_warp(shared.ring.full(at));
-      at.advance();
-      shared.ring.empty(at).wait(at.parity ^ 1);
       arrive_as_warp(shared.ring.full(at));
       at.advance();
     }
@@ -229,71 +229,76 @@ struct Consumer {
     });
   }
 
-  // [3] Replaces S by P. The numbers of its keys are in stage `stage`.
-  template <class Hidden>
-  CUFLASH_DEVICE void recompute_p(const Score& score, int row, int key, int stage, const RowStats (&stats)[2],
-                                  bool masked, Hidden is_hidden) {
+  // [3] Replaces S by P. Hidden pairs get some number.
+  CUFLASH_DEVICE void recompute_p(const Score& score, int row, int key, const RowStats (&own)[2]) {
     if constexpr (!kWide) score.cap(s);
-    const BiasTerms<false> bias_terms(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
-                                      shared.numbers + stage * kBytesPerKeyValues + fragment_column() * 4);
+    const BiasTerms<false, false> bias_terms(score, row, key,
+                                             shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes);
     bias_terms.visit<kNTiles>([&](int n, int i, auto score_of) {
       float& x = s[0][n][i];
-      x = stats[i / 2].weight_of(score_of(kWide ? score.capped(x) : x), kExponentOfE);
+      x = own[i / 2].weight_of(score_of(kWide ? score.capped(x) : x), kExponentOfE);
     });
-    if (masked) {
-#pragma unroll
-      for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_hidden(n, i)) s[0][n][i] = 0.0f;
-    }
   }
 
-  // Adds a tile of pairs of one head. `first` and `last` say whether it is the first or the last one of the split.
-  CUFLASH_DEVICE void step(const ScoreTiles& now, bool first, bool last) {
-    const Entry batch = now.batch;
-    const int head = now.head, key_stop = key_stop_of(common, batch);
-    const int row = now.m_block * kBlockM + warp_row + fragment_row(), key = now.n_block * kBlockN + fragment_column();
-    RowStats stats[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)  // rows of the last tile need not have statistics
-      if (row + 8 * half < common.seqlen_q) stats[half] = RowStats(common, batch, head, row + 8 * half);
-    const Position<kNumStages> of_scores = at;
+  // Adds tile `now` of pairs of one head, and takes the one after it. `first` says whether it is the first of a split.
+  CUFLASH_DEVICE void step(ScoreTiles& now, bool first) {
+    const ScoreTiles tile = now;
+    const Entry batch = tile.batch;
+    const int head = tile.head, key_stop = key_stop_of(common, batch);
+    const int row = tile.m_block * kBlockM + warp_row + fragment_row();
+    const int key = tile.n_block * kBlockN + fragment_column();
+    const Barrier used_operands = shared.ring.empty(at);
     issue_product<kDim>(s[0]);
     at.advance();
     issue_product<kDimV>(dp);
 
+    // What waits for global memory does so during the products.
+    RowStats own[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)  // rows of the last tile need not have statistics
+      if (row + 8 * half < common.seqlen_q) own[half].load(common, batch, head, row + 8 * half);
+    const bool masked = tile.needs_mask(common, key_stop);
+    now.advance(common);
     const Score score(common, batch, head, key_stop);
-    const Mask mask(common, batch, head, key_stop);
-    const TileRange keys = now.visible_keys(common, key_stop);
-    const bool masked = now.n_block < keys.full_start || now.n_block >= keys.full_stop ||
-                        (kHasBlockMask && now.class_left(common) != TileClass::kFull);
-    const auto is_hidden = [&](int n, int i) { return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2); };
     if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);
     wait_for<1>(s[0]);
-    recompute_p(score, row, key, of_scores.stage, stats, masked, is_hidden);
-    arrive_as_warp(shared.ring.empty(of_scores));
-    if (last) arrive_after_reads(shared.bias_ring.empty(bias_at));
+    if (ptx::any_lane(is_of_large(own[0].lse) || is_of_large(own[1].lse))) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) own[half].complete(common, batch, head, row + 8 * half);
+      recompute_p(score, row, key, own);
+    } else {  // without what large rows need
+      recompute_p(score, row, key, own);
+    }
+    arrive_as_warp(used_operands);
+    if (now.left == 0) arrive_after_reads(shared.bias_ring.empty(bias_at));
     wait_for<0>(dp);
+    if (masked) {
+      const Mask mask(common, batch, head, key_stop);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!mask.visible(row + i / 2 * 8, key + 8 * n + i % 2)) s[0][n][i] = dp[n][i] = 0.0f;
+    }
+    add(Dropout(common, batch, head), row, key, own);
     arrive_as_warp(shared.ring.empty(at));
     at.advance();
-    add(Dropout(common, batch, head), row, key, stats, masked, is_hidden);
   }
 
-  // [4] sum += P * (dP - delta). dP of hidden pairs may be NaN, so it is set to 0 before it is multiplied.
-  template <class Hidden>
-  CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const RowStats (&stats)[2], bool masked,
-                          Hidden is_hidden) {
+  // [4] sum += P * (dP - delta). Keys that the mask hides may be NaN, so they are left out.
+  CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const RowStats (&own)[2]) {
     const float kept_scale = kept_scale_of(common);
+    const u32 numbers = shared.numbers + at.stage * kBytesPerKeyValues + fragment_column() * 4;
     [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
       if (kHasDropout && n % 2 == 0) kept = dropout.of(row, key, n);
+      float number[2] = {};
+      if constexpr (kMaskOfKeys) ptx::load_shared_x2(numbers + n * 32, number);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if ((masked && is_hidden(n, i)) || (kMaskOfKeys && s[0][n][i] == 0.0f)) dp[n][i] = 0.0f;
-        const bool keeps = !kHasDropout || kept.keeps(n, i);
-        sum[n][i] += gradient_of(s[0][n][i], dp[n][i], keeps, kept_scale, stats[i / 2].delta);
+        const float kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[n][i] : 0.0f;
+        if (number[i % 2] == 0) sum[n][i] += s[0][n][i] * (kept_dp * kept_scale - own[i / 2].delta);
       }
     }
   }
@@ -347,11 +352,7 @@ CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 inde
     ScoreTiles now = scheduler.first(common);
     const bool any = now.left > 0;
 #pragma unroll 1
-    for (bool first = true; now.left > 0; first = false) {
-      const ScoreTiles tile = now;
-      now.advance(common);
-      consumer.step(tile, first, now.left == 0);
-    }
+    for (bool first = true; now.left > 0; first = false) consumer.step(now, first);
     if (any) bias_at.advance();
     consumer.store(scheduler);
   }

@@ -10,6 +10,10 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
+// How the producer iterates. It is a warp of dQ, which else waits for the index at the end of each step: at head_dim 64
+// the pass takes 1 % longer. Where scores have bias terms or derivatives, prefetching would make the kernel spill.
+using LoadedTile = Either<kFactorInExponent && !kHasDerivative, PrefetchingIterator, QueryTileIterator>::Type;
+
 // Warp. Loads the tiles of a block: K and V at the start, and tiles of queries as stages become free. All lanes keep
 // track of the position, though only one of them issues the loads. So the compiler knows that the coordinates are the
 // same in all lanes, as TMA requires.
@@ -17,13 +21,13 @@ struct Producer {
   const BackwardParams& params;
   const Shared& shared;
   const BackwardWork& tile;
-  QueryTileIterator next;
+  LoadedTile next;
   Position<kNumStages> at;
   Position<kListedSlots> listed;
   int steps_left;
 
   CUFLASH_DEVICE Producer(const BackwardParams& params_, const Shared& shared_, const BackwardWork& tile_)
-      : params(params_), shared(shared_), tile(tile_), next(tile_.first()), steps_left(tile_.num_steps) {}
+      : params(params_), shared(shared_), tile(tile_), next(tile_.first<LoadedTile>()), steps_left(tile_.num_steps) {}
 
   CUFLASH_DEVICE void load_keys() const {
     if (!ptx::elect_lane()) return;

@@ -28,21 +28,23 @@ struct WorkSplit {
 struct ListedTile {
   int head, m_block;
   IndexEntry entry;
+  bool is_masked;  // of the word itself: most steps need nothing else, and the uniform register takes long to fill
 
   // Warp. The entry lies in a uniform register, so that no thread keeps it while products are made. With dropout, whose
   // numbers are computed from the tile, the assembler then spills up to 68 bytes, and none otherwise.
   CUFLASH_DEVICE void take(u32 address) {
     const u32 word = ptx::load_shared_b32(address);
+    is_masked = IndexEntry{word}.needs_mask();
     entry = {kHasDropout ? word : ptx::to_uniform_register(word)};
     m_block = entry.tile();
     head = (int)ptx::load_shared_b32(address + 4);
   }
-  CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return entry.needs_mask(); }
+  CUFLASH_DEVICE bool needs_mask(const QueryIndex&) const { return is_masked; }
   CUFLASH_DEVICE bool evaluates_mask() const { return entry.evaluates_mask(); }
   // The next tile belongs to another head where this one is the last of its row.
   CUFLASH_DEVICE void advance(const QueryIndex&) { head += entry.is_last(); }
   CUFLASH_DEVICE void skip(const QueryIndex&, int) {}
-  CUFLASH_DEVICE static ListedTile first(const QueryIndex&, int head) { return {head, 0, {0}}; }
+  CUFLASH_DEVICE static ListedTile first(const QueryIndex&, int head) { return {head, 0, {0}, false}; }
 };
 using QueryTileOfStage = Either<kHasBlockIndex, ListedTile, RangeIterator>::Type;
 
@@ -54,6 +56,7 @@ struct BackwardWork {
   int own_diagonal;  // of the batch entry
   bool goes_back;    // from the last tile of queries to the first
   bool is_shared;    // whether other blocks have the same keys
+  bool is_idle;      // another block takes all of its steps (kMinSharedSteps)
   QueryTiles queries;
 
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
@@ -81,10 +84,13 @@ struct BackwardWork {
     first_step = 0;
     tail_split = 0;
     is_shared = kSplitsGroup;
+    is_idle = false;
     if constexpr (kSplitsTail) {
       const WorkSplit own(params, block);
-      const auto step_of = [&](int split) { return (int)((i64)num_steps * split / own.num_splits); };
-      is_shared = own.num_splits > 1;
+      const int splits = kMinSharedSteps > 0 && num_steps < kMinSharedSteps ? 1 : own.num_splits;
+      const auto step_of = [&](int split) { return (int)((i64)num_steps * split / splits); };
+      is_shared = splits > 1;
+      is_idle = own.split >= splits;
       tail_split = own.split;
       first_step = step_of(tail_split);
       num_steps = step_of(tail_split + 1) - first_step;

@@ -100,7 +100,8 @@ CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& m
 }
 
 // What is added to a lane's elements of a tile. Its n-tiles run along the keys, or with `transposed` along the queries.
-template <bool transposed>
+// Without `hides_keys`, the caller hides what a mask of keys hides.
+template <bool transposed, bool hides_keys = kMaskOfKeys>
 struct BiasTerms {
   float factor, slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
@@ -121,13 +122,13 @@ struct BiasTerms {
   // the product x, or of its tanh, and -inf for a key that the mask hides.
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
-    constexpr bool kHasBias = kBiasOfPairs || kBiasOfKeys;
+    constexpr bool kHasBias = kBiasOfPairs || kBiasOfKeys, kLoadsNumbers = kBiasOfKeys || hides_keys;
 #pragma unroll
     for (int k = 0; k < n_tiles / 2; ++k) {
       const int first = kTileDistance == 2 ? k / 2 * 4 + k % 2 : 2 * k;
       float b[2][4], of_key[2][2];
       if constexpr (kBiasOfPairs) load_bias_of(k, b);
-      if constexpr (kHasPerKeyValues && !transposed) {
+      if constexpr (kLoadsNumbers && !transposed) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (first + j * kTileDistance) * 32, of_key[j]);
       }
@@ -136,11 +137,11 @@ struct BiasTerms {
         const int n = first + j / 4 * kTileDistance, i = j % 4;
         f(n, i, [&](float x) {
           const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
-          const float number = !kHasPerKeyValues ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
+          const float number = !kLoadsNumbers ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
           const float bias = kBiasOfPairs ? b[j / 4][i] : number;
           if constexpr (!kFactorInExponent) x = Score::with_terms<kHasBias>(x, factor, slope, fabsf(from), bias);
           // A hidden pair is hidden whatever its score is, even a NaN.
-          return kMaskOfKeys && number == -ptx::infinity() ? -ptx::infinity() : x;
+          return hides_keys && number == -ptx::infinity() ? -ptx::infinity() : x;
         });
       }
     }

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES
-from cuflash.plan import DeviceSpec
-from cuflash.spec.passes import FORWARD, PASSES_WITHOUT_TANGENTS
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.backward import Backward
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = pytest.mark.one_in(8)
 
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
-schedules = st.sampled_from(SCHEDULES)
+schedules, SEEDS = st.sampled_from(SCHEDULES), st.integers(0, 2**16)
 
 # None of these has more tiles than the warp that indexes them has lanes: `test_long_indices` has.
 CASE = ct.Case(seqlen_q=200, seqlen_k=300, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, block_mask=())
@@ -66,12 +67,26 @@ def check(case, kernel, arch, options, schedule, arrays=None):
     schedule=schedules,
     shape=st.sampled_from([(2, 2), (2,), (2, 1), ()]),
     kept=st.sampled_from([0.3, 0.7, 0.1, 1.0, 0.0]),
-    seed=st.integers(0, 2**16),
+    seed=SEEDS,
 )
 def test_oracle(kernel, schedule, shape, kept, seed):
     arch, changes, options = KERNELS[kernel]
     case = replace(CASE, **changes, block_mask=shape, blocks_kept=kept, seed=seed)
     check(case, kernel, arch, options, schedule)
+
+
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+@given(schedule=schedules, kept=st.sampled_from([0.5, 0.3, 0.7, 1.0, 0.0]), heads=st.sampled_from([1, 2]), seed=SEEDS)
+def test_blocks_share_the_last_tiles_with_many_steps(schedule, kept, heads, seed):
+    """Of the last tile of keys, one block takes all steps where they are fewer than 14; otherwise several share it."""
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=2)
+    case = replace(CASE, seqlen_q=1536 // heads, num_heads=heads, batch=3, head_dim=64, dtype="bfloat16")
+    case = replace(case, block_size=(128, 128), block_mask=(heads,), blocks_kept=kept, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backward, "min_shared_steps", 14)
+        plan = choose_plan(case.problem, device, BACKWARD)
+        assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == (8, 2)
+        check(case, "sm90", device, {}, schedule)
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.02])

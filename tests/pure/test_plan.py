@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cuflash.testing as ct
 from cuflash.arrays.array_info import Operand
 from cuflash.arrays.units import WIDTH, in_bytes
 from cuflash.gpu import compiler, merging
@@ -274,6 +275,26 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
         )
         elements = shared * plan.run_time.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
+
+
+@pytest.mark.parametrize(
+    ("heads", "tail", "options"),
+    [
+        (16, (1980, 7), {}),
+        (16, (0, 1), {"dropout": 0.1}),
+        (16, (0, 1), {"window": (None, 0)}),
+        (16, (0, 1), {"bias": (1, 1, 1, 16384)}),
+        (1, (0, 2), {}),
+    ],
+)
+def test_with_a_block_mask_blocks_share_tiles_of_many_steps(heads, tail, options):
+    shape = {"seqlen_q": 16384, "seqlen_k": 16384, "num_heads": heads, "head_dim": 128, "dtype": "bfloat16"}
+    case = ct.Case(**shape, block_mask=(), block_size=(128, 128), **options)
+    need = ("dq", "dk", "dv", *(("dbias",) if case.bias else ()))
+    plan = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need)
+    assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == tail
+    least = {dict(kernel.defines).get("CUFLASH_MIN_SHARED_STEPS", 0) for kernel in plan.kernels}
+    assert least == ({64} if tail[0] else {0})
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

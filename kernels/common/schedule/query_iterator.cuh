@@ -91,14 +91,16 @@ struct PointerIntoRow {
   CUFLASH_DEVICE IndexEntry entry(const i32*) const { return {(u32)*position}; }
 };
 
-// The iteration over (query head of the group, tile of queries) by the block-sparse index.
-struct IndexIterator {
+// The iteration over (query head of the group, tile of queries) by the block-sparse index. With `prefetches`, the
+// entries of a row are loaded a step ahead, so that nothing waits for memory but the first step of a row.
+template <class PositionOf, bool prefetches>
+struct IndexIteratorWith {
   int head, m_block;
-  IndexEntry entry;
-  Either<kHasMaskFunction, PointerIntoRow, PositionInRow>::Type position;
+  IndexEntry entry, after;
+  PositionOf position;
 
-  CUFLASH_DEVICE static IndexIterator first(const QueryIndex& queries, int first_head) {
-    IndexIterator iterator = {queries.next_head(first_head), 0, {0}, {}};
+  CUFLASH_DEVICE static IndexIteratorWith first(const QueryIndex& queries, int first_head) {
+    IndexIteratorWith iterator = {queries.next_head(first_head), 0, {0}, {0}, {}};
     iterator.start_row(queries, 0);
     return iterator;
   }
@@ -106,9 +108,11 @@ struct IndexIterator {
     if (entry.is_last()) {
       head = queries.next_head(head + 1);
       start_row(queries, 0);
+    } else if constexpr (prefetches) {
+      take(queries, after);
     } else {
       position.advance();
-      look_up(queries);
+      take(queries, position.entry(queries.of(head)));
     }
   }
   // Skips the first `steps` steps, of which there must be more.
@@ -129,13 +133,19 @@ struct IndexIterator {
   CUFLASH_DEVICE void start_row(const QueryIndex& queries, int first) {
     if (head >= queries.stop_head) return;
     position.start(queries.of(head), first);
-    look_up(queries);
+    take(queries, position.entry(queries.of(head)));
   }
-  CUFLASH_DEVICE void look_up(const QueryIndex& queries) {
-    entry = position.entry(queries.of(head));
+  CUFLASH_DEVICE void take(const QueryIndex& queries, IndexEntry taken) {
+    entry = taken;
     m_block = entry.tile();
+    if (!prefetches || entry.is_last()) return;
+    position.advance();
+    after = position.entry(queries.of(head));
   }
 };
 
+using IndexIterator = IndexIteratorWith<Either<kHasMaskFunction, PointerIntoRow, PositionInRow>::Type, false>;
 using QueryTileIterator = Either<kHasBlockIndex, IndexIterator, RangeIterator>::Type;
+// For a role with registers to spare.
+using PrefetchingIterator = Either<kHasBlockIndex, IndexIteratorWith<PointerIntoRow, true>, RangeIterator>::Type;
 using QueryTiles = Either<kHasBlockIndex, QueryIndex, QueryRange>::Type;

@@ -19,6 +19,12 @@ constexpr bool kDqInOrder = CUFLASH_DQ_IN_ORDER;
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
+// A block takes a tile alone for which a block-sparse index lists fewer tiles of queries: the plan does not know how
+// many are listed, and partial sums of a few take longer than they save.
+#ifndef CUFLASH_MIN_SHARED_STEPS
+#define CUFLASH_MIN_SHARED_STEPS 0
+#endif
+constexpr int kMinSharedSteps = CUFLASH_MIN_SHARED_STEPS;
 
 CUFLASH_DEVICE int splits_per_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
 // The number of splits of all groups of a batch entry.
@@ -166,8 +172,15 @@ struct RowStats {
 
   CUFLASH_DEVICE RowStats() {}
   CUFLASH_DEVICE RowStats(const Params& params, Entry batch, int head, int row) {
+    load(params, batch, head, row);
+    complete(params, batch, head, row);
+  }
+  // The same in two steps, which other instructions may come between: the latency of a load, and what depends on it.
+  CUFLASH_DEVICE void load(const Params& params, Entry batch, int head, int row) {
     const Real* stats = row_stats(params, batch, head, row);
     lse = stats[0], delta = stats[kDelta];
+  }
+  CUFLASH_DEVICE void complete(const Params& params, Entry batch, int head, int row) {
     if (!is_of_large(lse)) return;
     const RowSum sum = row_sums_of(params, batch, head)[row];
     row_max = sum.row_max, inverse = sum.inverse;
@@ -179,7 +192,10 @@ struct RowStats {
   CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale) const {
     return (kNaturalRowMax ? score - row_max : score) * exponent_scale - lse;
   }
+  CUFLASH_DEVICE Real relative_weight_of(Real score, Real exponent_scale) const {
+    return warp_exponential(exponent_of(score, exponent_scale));
+  }
   CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
-    return warp_exponential(exponent_of(score, exponent_scale)) * inverse;
+    return relative_weight_of(score, exponent_scale) * inverse;
   }
 };

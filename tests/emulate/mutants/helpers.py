@@ -28,6 +28,8 @@ MUTANTS = (
     mutant("each row's first columns alone", COMBINE, "of_head / kChunks, of_head % kChunks);",
            "of_head / kChunks, 0);", "decode afterwards"),
     # ---- helpers/backward_postprocess.cu
+    mutant("a tile that one block took is added up, too", CONVERT, "0, queries) < kMinSharedSteps) return;",
+           "0, queries) < 0) return;", "backward sm90 tail alone"),
     mutant("the last part is not added", CONVERT, "partial, splits, kPartial", "partial, splits - 1, kPartial",
            "backward split"),
     mutant("dV of the part of dK", CONVERT, "partial + kBlockN * kDim,", "partial,", "backward split"),

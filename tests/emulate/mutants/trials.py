@@ -552,6 +552,15 @@ TRIALS: dict[str, AnyTrial] = {
     "backward sm90 tail": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90,), num_sms=5, splits=True
     ),
+    # The block mask leaves so little of the last tile of keys that one block takes it alone.
+    "backward sm90 tail alone": Trial(
+        case=ct.Case(
+            seqlen_q=1000, seqlen_k=100, batch=5, head_dim=64, dtype="float16", block_mask=(), block_size=(128, 128)
+        ),
+        tiles=(_BACKWARD_SM90,),
+        num_sms=2,
+        splits=True,
+    ),
     "backward sm90 tail back": Trial(
         case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
         tiles=(_SPLIT_ROLES,),
