@@ -20,6 +20,7 @@ from cuflash.spec.backends import PassBackend, ReductionBackend
 from cuflash.spec.batch_axes import shape_of_lse
 from cuflash.spec.call import Backend, Call, prepare
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, WITH_KEYS, OptionalArrays, WithTangents
+from cuflash.spec.keywords import unexpected_keyword
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, OUTPUTS, AllPassArrays, PassArrays
 from cuflash.spec.passes import (
@@ -474,6 +475,9 @@ class BoundForward(Generic[ResultT]):
             if name in self._want:
                 continue  # what results are written to is checked with the results
             if expected is None and x is not None:
+                if name not in OptionalArrays.__annotations__:
+                    accepted = (*OptionalArrays.__annotations__, *self.options.score_args)
+                    raise unexpected_keyword("call", name, accepted)
                 raise type_error(name, "an array", "none, as in bind: bind again with it, or call forward")
             if expected is not None and x is None:
                 raise type_error(name, "None", "an array, as in bind: bind again without it, or call forward")

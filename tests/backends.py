@@ -101,12 +101,12 @@ def by_interface(convert: Callable[[Any], Any]) -> Callable[..., Results]:
         attn: Any = cuflash.FlashAttention()
         attn.options = options
         own = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()} | random
-        dout, dlse = own.pop("dout", None), own.pop("dlse", None)
+        dout = own.pop("dout", None)
+        of_rows = {name: own.pop(name) for name in ("dlse", "dmax") if name in own}
         given = {name: own.pop(name) for name in ("out", "lse") if name in own}
         inputs = [own.pop(name) for name in "qkv"]
         out, lse = attn.forward(*inputs, **own, **given)
-        own |= {} if dlse is None else {"dlse": dlse}
-        gradients = attn.backward(dout, *inputs, out, lse, **own, need=need) if need else ()
+        gradients = attn.backward(dout, *inputs, out, lse, **own, **of_rows, need=need) if need else ()
         return ct.to_numpy(out), ct.to_numpy(lse), dict(zip(need, map(ct.to_numpy, gradients), strict=True))
 
     return run

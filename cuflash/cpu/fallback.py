@@ -591,7 +591,7 @@ class JobGradients:
         if "dalibi_slopes" in self.wanted and "alibi_slopes" in call.arrays:
             self.add_heads("dalibi_slopes", -ds * job.distances(tile))
         if problem.softcap is not None:
-            x = s / job.dtype.type(problem.softcap)
+            x = argument_of_cap(s, job.dtype.type(problem.softcap))
             tanh = np.tanh(x)
             if "dsoftcap" in self.wanted:
                 self.add_heads("dsoftcap", ds * np.where(counts, derivative_by_softcap(x, tanh), 0))
@@ -702,6 +702,11 @@ def sums_of_entries(named: Array, values: Array) -> tuple[Any, Array]:
         return slice(start, stop), np.bincount(flat - start, weights, stop - start)
     found, inverse = np.unique(flat, return_inverse=True)
     return found, np.bincount(inverse.reshape(-1), weights)
+
+
+def argument_of_cap(s: Array, cap: Any) -> Array:
+    """``s / cap`` for derivatives: within bounds beyond which those of tanh are 0, because it may be infinite."""
+    return np.clip(s / cap, -64, 64)  # type: ignore[no-any-return]
 
 
 def derivative_by_softcap(x: Array, tanh: Array) -> Array:

@@ -19,7 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import fallback
-from cuflash.cpu.fallback import Job, JobGradients, OnlineSoftmax, Tile, derivative_by_softcap, entries, sums_of_entries
+from cuflash.cpu.fallback import (
+    Job,
+    JobGradients,
+    OnlineSoftmax,
+    Tile,
+    argument_of_cap,
+    derivative_by_softcap,
+    entries,
+    sums_of_entries,
+)
 from cuflash.cpu.gemm import product
 from cuflash.score_mod.evaluation import evaluate
 
@@ -76,7 +85,7 @@ class TangentJob(Job):
             inputs = {**tile.inputs, "s": s, "ts": ts}
             (found,) = evaluate([call.tangents.score], inputs, call.score_args, self.dtype)
         if self.problem.softcap is not None:
-            x = s / self.dtype.type(self.problem.softcap)
+            x = argument_of_cap(s, self.dtype.type(self.problem.softcap))
             tanh = np.tanh(x)
             found = found * (1 - tanh * tanh)
             if self.has("softcap"):
@@ -222,13 +231,14 @@ class TangentGradients(JobGradients):
         counts = (ds != 0) | (tds != 0)
         if problem.softcap is not None:
             cap = job.dtype.type(problem.softcap)
-            x = np.where(counts, s, 0) / cap
+            x = argument_of_cap(np.where(counts, s, 0), cap)
             tanh = np.tanh(x)
-            slope, tx = 1 - tanh * tanh, np.where(counts, ts - x * job.number("softcap"), 0) / cap
+            slope = 1 - tanh * tanh
+            # The slope first: of a small cap, the tangent of x may be too large a number where the slope is 0.
+            tslope = -2 * tanh * slope * np.where(counts, ts - x * job.number("softcap"), 0) / cap
             if "dsoftcap" in self.wanted:
-                moved = 2 * x * tanh * slope * tx
-                self.add_heads("dsoftcap", tds * derivative_by_softcap(x, tanh) + ds * moved)
-            ds, tds = ds * slope, tds * slope - ds * (2 * tanh * slope * tx)
+                self.add_heads("dsoftcap", tds * derivative_by_softcap(x, tanh) - ds * x * tslope)
+            ds, tds = ds * slope, tds * slope + ds * tslope
         program = call.program
         if program.score is not None and program.by_s is not None:
             inputs = {**tile.inputs, "s": s, "ts": ts}

@@ -37,7 +37,7 @@ from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
 from cuflash.gpu.params import Argument, Maps, kept_frames
-from cuflash.gpu.replay import Recording, of_thread
+from cuflash.gpu.replay import Recording, forget_recordings, of_thread
 from cuflash.gpu.row_sums import PartialRowSums
 from cuflash.gpu.signature import Form, Signature, form_of
 from cuflash.gpu.timing import Stopwatch
@@ -308,13 +308,14 @@ def trials(
 
 
 def forget_launches() -> None:
-    """Forget all launches, so that later calls are planned again, bound ones among them."""
+    """Forget all launches, so that later calls are planned again, bound and recorded ones among them."""
     _launches.clear()
     _known.clear()
     _repeated.clear()
     for reference in [*bound_launches]:
         if (bound := reference()) is not None:
             bound.forget()
+    forget_recordings()
 
 
 @functools.cache
@@ -473,6 +474,11 @@ def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) 
         by_use = sorted(list(kept.items()), key=lambda item: item[1].last_call)
         for old, _ in by_use[: MAX_LAUNCHES // 2]:
             kept.pop(old, None)
+        alive = {*_launches.values()}
+        for others in (_known, _repeated):  # by which calls would find, and keep, the launches that are gone
+            for old, x in [*others.items()]:
+                if getattr(x, "launch", x) not in alive:
+                    others.pop(old, None)
     kept[key] = launch
 
 
@@ -613,19 +619,19 @@ class RepeatedLaunch:
     other arrays.
     """
 
-    __slots__ = ("_device_id", "_launch", "_mapped", "_order", "_seqlen_k", "results")
+    __slots__ = ("_device_id", "_mapped", "_order", "_seqlen_k", "launch", "results")
 
     def __init__(
         self, launch: _Launch, order: Sequence[int], seqlen_k: int, mapped: int, device_id: int, results: Any
     ) -> None:
-        self._launch, self._seqlen_k, self._mapped, self._device_id = launch, seqlen_k, mapped, device_id
+        self.launch, self._seqlen_k, self._mapped, self._device_id = launch, seqlen_k, mapped, device_id
         self._order = tuple(order)  # for each array of the launch, which of the caller's it is
         self.results = results  # what the caller needs to know to allocate its results
 
     @property
     def last_call(self) -> int:
         """The number of the last call of the launch."""
-        return self._launch.last_call
+        return self.launch.last_call
 
     def run(
         self,
@@ -639,7 +645,7 @@ class RepeatedLaunch:
 
         `allocate` gives scratch memory of so many bytes for a stream, and `free` takes it back in stream order.
         """
-        launch, runtime, scratch = self._launch, cupy.cuda.runtime, 0
+        launch, runtime, scratch = self.launch, cupy.cuda.runtime, 0
         pointers = [addresses[n] for n in self._order]
         before = runtime.getDevice()
         runtime.setDevice(self._device_id)  # also in a thread in which the device has no context yet

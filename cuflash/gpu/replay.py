@@ -35,6 +35,18 @@ class _OfThread(threading.local):
 of_thread = _OfThread()
 
 
+class _OfProcess:
+    launches: object = object()  # stands for all launches since they were last forgotten
+
+
+_of_process = _OfProcess()
+
+
+def forget_recordings() -> None:
+    """Let calls be recorded anew: the kernels of recordings so far are no longer those that a plan has."""
+    _of_process.launches = object()
+
+
 # Pools of recorded calls, with their device. Memory returned to a pool of CuPy stays allocated, even if nothing
 # refers to the pool any more; after a call that failed, it is returned late.
 _pools: list[tuple[int, Any]] = []
@@ -75,7 +87,7 @@ class Recording:
     """A context in which a call is made that reads some arrays of CuPy and fills others."""
 
     def __init__(self, cupy: Any, given: Sequence[Array], results: Sequence[Array]) -> None:
-        self._cupy, self._device = cupy, cupy.cuda.Device().id
+        self._cupy, self._device, self._launches = cupy, cupy.cuda.Device().id, _of_process.launches
         self._streams = [cupy.cuda.get_current_stream()]  # first that of the call
         arrays = (*given, *results)
         # For each array, and then for each allocation: its address, and the addresses where its memory begins and ends.
@@ -191,7 +203,9 @@ class Recording:
     # ---- calls that follow -------------------------------------------------------------------------------------------
 
     def fits(self, arrays: Sequence[Array]) -> bool:
-        """Whether arrays overlap in memory as those of the recorded call did."""
+        """Whether arrays overlap in memory as those of the recorded call did, and its launches are not forgotten."""
+        if self._launches is not _of_process.launches:
+            return False
         addresses = [x.data.ptr for x in arrays]
         return not any(addresses[i] - addresses[j] != distance for i, j, distance in self._together)
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuflash.arrays.array_info import (
     FLOAT8,
     broadcasts,
@@ -424,6 +426,7 @@ class Calls:
         """Make all calls in order, each by `call`, and return their results together."""
         return self.collect(lambda index, results: call(self.options, self.inputs(index) | results))
 
+    @np.errstate(all="ignore")  # sums over calls and their rounding
     def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
         found = {name: self._result(name) for name in self.results}

@@ -86,7 +86,9 @@ def quantize(
     TypeError
         x is neither of NumPy nor of CuPy, or has another dtype; `block` is no integer, or `rotate` no bool.
     ValueError
-        An unknown `dtype`, `per` or `layout`; a `block` that is no power of two; x with less than two axes.
+        An unknown `dtype`, `per` or `layout`; a `block` that is no power of two; x with less than two axes; float64
+        numbers whose scale is above the range of float32: of magnitude 1.5e41 and more in float8_e4m3fn, 2e43 in
+        float8_e5m2. To find these, a call with float64 CuPy arrays waits for the device.
 
     See Also
     --------
@@ -120,6 +122,14 @@ def quantize(
     magnitude = xp.where(magnitude < np.inf, magnitude, 0)
     largest = _largest(xp, magnitude, per, size)
     scale = (largest / LARGEST[named.name]).astype(np.float32)
+    if largest.dtype == np.float64 and not bool(xp.isfinite(scale).all()):
+        limit = LARGEST[named.name] * float(np.finfo(np.float32).max)
+        raise value_error(
+            "x",
+            f"a number of magnitude {float(largest.max()):.4g}",
+            f"at most {limit:.4g}, the largest scale of float32 times the largest number of {named.name}: "
+            "divide x by a power of two first",
+        )
     scale = xp.where(largest == 0, np.float32(1), xp.maximum(scale, np.float32(SMALLEST_SCALE))).astype(np.float32)
     codes = encode(xp, wide / _of_keys(scale, wide.shape[-2]).astype(wide.dtype), named)
     codes = xp.ascontiguousarray(_by_heads(codes, layout))

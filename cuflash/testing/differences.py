@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.arrays.checks import value_error
+from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.keywords import DIFFERENCES_OF
 from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT, model_of
@@ -88,6 +88,8 @@ def check_gradients(
     ------
     AssertionError
         Where the two differ by more; the message names all gradients that do.
+    TypeError
+        No dropout_seed or dropout_offset for dropout; and as `attn.forward` does.
     ValueError
         Inputs of another dtype, gradients of options that are numbers, and another order.
     NotImplementedError
@@ -105,7 +107,7 @@ def check_gradients(
         raise value_error("order", repr(order), "1 or 2")
     if q.dtype != np.float64:
         raise value_error("q", f"dtype {q.dtype}", "float64, of which differences leave enough digits")
-    random = {name: arrays.pop(f"dropout_{name}") for name in ("seed", "offset") if f"dropout_{name}" in arrays}
+    random = _random_of(attn, arrays)
     for name in [name for name, x in arrays.items() if is_scalar(x)]:
         arrays[name] = module_of(q).asarray(array_of(name, arrays[name], "float64"))
     inputs = {"q": q, "k": k, "v": v, **arrays}
@@ -170,6 +172,15 @@ def check_gradients(
     if wrong:
         raise AssertionError("\n".join(wrong))
     return found
+
+
+def _random_of(attn: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """seed and offset of dropout, which it removes from the arrays."""
+    random = {name: arrays.pop(f"dropout_{name}") for name in ("seed", "offset") if f"dropout_{name}" in arrays}
+    if attn.options.dropout and (missing := {"seed", "offset"} - random.keys()):
+        expected = "an integer, which dropout needs: `seed` is that of dout, dlse and the directions"
+        raise type_error(f"dropout_{max(missing)}", "None", expected)
+    return random
 
 
 def _double_backward(

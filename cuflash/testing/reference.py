@@ -205,8 +205,9 @@ def backward(
     dq, dk, dv = (xp.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = xp.zeros(problem.num_heads, compute)
     of_scores = ScoreSums(problem, terms, compute, xp)
+    given = terms | ({"dmax": dmax} if has_dm else {})
     score_args = {f"d{name}": xp.zeros(operand.shape, compute) for name, operand in problem.score_args}
-    for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
+    for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **given):
         dO = cast(view_4d(dout, problem.layout)[head.index], compute)
         dL, dm, dH = (
             _replace(cast(view_rows(x)[head.index], compute), xp.isneginf(head.L), 0)[:, None]
@@ -322,8 +323,7 @@ class Head:
     @property
     def is_first_max(self) -> Array:
         """1 where a score is the first of its row that is the largest, else 0."""
-        is_max = (self.max == self.S) & ~module_of(self.S).isneginf(self.S)
-        return (is_max & (is_max.cumsum(axis=-1) == 1)).astype(self.S.dtype)  # type: ignore[no-any-return]
+        return first_max(self.S).astype(self.S.dtype)  # type: ignore[no-any-return]
 
     @property
     def entropy(self) -> Array:
@@ -334,6 +334,12 @@ class Head:
     def of_log(self) -> Array:
         """log P + H: the derivative of the entropy by the scores is -P times it; 0 where P is."""
         return log_of(self.P, self.entropy)
+
+
+def first_max(S: Array) -> Array:
+    """Whether a score is the first of its row that is the largest; none of a row that attends to no key."""
+    is_max = (S.max(axis=-1, keepdims=True, initial=-np.inf) == S) & ~module_of(S).isneginf(S)
+    return is_max & (is_max.cumsum(axis=-1) == 1)  # type: ignore[no-any-return]
 
 
 def log_of(P: Array, offset: Array | float = 0.0) -> Array:
@@ -352,11 +358,13 @@ def each_head(
     offset: int | None = None,
     heads: Heads | None = None,
     rows_at_once: int | None = None,
+    dmax: Array | None = None,
     **arrays: Any,
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype.
 
     `arrays` are the terms, and what score_mod and mask_mod read; `heads` and `rows_at_once` are those of `forward`.
+    With `dmax`, the maxima of rows have derivatives, even where a sink leaves them no weight.
     """
     xp = module_of(q)
     terms: OptionalArrays = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
@@ -406,14 +414,20 @@ def each_head(
                 )
                 S, cap_slope, reads = _by_functions(own, S, first_row, cap_slope, score_args, b, h)
                 P, P_sink, L = softmax(S.copy(), -np.inf if sinks is None else cast(sinks[h], compute))
-                if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
-                    cap_slope = _replace(xp.broadcast_to(xp.asarray(cap_slope, P.dtype), P.shape), P == 0, 0)
-                    reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
+                if problem.has_functions:  # a pair without a gradient contributes nothing, whatever its derivative
+                    has_none = _has_no_gradient(P, S, None if dmax is None else view_rows(dmax)[index][:, None])
+                    cap_slope = _replace(xp.broadcast_to(xp.asarray(cap_slope, P.dtype), P.shape), has_none, 0)
+                    reads = [(name, entry, _replace(x, has_none, 0)) for name, entry, x in reads]
             operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "QK": QK, "cap_slope": cap_slope}
             operands["S"] = S
             indices = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
             Z = _kept(problem, seed, offset, b, h, first_row, P)
             yield Head(derivatives=derivatives, reads=reads, Z=Z, **indices, **operands)  # type: ignore[arg-type]
+
+
+def _has_no_gradient(P: Array, S: Array, dm: Array | None) -> Array:
+    """Pairs without weight, but for the maxima of rows that have a gradient."""
+    return P == 0 if dm is None else (P == 0) & ~(first_max(S) & (dm != 0))
 
 
 def _kept(

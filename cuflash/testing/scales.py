@@ -81,6 +81,8 @@ def scales_of(
     """The scales of results that are `expected` of NumPy `arrays`; with dropout, `random` says what is dropped."""
     collector = Collector(problem, arrays, expected)
     read = {**optional(arrays), **{name: arrays[name] for name, _ in problem.score_args}}
+    if "dmax" in arrays:
+        read["dmax"] = arrays["dmax"]
     q, k, v = qkv(arrays)
     for head in reference.each_head(problem, q, k, v, np.float64, **random, **read):
         with np.errstate(all="ignore"):
@@ -162,7 +164,7 @@ class Collector:
             zeros["dbias"] = self.enters.totals["dbias"].value == 0
         return Scales(squares, zeros, self.dv_sums)
 
-    def _of_order(self, count: Array, terms: Array) -> Array:
+    def _of_order(self, count: Array | int, terms: Array) -> Array:
         """Squares of the noise that sums of so many rows have at least, where weights have none: those of single keys.
 
         Half a unit in the last place of each sum on the way, which grows as the square root of the rows that it has.
@@ -176,7 +178,7 @@ class Collector:
 
     def add(self, head: reference.Head) -> None:
         """Add what one head contributes."""
-        visible = head.P != 0
+        visible = self._counts(head)
         self.attends[head.index] = visible.any(axis=1)
         self.is_attended_to[head.index_kv] |= visible.any(axis=0)
         Q, K, V = map(finite, (head.Q, head.K, head.V))  # hidden keys add nothing
@@ -186,6 +188,13 @@ class Collector:
         self._add_forward(head, P, V, noise)
         if self.has_gradients:
             self._add_backward(head, P, Q, K, V, QK, noise)
+
+    def _counts(self, head: reference.Head) -> Any:
+        """Pairs that have weight, and maxima that have gradients, whatever a sink leaves of their weight."""
+        has_weight = head.P != 0
+        if not self.has_gradients or "max" not in self.row_reductions:
+            return has_weight
+        return has_weight | ((head.is_first_max != 0) & (self.dmax[head.index][:, None] != 0))
 
     # ---- Noise -------------------------------------------------------------------------------------------------------
 
@@ -359,7 +368,9 @@ class Collector:
             dS_bias = _added_to_largest(dS_bias, D2 * of_row)
             dS_bias_noise = _added_to_largest(dS_bias_noise, (D_moved2 + noise.rows**2 * (D2 + dL2)) * of_row)
         self.of_scores.add(head, dS_bias, dS * QK2, power=2)
-        self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
+        # Of maxima, dscale is a sum of one exact term for each row: all of its noise may be that of sums on the way.
+        of_order = self._of_order(problem.array_batch * problem.num_heads * problem.seqlen_q, of_max * slope2)
+        self.noise_of_scores.add(head, dS_bias_noise, (dS_noise + of_order) * QK2, power=2)
         self.enters.add(head, visible.astype(np.float64), np.ones(()), power=0)
         for name, entry, derivative in head.reads:
             of_read = self.squares[f"d{name}"]

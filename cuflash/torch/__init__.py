@@ -246,6 +246,10 @@ def _forward(
     if torch.is_autocast_enabled(arrays["q"].device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
+        from cuflash.torch.compiling import guard_numbers  # torch._dynamo takes a second to import
+
+        for name in ("score", "mask"):
+            guard_numbers(options.get(name))
         fixed = {name: _fixed(x) for name, x in options.items()}
         token = _token(attn, tuple(arrays), tuple(fixed.items()), function)
         out, lse = torch.ops.cuflash.forward(list(arrays.values()), token, seed, offset)

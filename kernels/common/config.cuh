@@ -82,6 +82,8 @@ constexpr bool kMovesScores = CUFLASH_TANGENTS & ~(1 | 8);
 #ifndef CUFLASH_ROW_REDUCTIONS
 #define CUFLASH_ROW_REDUCTIONS 0
 #endif
+// Those that the pass takes the gradients of, in the order of the rows of cuflash/spec/outputs.py.
+constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 1 << 16, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 1 << 17;
 
 // Options. An option that is off leaves no instruction in the kernel.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;

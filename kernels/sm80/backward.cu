@@ -218,7 +218,8 @@ struct BackwardSteps {
             else
               x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
             of_score = gradient_of(x, of_score, keeps, kept_scale, reductions.delta_of(stats[i % 2 * 2 + 1], x, row));
-            of_score = reductions.with_max(of_score, row, key) * derivative;
+            if constexpr (kTakesDmax) of_score = reductions.with_max(of_score, x, row, key, derivative);
+            of_score *= derivative;
             x = keeps ? x : 0;
           }
         }

@@ -80,8 +80,9 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
         const Real p = weights.of(s[m][n][i], row, key, masked, own, derivative);
         const bool keeps = !kHasDropout || kept.keeps(n, i);
         const Real delta = reductions.delta_of(own.delta, p, row);
-        const Real of_score = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta);
-        s[m][n][i] = reductions.with_max(of_score, row, key) * derivative;
+        Real of_score = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta);
+        if constexpr (kTakesDmax) of_score = reductions.with_max(of_score, p, row, key, derivative);
+        s[m][n][i] = of_score * derivative;
       }
     }
 }

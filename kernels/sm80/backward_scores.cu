@@ -144,11 +144,12 @@ CUFLASH_DEVICE void add_pairs(const Params& params, const ScoreTiles& now, int l
         // [4] dS = P * (dP - delta).
         const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
         const Real delta = reductions.delta_of(own.delta, p, row, own.exists());
-        const Real ds = reductions.with_max(p * (kept_dp * kept_scale - delta), row, key, own.exists());
+        Real ds = p * (kept_dp * kept_scale - delta);
+        if constexpr (kTakesDmax) ds = reductions.with_max(ds, p, row, key, derivative, own.exists());
 
       // [5] The sums.
 #if CUFLASH_NEEDS_SCORE_ARGS
-        if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
+        if (p != 0 || (kTakesDmax && ds != 0)) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif
         if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
         add_to_sums(of_tile, score, ds, derivative, product, row, key);

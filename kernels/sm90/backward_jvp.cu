@@ -381,7 +381,7 @@ struct Consumer {
         dp -= delta[i % 2];
         dx[n][i] = weight * dp;
         tdx[n][i] = u[n][i] * (kHasDerivative ? dp : dx[n][i]) + weight * (tdp - tdelta[i % 2]);
-        scaled.apply(dx[n][i], tdx[n][i], common.scale);
+        scaled.apply(dx[n][i], tdx[n][i]);
       }
     }
     if constexpr (!makes_tdv) {

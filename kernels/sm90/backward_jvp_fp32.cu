@@ -343,7 +343,7 @@ struct MakerOfDx {
         dp -= delta[i % 2];
         dx[n][i] = weight * dp;
         tdx[n][i] = u[i] * (kHasDerivative ? dp : dx[n][i]) + weight * (tdp - tdelta[i % 2]);
-        scaled.apply(dx[n][i], tdx[n][i], common.scale);
+        scaled.apply(dx[n][i], tdx[n][i]);
       }
     }
   }

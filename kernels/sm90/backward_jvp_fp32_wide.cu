@@ -246,7 +246,7 @@ struct MakerOfDx {
           made[n % 2][i] = kHasDerivative ? pu[n][i] : after_dropout(weight_of_pair(p[n][i]) * u[n][i], p[n][i]);
           dx[n][i] = weight_of_pair(p[n][i]) * dp;
           u[n][i] *= kHasDerivative ? dp : dx[n][i];
-          scaled.apply(dx[n][i], u[n][i], common.scale);
+          scaled.apply(dx[n][i], u[n][i]);
         }
       }
       if constexpr (kReadsDx) store_terms<k, k + 1>(dx, shared.dx, thread);
@@ -259,6 +259,7 @@ struct MakerOfDx {
 
   // [7] tdX' = u' dX' + P' (tdP' - tdelta) in place of tdP'.
   CUFLASH_DEVICE void make_tdx(const Accumulator& p, const Accumulator& u_dx, Accumulator& tdx) const {
+    const ScaledGradients scaled(common.scale, tscale_of(common));
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
       float tdelta[2];
@@ -266,9 +267,7 @@ struct MakerOfDx {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float tdp = (kMovesV ? after_dropout(tdx[n][i], p[n][i]) : 0.0f) - tdelta[i % 2];
-        // With a scale of 0, tdX' is what is multiplied by the tangent of the scale (ScaledGradients).
-        tdx[n][i] =
-            kMovesScale && common.scale == 0 ? u_dx[n][i] : ptx::fused(weight_of_pair(p[n][i]), tdp, u_dx[n][i]);
+        tdx[n][i] = ptx::fused(weight_of_pair(p[n][i]) * scaled.unit, tdp, u_dx[n][i]);
       }
     }
   }

@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.emulator import SCHEDULES
+from cuflash.emulator import SCHEDULES, passes
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
+from cuflash.testing.rule import measure
+from cuflash.testing.tangents import Moved, tangent_yardsticks
 from tests.emulate import attention
+from tests.sampling import examples
 
 ARRAYS = {"8.0": ct.Case(seqlen_q=70, seqlen_k=70, head_dim=16), "9.0": ct.Case(seqlen_q=70, seqlen_k=70, head_dim=64)}
 LARGEST = 2.0**48
@@ -48,3 +53,39 @@ def test_a_softcap_far_above_the_scores_changes_nothing_that_weights_show(arch, 
     arrays = case.arrays()
     out, _ = attention.forward(case.problem, arrays, arch=arch, schedule=SCHEDULES[0])
     assert ct.measure("out", out, ct.yardsticks(case.problem, arrays)["out"]).failure is None
+
+
+def tangents_of(problem, arrays, tangents, arch):
+    """Tangents of out, lse and all gradients, by name."""
+    given = {name: x for name, x in arrays.items() if name != "dout"} | tangents
+    given |= dict(zip(("out", "lse", "tout", "tlse"), passes.jvp(problem, given, arch=arch), strict=True))
+    need = ("tdq", "tdk", "tdv", "tdscale", *(("tdsoftcap",) if problem.softcap else ()))
+    found = passes.backward_jvp(problem, given | {"dout": arrays["dout"]}, need=need, arch=arch)
+    return {"tout": given["tout"], "tlse": given["tlse"], **dict(zip(need, found, strict=True))}
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float16"), ("9.0", "float16"), ("8.0", "float32")])
+@settings(max_examples=examples(60), deadline=None)
+@given(exponent=st.sampled_from((-9, -20, -48, -100)), names=st.lists(st.sampled_from("qkv"), unique=True))
+def test_a_tangent_of_the_scale_far_above_the_scale(arch, dtype, exponent, names):
+    """dX tscale / scale, in units of the scale, would be infinite in float16."""
+    case = replace(ARRAYS[arch], dtype=dtype)
+    problem, arrays = replace(case.problem, scale=2.0**exponent), case.arrays()
+    tangents = Moved(names=(*names, "scale")).arrays(case)
+    judges = tangent_yardsticks(problem, arrays, tangents)
+    for name, x in tangents_of(problem, arrays, tangents, arch).items():
+        assert not (found := measure(name, x, judges[name])).failure, found
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@settings(max_examples=examples(60), deadline=None)
+@given(names=st.lists(st.sampled_from(("q", "k", "v", "scale", "softcap")), unique=True, min_size=1))
+def test_where_tanh_is_1_the_scale_changes_no_second_derivative(arch, names):
+    """Of the smallest cap and the largest scale, a score over the square of the cap is infinite."""
+    case = replace(ARRAYS[arch], dtype="bfloat16", softcap=1.0)
+    arrays, tangents = case.arrays(), Moved(names=tuple(names)).arrays(case)
+    of_scales = (replace(case.problem, scale=scale, softcap=1 / LARGEST) for scale in (LARGEST, 1.0))
+    large, plain = (tangents_of(problem, arrays, tangents, arch) for problem in of_scales)
+    for name, x in large.items():
+        assert np.isfinite(x.astype(np.float64)).all()
+        np.testing.assert_array_equal(x, plain[name])

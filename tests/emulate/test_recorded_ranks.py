@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import sys
 import threading
 import weakref
@@ -28,7 +29,7 @@ from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.interrupts import Interrupt, of_package
-from tests.ranks import Ranks, Shards, Whole, compute, judge, on_threads
+from tests.ranks import Ranks, Shards, Whole, compute, judge, on_ranks, on_threads
 from tests.sampling import examples
 
 pytestmark = pytest.mark.one_in(8)
@@ -167,6 +168,35 @@ def test_what_is_recorded_holds_no_memory(deterministic, repeated, monkeypatch):
     zeros = case.head_dim * 2  # a row of them on each rank, which backward passes read
     assert sum(nbytes for is_alive, nbytes in taken if is_alive() is not None) == 2 * zeros
     assert len(repeated) == 8  # two calls of two passes on two ranks
+
+
+def test_calls_are_planned_anew_once_launches_are_forgotten(repeated, monkeypatch):
+    """As those of one device are, where tuning has found other kernels."""
+    case, split, need = CASES["9.0"], cd.zigzag(128, 2), ("dq", "dk", "dv")
+    whole, planned = Whole.of(case), []
+    with launcher("9.0", computes=True):
+        extend(sys.modules["cupy"])
+        backend = importlib.import_module("cuflash.gpu.backend")
+        plan = backend.tuned_plan
+
+        def logged(*args, **how):
+            planned.append(args)
+            return plan(*args, **how)
+
+        monkeypatch.setattr(backend, "tuned_plan", logged)
+        comms = cd.threads(2)
+        attns: list[Any] = [cd.ContextParallel(comm, split=split, steps=2, **case.keywords) for comm in comms]
+        counts, shards = [0], Shards(whole, split, split)
+        for forgets in (False, False, True, False):
+            if forgets:
+                backend.forget_launches()
+            found = on_ranks(comms, lambda rank: compute(attns[rank], case, own_of(whole, split, rank), need))
+            judge(case, shards.whole([{name: x.get() for name, x in own.items()} for own in found]))
+            counts.append(len(planned))
+    first, second, third, fourth = np.diff(counts)
+    assert min(first, third) > 0
+    assert not (second or fourth)
+    assert len(repeated) == 16  # four calls of two passes on two ranks
 
 
 @pytest.mark.parametrize("name", UNRECORDED)

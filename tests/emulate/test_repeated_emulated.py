@@ -1,6 +1,7 @@
 """Repeated calls on a device launch what a first call launches, with the same arguments, and look nothing up."""
 
 import gc
+import itertools
 import struct
 import sys
 import threading
@@ -297,6 +298,26 @@ def test_known_calls_are_bounded(monkeypatch):
             cuflash.FlashAttention(scale=float(n)).forward(q, k, v)
             cuflash.FlashAttention().forward(q[:, :, :n], k, v)
             assert len(backend._known) <= 7
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(scales=st.lists(st.integers(1, 9), min_size=10, max_size=30))
+def test_launches_in_memory_are_bounded(scales):
+    """However calls find them; one that has been used since half of the others is still found."""
+    q, k, v = arrays_of()
+    with device("8.0"), mock.patch.object(gpu_backend(), "MAX_LAUNCHES", 4):
+        backend, recent = gpu_backend(), list[int]()
+        backend._calls = itertools.count(1)
+        for scale in scales:
+            attn = cuflash.FlashAttention(scale=float(scale))
+            with mock.patch.object(backend, "tuned_plan", wraps=backend.tuned_plan) as planned:
+                attn.forward(q, k, v)
+            assert not (planned.called and scale in recent)
+            recent = [scale, *(x for x in recent if x != scale)][:2]
+            alive = {launch for launch in gc.get_objects() if type(launch) is backend._Launch}
+            assert alive <= {*backend._launches.values()}
+            assert len(alive) <= 4
+            del alive
 
 
 def test_calls_keep_no_arrays():

@@ -11,7 +11,7 @@ import cuflash.testing as ct
 from tests import sampling
 from tests.backends import CORE, DEVICE, FALLBACK, on_backends
 from tests.reductions import judge
-from tests.row_reductions import gap_is_clear
+from tests.row_reductions import BEHIND_SINKS, gap_is_clear, maxima_are_clear
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 kernels = on_backends(
@@ -172,3 +172,17 @@ def test_finite_masks_have_no_gradients(backend, bias_mask):
         bias_mask=bias_mask, row_reductions=("entropy",),
     )  # fmt: skip
     backend.judge(case)
+
+
+# ---- Maxima of which a sink leaves no weight -------------------------------------------------------------------------
+
+
+@on_backends({CORE: DTYPES, FALLBACK: DTYPES, "emulated 8.0": DTYPES, "emulated 9.0": DTYPES[:3], DEVICE: DTYPES})
+def test_maxima_have_gradients_whatever_a_sink_leaves_of_their_weight(backend, dtype):
+    """The weight of the key is no factor of its gradient, but the derivative of the score is."""
+
+    def holds(drawn):
+        assume(maxima_are_clear(drawn.problem(dtype), drawn.arrays(dtype)))
+        drawn.judge(dtype, backend.run)
+
+    backend.draw(60, holds, drawn=BEHIND_SINKS)

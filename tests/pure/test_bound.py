@@ -124,6 +124,9 @@ def test_what_is_wrong_is_said():
             bound(*arrays)
     with pytest.raises(TypeError, match=r"^mask: got an array, expected none, as in bind"):
         bound(q, k, v, mask=q > 0)
+    for name, text in (("baas", r"'baas': did you mean bias\?$"), ("want", "'want': forward takes it$")):
+        with pytest.raises(TypeError, match=rf"^call\(\) got an unexpected keyword argument {text}"):
+            bound(q, k, v, **{name: q})
     with pytest.raises(TypeError, match="baas"):
         attn.bind(q, k, v, baas=q)
     with pytest.raises(ValueError, match=r"^want: "):

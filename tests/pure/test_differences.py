@@ -136,6 +136,11 @@ def test_what_it_cannot_check_is_refused():
         ct.check_gradients(attn, *(x.astype(np.float32) for x in (q, k, v)))
     with pytest.raises(ValueError, match="need: got 'dscale'"):
         ct.check_gradients(attn, q, k, v, need=("dscale",))
+    dropout = cuflash.FlashAttention(dropout=0.5)
+    with pytest.raises(TypeError, match=r"^dropout_seed: got None, expected an integer"):
+        ct.check_gradients(dropout, q, k, v, seed=1, offset=2)
+    with pytest.raises(TypeError, match=r"^dropout_offset: got None, expected an integer"):
+        ct.check_gradients(dropout, q, k, v, dropout_seed=1)
     with pytest.raises(ValueError, match="order: got 0, expected 1 or 2"):
         ct.check_gradients(attn, q, k, v, order=0)
     with pytest.raises(

@@ -16,6 +16,7 @@ from tests.features.test_ranks_on_backends import DRAWN, SMALL, is_clear
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Whole, on_threads, reduce_weights, results_of
 from tests.reductions import attention_of, given_of, inputs_of, judge, lse_of
+from tests.row_reductions import BEHIND_SINKS, maxima_are_clear
 from tests.sampling import examples
 
 PACKED, AXES = DRAWN["packed"].cases, DRAWN["batch axes"].cases
@@ -118,6 +119,20 @@ def test_the_first_of_equal_maxima_has_the_gradient():
     expected = np.zeros(scores.shape)
     np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], arrays["dmax"][..., None], axis=-1)
     np.testing.assert_allclose(found["dbias"], expected, rtol=0, atol=1e-13)
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.data(), BEHIND_SINKS, st.sampled_from(("float32", "float64")), st.integers(1, 4))
+def test_maxima_of_any_split_have_gradients_whatever_a_sink_leaves_of_their_weight(data, case, dtype, ranks):
+    assume(maxima_are_clear(case.problem(dtype), case.arrays(dtype)))
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in case.sizes)
+
+    def run(_, arrays, need):
+        whole = Whole(case.problem(dtype), arrays, case.keywords, {})
+        found = results_of(whole, split_q, split_k, need=need)
+        return found["out"], found["lse"], {name: found[name] for name in need}
+
+    case.judge(dtype, run)
 
 
 def test_decode_gives_reductions_to_all_ranks():

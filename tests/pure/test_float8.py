@@ -186,6 +186,29 @@ def test_the_largest_number_of_what_has_a_scale_becomes_the_largest(per, shape, 
         assert (largest == LARGEST["float8_e4m3fn"]).all()
 
 
+@every_dtype
+@settings(max_examples=examples(40))
+@given(
+    st.sampled_from(PER), st.floats(-3, 3), st.booleans(), st.integers(0, 99), st.sampled_from(["float64", "float32"])
+)
+def test_a_scale_is_finite_or_an_error(dtype, per, digits, rotates, seed, of):
+    """Near the largest numbers that have a scale; those of float32 have one."""
+    limit = LARGEST[dtype] * float(np.finfo(np.float32).max)
+    largest = min(limit * (1 + 10.0**digits * (-1) ** seed / 1e3), np.inf if of == "float64" else 3e37)
+    x = np.random.default_rng(seed).uniform(-1, 1, (2, 40, 8))
+    x = (x / np.abs(cuflash.rotate(x) if rotates else x).max() * largest).astype(of)
+    exact = cuflash.rotate(x) if rotates else x
+    found_largest = float(np.abs(exact).max())
+    if found_largest / LARGEST[dtype] >= 2.0**128 * (1 - 2.0**-25):
+        with pytest.raises(ValueError, match=r"^x: got a number of magnitude .*, expected at most .*: divide x by"):
+            cuflash.quantize(x, dtype, per=per, rotate=rotates)
+        return
+    k8, scale = cuflash.quantize(x, dtype, per=per, rotate=rotates)
+    assert np.isfinite(scale).all()
+    back = cuflash.dequantize(k8, scale, dtype="float64")
+    assert (np.abs(back - exact) <= 2.0**-3 * np.abs(exact) + 2.0**-16 * found_largest).all()
+
+
 def test_numbers_that_are_none_spoil_nothing_but_themselves():
     x = np.ones((1, 4, 2), np.float32)
     x[0, 0, 0], x[0, 1, 1], x[0, 3] = np.nan, np.inf, 0

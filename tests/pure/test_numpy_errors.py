@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
@@ -79,6 +80,38 @@ def test_attention(dtype):
     packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     strictly(lambda: both_passes(attn, q[0], k[0], v[0], **packed, sinks=extreme(4, real, 7), need=("dq", "dsinks")))
     strictly(lambda: both_passes(attn, q, k, v, block_mask=local(1, 1, 1), kv_lengths=np.array([30, 5])))
+
+
+@every_way
+@every_dtype
+@pytest.mark.usefixtures("way")
+def test_sums_over_batch_axes(dtype):
+    """Of several passes, which are rounded to half precision: subnormal there, or infinite."""
+
+    @settings(max_examples=examples(100))
+    @given(st.integers(0, 99), st.integers(-14, 14), st.booleans())
+    def check(seed, exponent, has_values):
+        random = np.random.default_rng(seed)
+        q, k, v, bias = (
+            random.standard_normal(shape).astype(dtype)
+            for shape in ((2, 3, 4, 9, 8), (3, 1, 11, 8), (3, 1, 11, 8), (2, 1, 4, 9, 11))
+        )
+        dout = (random.standard_normal(q.shape) * 2.0**exponent).astype(dtype)
+        attn: Any = cuflash.FlashAttention()
+        optional: dict[str, Any] = {"bias": bias, "dlse": dout[..., 0].astype(np.result_type(dtype, np.float32))}
+
+        def passes():
+            given = (dout, q, k, v) if has_values else (None, q, k, None)
+            moved = attn.jvp(*given[1:], bias=bias, tk=k, tbias=bias)
+            need = ("dq", "dk", "dbias")
+            found = attn.backward(*given, *moved[:2], **optional, need=need)
+            tneed = tuple(f"t{name}" for name in need)
+            found += attn.backward_jvp(*given, *moved, **optional, tk=k, tbias=bias, need=tneed)
+            return [x for x in (*moved, *found) if x is not None]
+
+        strictly(passes)
+
+    check()
 
 
 @every_way

@@ -224,7 +224,7 @@ class Machine:
         """The bytes of the argument, by kernel."""
         return {
             kernel.handle: len(launch.argument._content)
-            for launch in [*self.backend._launches.values(), *(x._launch for x in self.backend._repeated.values())]
+            for launch in [*self.backend._launches.values(), *(x.launch for x in self.backend._repeated.values())]
             for kernel in launch.kernels
         }
 

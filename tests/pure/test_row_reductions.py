@@ -14,7 +14,6 @@ import cuflash.testing as ct
 from cuflash.testing import reference
 from tests.row_reductions import gap_is_clear, results_of
 from tests.sampling import examples
-from tests.ways import every_way
 
 SMALL: dict[str, Any] = {"max_seqlen": 129, "max_head_dim": 80, "max_scores": 2**13}
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed", "lengths")
@@ -170,21 +169,3 @@ def test_reductions_of_merged_parts(cut, scale):
     entropy = sum(np.where(np.isneginf(x.lse), 0, term) for x, term in zip(partials, terms, strict=True))
     np.testing.assert_allclose(entropy, whole.entropy, rtol=0, atol=2e-5)
     np.testing.assert_allclose(np.maximum(partials[0].max, partials[1].max), whole.max, rtol=0, atol=2e-5)
-
-
-@every_way
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 2.0}, {"score": lambda s, i, j: 2.0 * cuflash.tanh(s / 2.0)}], ids=["", "cap", "score"]
-)
-@pytest.mark.parametrize("sink", [-3.0, 60.0, 5e4])
-def test_a_maximum_has_a_gradient_whatever_a_sink_leaves_of_its_weight(options, sink):
-    """That of the largest score, which the weight of its key is no factor of: it may be 0."""
-    q, k = np.random.default_rng(0).standard_normal((2, 2, 40, 8))
-    attn: Any = cuflash.FlashAttention(scale=0.5, **options)
-    _, lse, largest = attn.forward(q, k, None, sinks=np.full(2, sink), want=("max",))
-    found = attn.backward(None, q, k, None, None, lse, sinks=np.full(2, sink), dmax=np.ones_like(lse), need=("dq",))
-    at = (q @ k.swapaxes(1, 2)).argmax(axis=-1)
-    slope = 1 - (largest / 2) ** 2 if options else np.ones_like(largest)
-    expected = 0.5 * slope[..., None] * np.take_along_axis(k, at[..., None], axis=1)
-    np.testing.assert_allclose(found.dq, expected, rtol=0, atol=1e-12)

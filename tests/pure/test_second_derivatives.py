@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.cpu import fallback
 from cuflash.spec.inputs import INPUTS
-from cuflash.testing import cases, optional
+from cuflash.testing import Case, cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents, movable
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.sampling import examples
@@ -245,6 +245,38 @@ def test_double_backward_and_the_gradient_of_a_jvp_are_those_of_differences():
     e = random.standard_normal(dout.shape)
     sides = [of_gradients(dout + s * e) for s in (h, -h)]
     np.testing.assert_allclose(pair([ddout], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.sampled_from((("float16", 48, 10), ("bfloat16", 48, 20), ("float32", 48, 20), ("float64", 384, 140))),
+    st.lists(st.sampled_from(("q", "k", "v", "scale", "softcap")), unique=True, min_size=1),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_where_tanh_is_1_the_scale_changes_nothing(dtype_and_exponents, names, is_large, seed):
+    """Of the smallest cap and the largest scale, a score over the square of the cap is infinite, and of large products
+    a score over the cap."""
+    dtype, exponent, of_arrays = dtype_and_exponents
+    case = Case(seqlen_q=9, seqlen_k=33, head_dim=8, dtype=dtype, softcap=1.0)
+    arrays, tangents = case.arrays(), Moved(names=tuple(names), seed=seed).arrays(case)
+    if is_large:
+        arrays |= {name: arrays[name] * np.array(2.0**of_arrays, arrays[name].dtype) for name in ("q", "k")}
+    need: Any = ("dq", "dk", "dv", "dscale", "dsoftcap")
+    tneed: Any = tuple(f"t{name}" for name in need)
+    for way in TWO_WAYS:
+        results = []
+        for scale in (2.0**exponent, 1.0):
+            attention: Any = cuflash.FlashAttention(softcap=2.0**-exponent, scale=scale)
+            with way_taken(way):
+                of_forward = attention.jvp(**inputs_of(arrays), **tangents)
+                given = {**inputs_of(arrays), **of_forward._asdict(), **tangents}
+                found = attention.backward_jvp(arrays["dout"], **given, need=tneed)
+                found += attention.backward(arrays["dout"], *inputs_of(arrays).values(), *of_forward[:2], need=need)
+                results.append((*of_forward, *found))
+        for x, y in zip(*results, strict=True):
+            assert np.isfinite(x.astype(np.float64)).all()
+            np.testing.assert_array_equal(x, y)
 
 
 # ---- score functions -------------------------------------------------------------------------------------------------

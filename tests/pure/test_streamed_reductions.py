@@ -15,7 +15,7 @@ from cuflash.streaming import calls
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES, SMALL, chunks_for
 from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
-from tests.row_reductions import gap_is_clear
+from tests.row_reductions import BEHIND_SINKS, gap_is_clear, maxima_are_clear
 from tests.row_reductions import results_of as row_reductions_of
 from tests.sampling import examples
 from tests.streams import through
@@ -166,6 +166,24 @@ def test_row_reductions_of_any_chunks_keep_the_oracle_rule(data, case, how, want
         found = row_reductions_of(case, keys_of=functools.partial(cuflash.streamed, chunk=chunk))
     ct.assert_forward(case, **found.forward)
     ct.assert_backward(case, **found.gradients)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(case=BEHIND_SINKS, dtype=st.sampled_from(("float32", "float64")), chunk=st.integers(7, 64), how=DEVICES)
+def test_maxima_of_any_chunks_have_gradients_whatever_a_sink_leaves_of_their_weight(case, dtype, chunk, how):
+    assume(maxima_are_clear(case.problem(dtype), case.arrays(dtype)))
+
+    def run(options, arrays, need):
+        attn: Any = cuflash.FlashAttention(**case.keywords, deterministic=options.deterministic)
+        others = dict(arrays)
+        q, k, v, dout, dmax = (others.pop(name) for name in ("q", "k", "v", "dout", "dmax"))
+        keys = cuflash.streamed(k, v, chunk=chunk)
+        out, lse = attn.forward(q, *keys, **others)
+        found = attn.backward(dout, q, *keys, out, lse, dmax=dmax, need=need, **others)
+        return out, lse, dict(zip(need, found, strict=True))
+
+    with through(how):
+        case.judge(dtype, run)
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -100,7 +100,7 @@ NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const Bac
     }
     const Vector<T> unit = splat(buffers.scores.unit), scale = splat(T(size_of_scale(call))),
                     of_scale = splat(tangent_of_scale<T>(buffers.tangents));
-    const Vector<T> scale_of_tanh = splat(T(has_cap(call) ? size_of_scale(call) / call.softcap : 0)), zero = {};
+    const Vector<T> zero = {};
     auto recompute_p = [&](auto weight_of, auto drops) {
         auto kept_of = [&](Vector<T> x, int64_t j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), of.kept + j) : x;
@@ -121,7 +121,7 @@ NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const Bac
                     // The tangent of the derivative by the cap is -x times that of the slope.
                     const Vector<T> product = if_counts(of.products);
                     sums->softcap += tangent * derivative_by_softcap<T>(call, product, if_counts(of.tanhs)) -
-                                     gradient * cap_slope * (product * scale_of_tanh);
+                                     gradient * cap_slope * argument_of_cap<T>(call, product);
                 }
                 tangent = add_product(tangent * slope, gradient, cap_slope);
                 gradient = gradient * slope;

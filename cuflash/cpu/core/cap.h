@@ -37,11 +37,18 @@ template <class T> inline void apply_cap(const Call &call, int64_t padded, T *s,
 // The derivative of softcap * tanh(x) by softcap * x, given tanh(x).
 template <class T> inline Vector<T> slope_of_cap(Vector<T> tanh) { return splat(T(1)) - tanh * tanh; }
 
+// x = scale * product / softcap, for derivatives: within bounds beyond which those of tanh are 0, because it may be
+// infinite, and infinity times 0 is NaN.
+template <class T> inline Vector<T> argument_of_cap(const Call &call, Vector<T> product) {
+    const Vector<T> x = product * splat(T(size_of_scale(call) / call.softcap)), most = splat(T(64));
+    return x > most ? most : x < -most ? -most : x;
+}
+
 // The derivative of softcap * tanh(x), x = scale * product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). The
 // terms cancel near 0, so there it is computed as (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2), by the series of the first
 // factor.
 template <class T> inline Vector<T> derivative_by_softcap(const Call &call, Vector<T> product, Vector<T> tanh) {
-    const Vector<T> x = product * splat(T(size_of_scale(call)) / T(call.softcap));
+    const Vector<T> x = argument_of_cap<T>(call, product);
     const Vector<T> one = splat(T(1)), slope = slope_of_cap<T>(tanh), size = x < Vector<T>{} ? -x : x;
     const Vector<T> square = size < splat(T(0.5)) ? x * x : Vector<T>{};
     Vector<T> series = one;

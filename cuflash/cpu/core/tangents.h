@@ -99,8 +99,9 @@ __attribute__((noinline)) void finish_tangents(const Call &tangents, const Score
             if (tanhs) {
                 const Vector<T> tanh = load(tanhs + j), cap_slope = slope_of_cap<T>(tanh);
                 if (cap_slopes) {
-                    const Vector<T> moved = products ? x - product * scale * inverse * of_cap : x;
-                    store(cap_slopes + j, splat(T(-2)) * tanh * cap_slope * (moved * inverse));
+                    const Vector<T> moved = products ? x - argument_of_cap<T>(call, product) * of_cap : x;
+                    // The slope first: of a small cap, the tangent of x may be too large a number where the slope is 0.
+                    store(cap_slopes + j, splat(T(-2)) * tanh * cap_slope * moved * inverse);
                 }
                 x = x * cap_slope;
                 if (products) x = add_product(x, derivative_by_softcap<T>(call, product, tanh), of_cap);

@@ -22,17 +22,35 @@ struct RowWithTangents {
 };
 
 // What makes the gradients of q and k of dX and tdX: scale (tdX K + dX tK) + tscale dX K is `factor` times a sum with
-// operands of these two, so that one accumulator holds it.
+// operands `unit` dX and `unit` tdX + `of_scale` dX, so that one accumulator holds it. The unit is a power of two that
+// keeps of_scale below 2: operands are in half precision, and those with a large tscale / scale would be infinite.
 struct ScaledGradients {
-  Real factor, ratio;
+  Real factor, unit = 1, of_scale = 0;
 
-  CUFLASH_DEVICE ScaledGradients(Real scale, Real tscale)
-      : factor(kMovesScale && scale == 0 ? tscale : scale), ratio(scale == 0 ? 0 : tscale / scale) {}
-
-  CUFLASH_DEVICE void apply(Real& dx, Real& tdx, Real scale) const {
+  CUFLASH_DEVICE ScaledGradients(Real scale, Real tscale) : factor(scale) {
     if constexpr (!kMovesScale) return;
-    tdx = scale == 0 ? dx : tdx + ratio * dx;
-    dx = scale == 0 ? 0 : dx;
+    constexpr Real kNegligible = 7.888609052210118e-31f;  // 2^-100
+    if (magnitude(scale) <= magnitude(tscale) * kNegligible) {
+      factor = tscale, unit = 0, of_scale = 1;
+      return;
+    }
+    const Real ratio = tscale / scale;
+    if (magnitude(ratio) >= 2) unit = 1 / power_of_two_of(magnitude(ratio));
+    factor /= unit, of_scale = unit * ratio;
+  }
+
+  CUFLASH_DEVICE void apply(Real& dx, Real& tdx) const {
+    if constexpr (!kMovesScale) return;
+    tdx = unit * tdx + of_scale * dx;
+    dx *= unit;
+  }
+
+ private:
+  CUFLASH_DEVICE static Real magnitude(Real x) { return x < 0 ? -x : x; }
+  // The largest power of two that x, positive and normal, is not below.
+  CUFLASH_DEVICE static float power_of_two_of(float x) { return ptx::float_of(ptx::bits_of(x) & 0x7f800000); }
+  CUFLASH_DEVICE static double power_of_two_of(double x) {
+    return ptx::double_of(ptx::bits_of(x) & 0x7ff0000000000000);
   }
 };
 
@@ -80,7 +98,7 @@ struct GradientTangents {
                             const RowWithTangents& own) const {
     const PairTangents made = of(s, ts, dp, tdp, row, key, masked, keeps, own);
     dp = made.dx, tdp = made.tdx;
-    scaled.apply(dp, tdp, weights.score.scale);
+    scaled.apply(dp, tdp);
     s = keeps ? made.p * kept_scale : 0;
     ts = s * made.u;
   }

@@ -59,11 +59,9 @@ struct ScoreTangents {
     return -2 * t * (1 - t * t) * (x - (kMovesSoftcap ? of_cap : 0)) / score.softcap;
   }
 
-  // The tangent of Score::derivative_by_softcap.
+  // The tangent of Score::derivative_by_softcap: that of the slope, times the argument of tanh.
   CUFLASH_DEVICE Real of_softcap_derivative(const Score& score, Real product, Real tangent) const {
-    const Real t = score.capped(product), x = product * score.scale / score.softcap;
-    const Real tx = (scaled(score, product, tangent) - (kMovesSoftcap ? x * softcap : 0)) / score.softcap;
-    return 2 * x * t * (1 - t * t) * tx;
+    return -product * score.scale / score.softcap * of_slope(score, product, tangent, 0, 0);
   }
 
   // The tangent of the scaled product.

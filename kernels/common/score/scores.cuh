@@ -94,13 +94,14 @@ CUFLASH_DEVICE void make_relative(float (&score)[4], int n, const RowSum* own, f
 }
 
 // The weight of a pair from its score. If a function makes scores, rows that do not exist get no weight whatever it
-// returns, and a pair without weight gets no derivative.
+// returns, and a pair without weight gets no derivative; where row maxima have gradients, that is for
+// RowReductionGradients::with_max to decide.
 template <class Row>
 CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale, const Row& own, Real& derivative) {
   Real weight = own.weight_of(score, exponent_scale);
   if constexpr (kHasScoreFunction) {
     if (!own.exists()) weight = 0;
-    if (weight == 0) derivative = 0;
+    if (!kTakesDmax && weight == 0) derivative = 0;
   }
   return weight;
 }

@@ -8,9 +8,6 @@
 #include "common/softmax/backward.cuh"
 #include "common/softmax/exponential.cuh"
 
-// Those that this pass takes the gradients of, in the order of the rows of cuflash/spec/outputs.py.
-constexpr bool kTakesDmax = CUFLASH_ROW_REDUCTIONS & 1 << 16, kTakesDentropy = CUFLASH_ROW_REDUCTIONS & 1 << 17;
-
 // Whether helpers/backward_preprocess.cu finds the first keys with the largest scores, which sm90/first_maxima.cu finds
 // where it serves.
 #ifndef CUFLASH_FINDS_MAXIMA
@@ -58,11 +55,12 @@ struct RowReductionGradients {
 #endif
     return delta;
   }
-  // The gradient of the score of a pair, which is `ds` without that of the maximum.
-  CUFLASH_DEVICE Real with_max(Real ds, int row, int key, bool exists = true) const {
+  // The gradient of the score of a pair, which is `ds` without that of the maximum. If a function makes scores, a pair
+  // without weight gets no derivative, unless it is the maximum and that has a gradient.
+  CUFLASH_DEVICE Real with_max(Real ds, Real weight, int row, int key, Real& derivative, bool exists = true) const {
 #if CUFLASH_ROW_REDUCTIONS
-    if (!exists) return ds;
-    if constexpr (kTakesDmax) return key == first_max[row] ? ds + dmax[row] : ds;
+    if (exists && key == first_max[row]) ds += dmax[row];
+    if (kHasScoreFunction && weight == 0 && ds == 0) derivative = 0;
 #endif
     return ds;
   }

@@ -56,7 +56,7 @@ MUTANTS = (
     mutant("tdX' without the tangent of delta", KERNEL, "weight * (tdp - tdelta[i % 2]);", "weight * tdp;", OWN),
     mutant("tdX' without u'", KERNEL, "u[n][i] * (kHasDerivative ? dp : dx[n][i]) + weight", "weight", SPLIT),
     mutant("tdX' by u' and dP'", KERNEL, "(kHasDerivative ? dp : dx[n][i])", "dp", OWN),
-    mutant("the tangent of the scale of dX'", KERNEL, "        scaled.apply(dx[n][i], tdx[n][i], common.scale);\n", "",
+    mutant("the tangent of the scale of dX'", KERNEL, "        scaled.apply(dx[n][i], tdx[n][i]);\n", "",
            "tangents sm90 of pairs"),
     mutant("P' is handed over before it is read", KERNEL,
            "    shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);\n", "", SPLIT),

@@ -65,7 +65,7 @@ MUTANTS = (
     mutant("tdX' by u' and dP'", KERNEL, "(kHasDerivative ? dp : dx[n][i])", "dp", PLAIN),
     mutant("dP' of pairs that dropout drops", KERNEL, "dp = (drops ? 0.0f : dp) * kept_scale,", "dp = dp * kept_scale,",
            OPTIONS),
-    mutant("the tangent of the scale of dX'", KERNEL, "        scaled.apply(dx[n][i], tdx[n][i], common.scale);\n", "",
+    mutant("the tangent of the scale of dX'", KERNEL, "        scaled.apply(dx[n][i], tdx[n][i]);\n", "",
            OPTIONS),
     mutant("P' before it is there", KERNEL, "    shared.handed.p_full(buffer).wait(buffer.parity);\n", "", PLAIN),
     mutant("dX' replaces what others read", KERNEL, "    sync();  // all threads", "    // all threads", PLAIN),

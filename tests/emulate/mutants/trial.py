@@ -28,6 +28,7 @@ from tests.emulate import attention, merges
 from tests.emulate.checks import judge_both_passes, judge_functions
 from tests.emulate.reduced import reduced
 from tests.reductions import judge
+from tests.row_reductions import BehindSink
 from tests.scored import few_tiles
 
 
@@ -134,6 +135,19 @@ class RowReductionTrial:
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         judge_both_passes(self.case, self.arch, self.deterministic, kernels=kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaximaTrial:
+    """Both passes of a problem whose sinks leave no weight to maxima that have gradients."""
+
+    case: BehindSink
+    dtype: str = "float32"
+    arch: str = "8.0"
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        self.case.judge(self.dtype, attention.on_kernels(self.arch, kernels))
 
 
 @dataclass(frozen=True, kw_only=True)

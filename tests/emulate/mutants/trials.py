@@ -36,7 +36,8 @@ from tests.emulate.mutants import (
     trials_tangents,
     trials_wide,
 )
-from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, ReductionTrial, RowReductionTrial, Trial
+from tests.emulate.mutants.trial import FunctionTrial, MaximaTrial, MergeTrial, ReductionTrial, RowReductionTrial, Trial
+from tests.row_reductions import BehindSink, rooted
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -225,6 +226,7 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
 AnyTrial = (
     Trial
     | FunctionTrial
+    | MaximaTrial
     | MergeTrial
     | ReductionTrial
     | RowReductionTrial
@@ -235,6 +237,10 @@ AnyTrial = (
 _REDUCED = ct.Case(
     seqlen_q=70, seqlen_k=150, batch=1, num_heads=4, num_heads_kv=2, head_dim=64, dtype="bfloat16", causal=True,
     sinks=True, score_spread=6.0, row_reductions=("max", "entropy"), seed=2,
+)  # fmt: skip
+_BEHIND_SINK = BehindSink(
+    seed=1, sizes=(40, 40), sink=5e4, score=rooted, softcap=None, has_bias=False, causal=False, deterministic=False,
+    shown=1.0,
 )  # fmt: skip
 _FIRST = ct.Case(
     seqlen_q=150, seqlen_k=290, num_heads=2, num_heads_kv=1, head_dim=40, dtype="bfloat16",
@@ -680,6 +686,8 @@ TRIALS: dict[str, AnyTrial] = {
     "row reductions sm90 spread": RowReductionTrial(
         case=replace(_REDUCED, dtype="float16", seqlen_q=200, seqlen_k=900, causal=False, sinks=False, score_spread=6.0)
     ),
+    "maxima behind sinks": MaximaTrial(case=_BEHIND_SINK),
+    "maxima behind sinks deterministic": MaximaTrial(case=replace(_BEHIND_SINK, deterministic=True)),
     "first maxima": RowReductionTrial(case=_FIRST),
     "first maxima few": RowReductionTrial(case=replace(_FIRST, seqlen_q=5, score_mean=-30.0)),
     "first maxima ties": RowReductionTrial(case=replace(_FIRST, distinct_keys=37)),
