@@ -1,5 +1,5 @@
-// The softmax of the forward pass inside its two products, where the scale alone acts on scores: the first one finds row
-// maxima as it stores scores, and the second one computes the weights of the next keys during the products of these.
+// The softmax of the forward pass inside its two products, where the scale alone acts on scores: the first finds row
+// maxima as it stores scores, and the second computes the weights of the next keys during the products of these.
 // Exponentials then take the slots of multiplications, and hardly any others.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-// Only with AVX-512 there are registers for it, and float32 alone has these exponentials. Blocks of the products have so
-// many rows and vectors.
+// Only with AVX-512 there are registers for it, and float32 alone has these exponentials. Blocks of the products have
+// so many rows and vectors.
 template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 

@@ -106,8 +106,8 @@ template <class T> struct Exp2OfScaled {
     }
 };
 
-// The same by a table of 2^(i / 32), with fewer multiplications than a polynomial alone, to 1.8 units in the last place;
-// it is 0 where the nearest multiple of 1 / 32 is below LOWEST. All numbers are read from memory, so that loops of
+// The same by a table of 2^(i / 32), with fewer multiplications than by a polynomial, to 1.8 units in the last place.
+// It is 0 where the nearest multiple of 1 / 32 is below LOWEST. All numbers are read from memory, so that loops of
 // products keep their registers.
 struct Exp2ByTable {
     float factor, rounder = 393216;  // 1.5 * 2^18: its sum with x has the nearest multiple of 1 / 32 in its low bits
