@@ -155,7 +155,7 @@ def test_rows_of_hopper(tile, options, spilled):
             ({"alibi_slopes": (1,), "dropout": 0.2}, 240),
             ({"mask": (512, 512)}, 112),
             ({"block_mask": (1,)}, 88),
-            ({"bias": (512, 512)}, 560),
+            ({"bias": (512, 512)}, 570),
             ({"cu_seqlens_q": (0, 100, 512), "cu_seqlens_k": (0, 100, 512)}, 184),
         ],
         2,

@@ -137,8 +137,8 @@ def test_sums_by_keys(dim, name, deterministic):
         assert resources.spill_stores_bytes <= ceiling, kernel.source
 
 
-# The gradient of a per-pair bias spills a little, and more with masks of keys, and where every option acts at once: its
-# sums stay in registers (docs/notes/backward.md has its times).
+# The gradient of a per-pair bias spills a little with per-key values, and where every option acts at once. `of_half` is
+# what it spills where operands and the bias have 16 bits (docs/notes/backward.md has its times).
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "tile",
@@ -146,16 +146,16 @@ def test_sums_by_keys(dim, name, deterministic):
     ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}-{tile.bf16_terms}",
 )
 @pytest.mark.parametrize(
-    ("options", "ceiling"),
+    ("options", "ceiling", "of_half"),
     [
-        ({}, 12),
-        ({"causal": True, "mask": (1, 128)}, 100),
-        ({"softcap": 5.0}, 12),
-        ({"causal": True, "mask": (1, 128), "softcap": 5.0, "dropout": 0.1, "alibi_slopes": (1,)}, 112),
+        ({}, 0, 12),
+        ({"causal": True, "mask": (1, 128)}, 44, 100),
+        ({"softcap": 5.0}, 8, 12),
+        ({"causal": True, "mask": (1, 128), "softcap": 5.0, "dropout": 0.1, "alibi_slopes": (1,)}, 112, 112),
     ],
     ids=["plain", "keys", "softcap", "options"],
 )
-def test_a_bias_of_pairs(tile, options, ceiling):
+def test_a_bias_of_pairs(tile, options, ceiling, of_half):
     dtype = {2: "input", 4: "softmax"}[tile.bias_of_pairs]
     sizes = {"seqlen_q": 128, "seqlen_k": 128, "head_dim": tile.max_dim, "bias": (128, 128), "bias_dtype": dtype}
     dtype = "bfloat16" if tile.bf16_terms == 1 else "float32"
@@ -168,7 +168,7 @@ def test_a_bias_of_pairs(tile, options, ceiling):
     assert resources.warnings == ()
     assert SERIALIZED not in resources.log
     assert round_up(resources.registers, 8) * kernel.threads <= REGISTERS_OF_SM
-    assert resources.spill_stores_bytes <= ceiling
+    assert resources.spill_stores_bytes <= (of_half if tile.bias_of_pairs == 2 else ceiling)
 
 
 # Bytes that the main kernel of float32 spills where it writes dbias, by max_dim: what NVRTC 13.0 reports; 13.5 has 0

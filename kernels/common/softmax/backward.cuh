@@ -192,10 +192,7 @@ struct RowStats {
   CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale) const {
     return (kNaturalRowMax ? score - row_max : score) * exponent_scale - lse;
   }
-  CUFLASH_DEVICE Real relative_weight_of(Real score, Real exponent_scale) const {
-    return warp_exponential(exponent_of(score, exponent_scale));
-  }
   CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
-    return relative_weight_of(score, exponent_scale) * inverse;
+    return warp_exponential(exponent_of(score, exponent_scale)) * inverse;
   }
 };
