@@ -37,9 +37,10 @@ def revision() -> str:
 
 
 def is_unchanged_since(revision: str, folder: str) -> bool:
-    """Whether a folder is in HEAD as in another commit; False if git does not know that commit."""
-    then, now = (_output_of("git", "rev-parse", f"{commit}:{folder}") for commit in (revision, "HEAD"))
-    return then is not None and then == now
+    """Whether the files of a folder are as in a commit, committed or not; False if git does not know that commit."""
+    differing = _output_of("git", "diff", "--name-only", revision, "--", folder)
+    untracked = _output_of("git", "ls-files", "--others", "--exclude-standard", "--", folder)
+    return differing == "" and untracked == ""
 
 
 def _versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Cases of the benchmark, the work that they are, and the check."""
 
+import subprocess
 from dataclasses import replace
 
 import ml_dtypes
@@ -188,16 +189,30 @@ def test_bfloat16_is_the_one_of_ml_dtypes():
         ({}, "cuflash/cpu/core", "the core changed since"),
     ],
 )
-def test_tables_say_that_they_are_older_than_what_they_measure(kind, folder, note, monkeypatch):
-    trees = {"HEAD": "a", "new": "a", "old": "b"}
+def test_tables_say_that_they_are_older_than_what_they_measure(kind, folder, note, tmp_path, monkeypatch):
+    def git(*arguments):
+        name = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(("git", *name, *arguments), cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
 
-    def output_of(*command):
-        revision, _, path = command[-1].partition(":")
-        assert command[:-1] == ("git", "rev-parse") and path == folder
-        return trees.get(revision)
+    def committed(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        git("add", ".")
+        git("commit", "-qm", path)
+        return git("rev-parse", "--short=12", "HEAD")
 
-    monkeypatch.setattr(environment, "_output_of", output_of)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    git("init", "-q")
+    file = f"{folder}/file"
+    old, new = committed(file, "1"), committed(file, "2")
+    committed("README.md", "no kernel")
     run = {**kind, "time": "2026-11-30T10:00:00+00:00"}
-    assert report.revision_of(run | {"revision": "new"}) == "revision new, 2026-11-30"
-    for revision in ("old", "unknown"):
+    is_new = f"revision {new}, 2026-11-30"
+    assert report.revision_of(run | {"revision": new}) == is_new
+    for revision in (old, f"{new}+", "unknown"):
         assert report.revision_of(run | {"revision": revision}) == f"revision {revision}, 2026-11-30; {note}"
+    for path in (file, f"{folder}/another"):
+        (tmp_path / path).write_text("3")
+        assert report.revision_of(run | {"revision": new}) == f"{is_new}; {note}", "changed before it is committed"
+        git("stash", "--include-untracked")
