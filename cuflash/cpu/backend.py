@@ -24,6 +24,7 @@ from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS, Pass
 from cuflash.spec.problem import Problem, check_pages
 
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "block_table")  # the core reads rows where these say
 MOST_KNOWN = 256  # passes, options and array names of which calls are kept
 MOST_SIGNATURES = 16  # and calls of each, which have other shapes, strides or dtypes
 
@@ -43,6 +44,7 @@ def compute(
             results = call.results((*arrays.values(),), arrays, need, random)
         if results is not None:
             return results
+    arrays = with_own_indices(arrays)
     own = {name: x for name, x in arrays.items() if name != "row_sums"}
     if not has_row_sums and (axes := axes_of(options, own, need)):
         calls = Calls(axes, options, own, need, np, gives_partials=False)
@@ -72,6 +74,7 @@ def row_sums(options: Options, given: dict[str, Any]) -> Any:
 
     lse is that of these keys, or of all keys of which these are some. There is one batch axis, and the layout "bhsd".
     """
+    given = with_own_indices(given)
     problem = bound(FORWARD, options, {name: x for name, x in given.items() if name != "lse"}, OUTPUTS).problem
     return cpu.row_sums(problem, **given)
 
@@ -209,6 +212,11 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
     if len(binding.allocated) < len(binding.results):
         check_no_overlap(given, binding.results)
     return binding
+
+
+def with_own_indices(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, of which those that say where rows lie are copies, which no other thread changes after the checks."""
+    return {name: x.copy() if name in INDICES and x is not None else x for name, x in arrays.items()}
 
 
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:

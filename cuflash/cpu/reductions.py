@@ -97,7 +97,7 @@ def _bound(pass_: Pass, options: Options, arrays: Mapping[str, Any]) -> tuple[Pr
 
     They may have row sums (`cuflash.spec.row_sums`) where q and k are a slice of a problem.
     """
-    given = dict(arrays)
+    given = backend.with_own_indices(arrays)
     sums = given.pop("row_sums", None)
     problem = backend.bound(pass_, options, given, ()).problem
     if problem.has_float8:

@@ -520,3 +520,58 @@ def test_a_spawned_process_computes_too():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         results = pool.apply(cuflash.attention, (q, q, q))
     np.testing.assert_array_equal(results, cuflash.attention(q, q, q))
+
+
+def _of_indices(kind):
+    """Options, q, k and v, and the arrays of a kind of call that say where its rows lie, in two valid states."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((2, 16, 2, 32)).astype(np.float32) for _ in range(3))
+    if kind == "packed":
+        states = ([0, 5, 16], [0, 12, 14])
+        x = {name: [np.array(s, np.int32) for s in states] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        return {"causal": True}, (q[0], k[0], v[0]), x
+    if kind == "lengths":
+        return {}, (q, k, v), {"kv_lengths": [np.array(s, np.int64) for s in ([3, 16], [16, 2])]}
+    k, v = (rng.standard_normal((4, 16, 2, 32)).astype(np.float32) for _ in range(2))
+    tables = [np.array(s, np.int32) for s in ([[0, 1], [2, 3]], [[3, 0], [1, 2]])]
+    return {}, (q, k, v), {"block_table": tables, "kv_lengths": [np.array(s, np.int32) for s in ([19, 32], [1, 4])]}
+
+
+WITHOUT_PAGES = ("backward", "column_sums", "column_max", "top_keys")  # calls that take no block_table
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [(kind, call) for kind in ("packed", "lengths", "pages") for call in ("forward", "jvp")]
+    + [(kind, call) for kind in ("packed", "lengths") for call in WITHOUT_PAGES],
+)
+def test_indices_are_those_that_were_checked(kind, call, monkeypatch):
+    """Others would be read from outside the arrays, and end the process: a thread may change them during a call."""
+    options, (q, k, v), states = _of_indices(kind)
+    attn = cuflash.FlashAttention(layout="bshd", **options)
+    first, second = ({name: both[index] for name, both in states.items()} for index in (0, 1))
+    out, lse = attn.forward(q, k, v, **first)
+
+    def compute(x):
+        calls = {
+            "forward": lambda: attn.forward(q, k, v, **x),
+            "backward": lambda: attn.backward(out, q, k, v, out, lse, **x),
+            "jvp": lambda: attn.jvp(q, k, v, tq=q, **x),
+            "column_sums": lambda: (attn.column_sums(q, k, lse, **x),),
+            "column_max": lambda: (attn.column_max(q, k, lse, **x),),
+            "top_keys": lambda: attn.top_keys(q, k, lse, count=3, **x),
+        }
+        return tuple(calls[call]())
+
+    expected = compute(first)
+    given, bound = {name: x.copy() for name, x in first.items()}, cpu_backend.bound
+
+    def bound_then_changed(*arguments):
+        binding = bound(*arguments)
+        for name, x in second.items():
+            given[name][...] = x
+        return binding
+
+    monkeypatch.setattr(cpu_backend, "bound", bound_then_changed)
+    assert_same_bits(compute(given), expected)
+    assert all((given[name] == x).all() for name, x in second.items())
