@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.gpu
-from cuflash import preparation
+from cuflash import dispatch
 from cuflash.frameworks import call
 from cuflash.gpu.replay import of_thread
 from tests.emulate.launcher import launcher
@@ -192,7 +192,7 @@ class Machine:
         self._forget()
 
     def _forget(self):
-        for cached in (preparation.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
+        for cached in (dispatch.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
             cached.cache_clear()
 
     def _empty(self, shape, dtype):
