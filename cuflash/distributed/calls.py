@@ -40,7 +40,7 @@ from cuflash.distributed.transports import Transport
 from cuflash.shards.slices import steps_of
 from cuflash.spec import array_imports
 from cuflash.spec import call as spec
-from cuflash.spec.batch_axes import Calls as BatchCalls
+from cuflash.spec.batch_axes import BatchCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import (

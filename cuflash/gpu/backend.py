@@ -44,7 +44,7 @@ from cuflash.gpu.timing import Stopwatch
 from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
-from cuflash.spec.batch_axes import Axes, Calls, axes_of, first_call
+from cuflash.spec.batch_axes import Axes, BatchCalls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
@@ -365,7 +365,7 @@ def _call(
     found = _found(pass_, options, arrays, results)
     if isinstance(found, Axes):
         call = functools.partial(_call, pass_, results=results, random=random)
-        return Calls(found, options, arrays, results, cupy, gives_partials=True).run(call)
+        return BatchCalls(found, options, arrays, results, cupy, gives_partials=True).run(call)
     launch, pointers, seqlen_k = found
     if repeats and not launch.copied:
         _remember(pass_, options, arrays, results, launch)

@@ -353,7 +353,7 @@ def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: i
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
-class Calls:
+class BatchCalls:
     """The calls that make up one call on arrays with batch axes.
 
     `arrays` are those of the pass, including results to write to. `gives_partials` says whether passes can give dq, dk
@@ -534,7 +534,7 @@ class Calls:
 
 def as_one_call(
     options: Options, arrays: Mapping[str, Array], results: Collection[str], xp: ModuleType
-) -> Calls | None:
+) -> BatchCalls | None:
     """A single call with all batch axes as its batch, which gives all results as new arrays; None without such axes.
 
     So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
@@ -552,7 +552,7 @@ def as_one_call(
         if x is not None
     )
     axes = _axes_of(options.layout, True, signature, tuple(results))
-    return Calls(replace(axes, indirect=tuple(results)), options, arrays, tuple(results), xp, gives_partials=False)
+    return BatchCalls(replace(axes, indirect=tuple(results)), options, arrays, tuple(results), xp, gives_partials=False)
 
 
 class FirstCall(NamedTuple):
@@ -576,5 +576,5 @@ def first_call(
     axes = axes_of(options, arrays, names)
     if axes is None:
         return FirstCall(options, dict(arrays), "")
-    calls = Calls(axes, options, arrays, names, xp, gives_partials=gives_partials)
+    calls = BatchCalls(axes, options, arrays, names, xp, gives_partials=gives_partials)
     return FirstCall(calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe())
