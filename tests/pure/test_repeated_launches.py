@@ -177,13 +177,13 @@ class Machine:
         }.items():
             self._patch.setattr(torch._C, name, function, raising=False)
         self._patch.setattr(of_torch, "cupy_stream", self._on_stream)
-        usual = self.backend._start
+        usual = self.backend._launch_on_arrays
 
         def count(*args, **keywords):
             self.calls += 1
             return usual(*args, **keywords)
 
-        self._patch.setattr(self.backend, "_start", count)
+        self._patch.setattr(self.backend, "_launch_on_arrays", count)
         self._forget()
         return self
 
