@@ -418,8 +418,10 @@ class Execution(Run):
         _merge([found[rank].partials[i] for _, rank, i in order], results)
 
     def _of_keys(self, tile: Tile, *, is_first: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries, which are those of the tile, and some of this rank's keys; inputs of the
-        softmax go to the first."""
+        """The arrays of a call on all queries, those of the tile, and some of this rank's keys.
+
+        Only the first call gets the inputs of the softmax, such as sinks.
+        """
         at = self.local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         for name in BROADCAST:
@@ -511,8 +513,10 @@ class Execution(Run):
 
 
 def _wanted_of(need: tuple[str, ...], tile: Tile) -> tuple[str, ...]:
-    """Those of the gradients that a call makes: of several calls for the same queries one makes those of the softmax
-    inputs, which depend on no key."""
+    """The gradients that a call makes.
+
+    Those of softmax inputs depend on no key: of several calls for the same queries only the first makes them.
+    """
     return tuple(name for name in need if tile.partial == 0 or gradient_of(name) not in SOFTMAX_GRADIENTS)
 
 
