@@ -230,11 +230,11 @@ def merge_into(
     sums: Sequence[Array | None] = (),
     tangents: Tangents | None = None,
 ) -> None:
-    """Merge partial results in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have
-    any dtype.
+    """Merge partial results in the dtype of lse and layout "bhsd"; out may have any dtype.
 
-    `sums` are the row sums of splits in which lse of some row is large (`cuflash.spec.row_sums`). `lses` may be pairs
-    of lse and what its rounding leaves, on a last axis, as kernels store them.
+    On a device this is one pass over memory. `sums` are the row sums of splits in which lse of some row is large
+    (`cuflash.spec.row_sums`). `lses` may be pairs of lse and what its rounding leaves, on a last axis, as kernels store
+    them.
     """
     has_pairs = lses[0].ndim > lse.ndim
     if has_pairs and isinstance(out, np.ndarray):  # in tests
