@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
     by_differences: float
     by_gradient: float
-    scale: float  # root of the sum of squares of what each element contributes
+    scale: float
 
 
 def check_gradients(
