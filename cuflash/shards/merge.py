@@ -215,11 +215,11 @@ def _tangents_of(
     """tout and tlse of all splits, in a dtype of sums."""
     tlses = [x.astype(dtype, copy=False) for x in tangents.tlses]
     tlse = _weighted_sum(fractions, tlses)
-    moved = (
-        tout.astype(dtype) + (own - tlse)[..., None] * out.astype(dtype)
-        for tout, own, out in zip(tangents.touts, tlses, outs, strict=True)
+    moved_outs = (
+        tout.astype(dtype) + (split_tlse - tlse)[..., None] * out.astype(dtype)
+        for tout, split_tlse, out in zip(tangents.touts, tlses, outs, strict=True)
     )
-    return _weighted_sum(fractions, moved), tlse
+    return _weighted_sum(fractions, moved_outs), tlse
 
 
 def merge_into(
@@ -260,12 +260,12 @@ def _merge_large(
     tangents: Tangents | None,
 ) -> None:
     """Merge the rows again in which the lse of some split is large."""
-    rows, found, weights = _large_rows(lses, sums)
+    rows, merged_sums, weights = _large_rows(lses, sums)
     outs = [x[rows] for x in outs]
     out[rows] = _weighted_sum(weights, outs)
-    lse[rows] = row_sums.lse_of(found)
+    lse[rows] = row_sums.lse_of(merged_sums)
     if tangents is not None:
-        of_rows = Tangents(*tangents[:2], *([x[rows] for x in own] for own in tangents[2:]))
+        of_rows = Tangents(*tangents[:2], *([x[rows] for x in splits] for splits in tangents[2:]))
         tangents.tout[rows], tangents.tlse[rows] = _tangents_of(weights, outs, of_rows, np.float64)
 
 
@@ -283,7 +283,8 @@ def _large_rows(lses: Sequence[Array], sums: Sequence[Array | None]) -> tuple[Ar
     rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
     rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
     partials = [
-        row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
+        row_sums.of_partial(None if split_sums is None else split_sums[rows], x[rows])
+        for split_sums, x in zip(sums, lses, strict=True)
     ]
     return rows, *row_sums.merged(partials)
 
@@ -430,20 +431,20 @@ def merge_backward(
     arrays, rows = call.arrays, call.rows
     ordered = rows.all_in_order(arrays)
     splits = [dict(zip(groups, of_split, strict=True)) for of_split in zip(*names, strict=True)]
-    found = []
+    gradients_of_splits = []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         for split in splits:
             gradients = {group: xp.empty(arrays[name].shape, arrays[name].dtype) for group, name in split.items()}
-            found.append(gradients)
-            into, own = tuple(rows.all_in_order(gradients).values()), [ordered[name] for name in split.values()]
-            of_rows = own[1], ordered["lse"], ordered.get("dlse")
-            _merge_backward(into[0], into[1], ordered["dout"], own[0], ordered["out"], *of_rows)
+            gradients_of_splits.append(gradients)
+            targets, partials = list(rows.all_in_order(gradients).values()), [ordered[name] for name in split.values()]
+            reads = ordered["dout"], partials[0], ordered["out"], partials[1], ordered["lse"], ordered.get("dlse")
+            _merge_backward(targets[0], targets[1], *reads)
             if of_tangents:
-                _merge_backward_tangents(into, own, ordered)
+                _merge_backward_tangents(targets, partials, ordered)
         if of_reductions:
-            partials = [{group: arrays[name] for group, name in split.items()} for split in splits]
-            _merge_reductions_backward(found, partials, arrays)
-    exported = (tuple(call.export(group, gradients[group]) for gradients in found) for group in groups)
+            by_group = [{group: arrays[name] for group, name in split.items()} for split in splits]
+            _merge_reductions_backward(gradients_of_splits, by_group, arrays)
+    exported = (tuple(call.export(group, gradients[group]) for gradients in gradients_of_splits) for group in groups)
     if of_tangents:
         return MergeGradientTangents(*exported)
     named = named_tuple(MergeGradients, tuple(f"d{name}" for name in groups))
@@ -451,19 +452,26 @@ def merge_backward(
 
 
 def _merge_backward(
-    own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
+    split_dout: Array,
+    split_dlse: Array,
+    dout: Array,
+    split_out: Array,
+    out: Array,
+    split_lse: Array,
+    lse: Array,
+    dlse: Array | None,
 ) -> None:
     """Fill the gradients of one split, whose lse and gradient have the order of axes of out."""
     if not isinstance(out, np.ndarray):
-        merging.merge_backward(own_dout, own_dlse, dout, own_out, out, own_lse, lse, dlse)
+        merging.merge_backward(split_dout, split_dlse, dout, split_out, out, split_lse, lse, dlse)
         return
-    weight = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
-    wide = [x.astype(lse.dtype) for x in (dout, out, own_out)]
-    delta = (wide[0] * wide[1]).sum(axis=-1)
-    own_dout[...] = np.where(weight[..., None] == 0, 0, weight[..., None] * wide[0])
+    weight = np.where(split_lse == -np.inf, 0, np.exp(split_lse - lse))
+    dout, out, split_out = (x.astype(lse.dtype) for x in (dout, out, split_out))
+    delta = (dout * out).sum(axis=-1)
+    split_dout[...] = np.where(weight[..., None] == 0, 0, weight[..., None] * dout)
     # The sum takes the rounded gradient, so that delta of the split, which is the same number, cancels it.
-    found = (own_dout.astype(lse.dtype) * wide[2]).sum(axis=-1) - weight * delta
-    own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
+    by_lse = (split_dout.astype(lse.dtype) * split_out).sum(axis=-1) - weight * delta
+    split_dlse[...] = np.where(weight == 0, 0, by_lse if dlse is None else by_lse + weight * dlse)
 
 
 def _merge_reductions_backward(
@@ -472,37 +480,37 @@ def _merge_reductions_backward(
     """Fill the gradients of the row reductions of splits, and add to those of their lses."""
     if "dentropy" in merged:
         of_all = [merged[name] for name in ("entropy", "lse", "dentropy")]
-        for found, own in zip(gradients, splits, strict=True):
-            entropy_backward(found["entropies"], found["lses"], own["entropies"], own["lses"], *of_all)
+        for target, split in zip(gradients, splits, strict=True):
+            entropy_backward(target["entropies"], target["lses"], split["entropies"], split["lses"], *of_all)
     if "dmax" in merged:
-        xp, maxes = dlpack.module_of(merged["dmax"]), [own["maxes"] for own in splits]
+        xp, maxes = dlpack.module_of(merged["dmax"]), [split["maxes"] for split in splits]
         left, largest = merged["dmax"].copy(), functools.reduce(xp.maximum, maxes)
-        for found, own_max in zip(gradients, maxes, strict=True):
-            max_backward(found["maxes"], left, own_max, largest)
+        for target, split_max in zip(gradients, maxes, strict=True):
+            max_backward(target["maxes"], left, split_max, largest)
 
 
-def _merge_backward_tangents(into: Sequence[Array], own: Sequence[Array], merged: Mapping[str, Array]) -> None:
-    """Fill the tangents of what `_merge_backward` filled: the last two of `into`, whose first one is read.
+def _merge_backward_tangents(targets: Sequence[Array], partials: Sequence[Array], merged: Mapping[str, Array]) -> None:
+    """Fill the tangents of what `_merge_backward` filled: the last two of `targets`, whose first one is read.
 
-    `own` are out, lse, tout and tlse of a split, `merged` arrays of all splits by name.
+    `partials` are out, lse, tout and tlse of a split, `merged` arrays of all splits by name.
     """
-    own_dout, _, own_tdout, own_tdlse = into
-    lse, optional = merged["lse"], [merged.get(name) for name in ("dlse", "tdlse", "tdout")]
+    split_dout, _, split_tdout, split_tdlse = targets
+    split_out, split_lse, split_tout, split_tlse = partials
+    lse, tlse, optional = merged["lse"], merged["tlse"], [merged.get(name) for name in ("dlse", "tdlse", "tdout")]
     if not isinstance(lse, np.ndarray):
-        both = (own[0], merged["out"], own[2], merged["tout"], own[1], lse, own[3], merged["tlse"])
-        merging.merge_backward_tangents(own_tdout, own_tdlse, (merged["dout"], *both), *optional)
+        outs = (merged["dout"], split_out, merged["out"], split_tout, merged["tout"])
+        merging.merge_backward_tangents(split_tdout, split_tdlse, (*outs, split_lse, lse, split_tlse, tlse), *optional)
         return
     dlse, tdlse, tdout = (np.zeros(1, lse.dtype) if x is None else x.astype(lse.dtype) for x in optional)
-    dout, out, tout, own_out, own_tout, rounded = (
-        x.astype(lse.dtype) for x in (merged["dout"], merged["out"], merged["tout"], own[0], own[2], own_dout)
-    )
-    weight = np.where(own[1] == -np.inf, 0, np.exp(own[1] - lse))
-    moved = np.where(weight == 0, 0, weight * (own[3] - merged["tlse"]))  # the tangent of the weight
-    own_tdout[...] = np.where(weight[..., None] == 0, 0, moved[..., None] * dout + weight[..., None] * tdout)
+    dout, out, tout = (merged[name].astype(lse.dtype) for name in ("dout", "out", "tout"))
+    split_out, split_tout, rounded_dout = (x.astype(lse.dtype) for x in (split_out, split_tout, split_dout))
+    weight = np.where(split_lse == -np.inf, 0, np.exp(split_lse - lse))
+    moved = np.where(weight == 0, 0, weight * (split_tlse - tlse))  # the tangent of the weight
+    split_tdout[...] = np.where(weight[..., None] == 0, 0, moved[..., None] * dout + weight[..., None] * tdout)
     delta = (dout * out).sum(axis=-1) - dlse
     tdelta = (dout * tout + tdout * out).sum(axis=-1) - tdlse
-    found = (rounded * own_tout + own_tdout.astype(lse.dtype) * own_out).sum(axis=-1)
-    own_tdlse[...] = np.where(weight == 0, 0, found - moved * delta - weight * tdelta)
+    by_lse = (rounded_dout * split_tout + split_tdout.astype(lse.dtype) * split_out).sum(axis=-1)
+    split_tdlse[...] = np.where(weight == 0, 0, by_lse - moved * delta - weight * tdelta)
 
 
 class RunningMerge:
@@ -535,19 +543,19 @@ class RunningMerge:
     def add(self, out: Array, lse: Array, rows: slice, tout: Array | None = None, tlse: Array | None = None) -> None:
         """Add a partial result of some rows, in the dtype of lse."""
         total = self.total[:, :, rows]
-        factor, own_factor, *shifts = self._weigh(rows, lse, *([] if tlse is None else [tlse]))
+        factor, split_factor, *shifts = self._weigh(rows, lse, *([] if tlse is None else [tlse]))
         tangent = None if self.tangent is None else self.tangent[:, :, rows]
         if self.xp is not np:
-            merging.rescale_and_add(total, out, factor, own_factor, (tangent, tout, *shifts) if shifts else ())
+            merging.rescale_and_add(total, out, factor, split_factor, (tangent, tout, *shifts) if shifts else ())
             return
-        factor, own_factor, *shifts = (x[..., None] for x in (factor, own_factor, *shifts))
+        factor, split_factor, *shifts = (x[..., None] for x in (factor, split_factor, *shifts))
         with np.errstate(all="ignore"):
             if tangent is not None:
                 tangent += shifts[0] * total
                 tangent *= factor
-                tangent += np.where(own_factor == 0, 0, own_factor * (tout + shifts[1] * out))
+                tangent += np.where(split_factor == 0, 0, split_factor * (tout + shifts[1] * out))
             total *= factor
-            total += np.where(own_factor == 0, 0, own_factor * out)
+            total += np.where(split_factor == 0, 0, split_factor * out)
 
     def _weigh(self, rows: slice, lse: Array, *tlse: Array) -> tuple[Array, ...]:
         """Take a partial lse into account; returns the factors of the sum so far, and of the partial output.
@@ -557,21 +565,21 @@ class RunningMerge:
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         mean = None if self.mean is None else self.mean[:, :, rows]
         if self.xp is not np:
-            found = tuple(self.xp.empty_like(lse) for _ in range(2 + 2 * len(tlse)))
-            of_tangents = (mean, *found[2:], *tlse) if tlse else ()
-            merging.softmax_step(largest, weight, found[0], found[1], lse, of_tangents)
-            return found
+            filled = tuple(self.xp.empty_like(lse) for _ in range(2 + 2 * len(tlse)))
+            of_tangents = (mean, *filled[2:], *tlse) if tlse else ()
+            merging.softmax_step(largest, weight, filled[0], filled[1], lse, of_tangents)
+            return filled
         with np.errstate(all="ignore"):
-            top = np.maximum(largest, lse)
-            offset = np.where(top == -np.inf, 0, top)
-            factor, own_factor = np.exp(largest - offset), np.exp(lse - offset)
-            largest[...], weight[...] = top, weight * factor + own_factor
+            new_largest = np.maximum(largest, lse)
+            offset = np.where(new_largest == -np.inf, 0, new_largest)
+            factor, split_factor = np.exp(largest - offset), np.exp(lse - offset)
+            largest[...], weight[...] = new_largest, weight * factor + split_factor
             if mean is None:
-                return factor, own_factor
-            moved = mean + np.where(own_factor == 0, 0, own_factor / weight * (tlse[0] - mean))
-            shifts = mean - moved, tlse[0] - moved
-            mean[...] = moved
-        return factor, own_factor, *shifts
+                return factor, split_factor
+            new_mean = mean + np.where(split_factor == 0, 0, split_factor / weight * (tlse[0] - mean))
+            shifts = mean - new_mean, tlse[0] - new_mean
+            mean[...] = new_mean
+        return factor, split_factor, *shifts
 
     def finish(self, out: Array, lse: Array, tout: Array | None = None, tlse: Array | None = None) -> None:
         """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""
@@ -624,8 +632,8 @@ class LargeRows:
         """Add a partial result of some rows: the row sums that it has of large rows, and its results."""
         large = self.is_large[:, :, rows]
         so_far = self.sums[:, :, rows]
-        found, fractions = row_sums.merged([so_far[large], sums[large]])
-        so_far[large] = found
+        merged, fractions = row_sums.merged([so_far[large], sums[large]])
+        so_far[large] = merged
         if out is None:
             return
         if entropy is not None:
@@ -642,10 +650,10 @@ class LargeRows:
     def finish(self, **results: Array) -> None:
         """Write these rows to the merged results: out, lse, and the others that there are."""
         lse = results["lse"]
-        found = {"out": self.total, "lse": row_sums.lse_of(self.sums), "tout": self.tangent, "tlse": self.mean}
-        found["entropy"] = self.entropy
+        large = {"out": self.total, "lse": row_sums.lse_of(self.sums), "tout": self.tangent, "tlse": self.mean}
+        large["entropy"] = self.entropy
         for name, target in results.items():
-            values = found[name]
+            values = large[name]
             wide = dlpack.on_host(target.astype(lse.dtype))
             wide[self.is_large] = values[self.is_large]
             target[...] = dlpack.module_of(target).asarray(wide)
