@@ -31,7 +31,7 @@ from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
 from cuflash.gpu.merging import Tangents
 from cuflash.gpu.replay import of_thread
-from cuflash.shards.merge import merge_into, merge_large_entropies
+from cuflash.shards.partial_results import merge_into, merge_large_entropies
 from cuflash.shards.reductions import RunningReductions, indices_in, merge_top_keys, reduce_columns
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums

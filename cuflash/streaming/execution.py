@@ -16,7 +16,7 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
-from cuflash.shards.merge import LargeRows, RunningMerge
+from cuflash.shards.partial_results import LargeRows, RunningMerge
 from cuflash.shards.reductions import RunningReductions, merge_top_keys
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
