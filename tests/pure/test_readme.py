@@ -23,7 +23,7 @@ from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.passes import PASSES_WITHOUT_TANGENTS
 from cuflash.testing import numpy_dtype
-from tests.each import each
+from tests.many_cases import each
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = {
