@@ -360,20 +360,45 @@ def _yardstick(
     Errors of the plain formula count as `at_least` the fractions given: those of the entries of a sum, since the plain
     formula divides weights by their sum, so that its sums have few.
     """
+    scale, noise = _scale_and_noise(name, dtype, expected, squares)
+    extra = of_fixed_point(problem, name[1:], scale)
+    if name == "dq" and problem.dtype in ("float32", "bfloat16"):
+        extra += FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
+    unit = ulp(problem.softmax_dtype if name in OVER_ROWS else dtype)
+    factor = factor_of(problem)
+    return yardstick_of(name, expected, plain, zero, factor, unit, scale, noise, extra=extra, at_least=at_least)
+
+
+def factor_of(problem: Problem) -> int:
+    """The factor by which errors of the plain formula count."""
+    return 1 if problem.dtype == "float32" else 2
+
+
+def yardstick_of(
+    name: str,
+    expected: Array,
+    plain: Array,
+    zero: Array,
+    factor: int,
+    unit: float,
+    scale: Array,
+    noise: Array,
+    *,
+    extra: float,
+    at_least: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Yardstick, tuple[float, float]]:
+    """``tolerance = factor * plain_error + unit * scale + noise + extra``, where `plain` is off by plain_error.
+
+    The second result has the largest errors of `plain` as fractions of units and of noise, which are those given
+    `at_least`.
+    """
     with np.errstate(invalid="ignore"):  # -inf in both
         errors = np.abs(plain.astype(expected.dtype) - expected)
     errors = np.where(np.isfinite(errors), errors, 0)
-    scale, noise = _scale_and_noise(name, dtype, expected, squares)
-    unit = ulp(problem.softmax_dtype if name in OVER_ROWS else dtype)
     units = np.broadcast_to(unit * scale, errors.shape)
     fractions = reference.error_fractions(errors, units, noise)
     of_units, of_noise = fractions = (max(fractions[0], at_least[0]), max(fractions[1], at_least[1]))
     plain_error = of_units * units + of_noise * noise
-    flushed = 0.0
-    if name == "dq" and problem.dtype in ("float32", "bfloat16"):
-        flushed = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
-    extra = flushed + of_fixed_point(problem, name[1:], scale)
-    factor = 1 if problem.dtype == "float32" else 2
     yardstick = Yardstick(
         name=name,
         expected=expected,
