@@ -206,8 +206,8 @@ def compile(
     made: dict[Pass, tuple[Any, ...]] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in _served(passes, arrays):
-            own = _taken(pass_, options, arrays, made=made)
-            made[pass_] = run_pass(pass_, options, own, pass_.results_for(need), (0, 0))
+            taken = _taken(pass_, options, arrays, made=made)
+            made[pass_] = run_pass(pass_, options, taken, pass_.results_for(need), (0, 0))
 
 
 def _taken(
@@ -218,15 +218,16 @@ def _taken(
     made: Mapping[Pass, tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
     """The arrays of a pass, among them results of the one before, `made` or made here; dout is out unless given."""
-    own = of_pass(pass_, arrays, options)
+    taken = of_pass(pass_, arrays, options)
     if not pass_.required:
-        return own
+        return taken
     before = JVP if pass_.has_tangents else FORWARD
     results = (made or {}).get(before)
     if results is None:
         results = run_pass(before, options, of_pass(before, arrays, options), before.default, random)
-    found = dict(zip(before.default, results, strict=True))
-    return {"dout": found["out"]} | {name: x for name, x in own.items() if x is not None or name in NAMES} | found
+    of_before = dict(zip(before.default, results, strict=True))
+    given = {name: x for name, x in taken.items() if x is not None or name in NAMES}
+    return {"dout": of_before["out"]} | given | of_before
 
 
 def tune(
@@ -242,12 +243,12 @@ def tune(
 
     `arrays` are those of `forward`, tangents, and dout, which may be None or absent.
     """
-    found: dict[str, Any] = {}
+    tunings: dict[str, Any] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            own = _taken(pass_, options, arrays, random)
-            found[pass_.name] = tuned(pass_, options, own, random, remember=remember, forget=forget)
-    return None if forget else Tuning(**found)
+            taken = _taken(pass_, options, arrays, random)
+            tunings[pass_.name] = tuned(pass_, options, taken, random, remember=remember, forget=forget)
+    return None if forget else Tuning(**tunings)
 
 
 def tuned(
@@ -297,10 +298,10 @@ def trials(
     binding = _bind(pass_, options, with_results(), pass_.default)
 
     def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
-        own = with_results()  # of each plan, so that results of two can be compared
-        values = [array for array in own.values() if array is not None]
+        of_plan = with_results()  # of each plan, so that results of two can be compared
+        values = [array for array in of_plan.values() if array is not None]
         pointers = [array.data.ptr for array in values]
-        launch = _launch_of(binding, plan, own)
+        launch = _launch_of(binding, plan, of_plan)
         return lambda: _launch_on_arrays(launch, values, list(pointers), random, plan.problem.seqlen_k)
 
     device = device_spec(arrays["q"].data.device_id)
