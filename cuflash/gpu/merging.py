@@ -313,9 +313,9 @@ def _kernel(
     flags: tuple[tuple[str, int], ...],
 ) -> _Run:
     """The kernel of an operation, compiled and loaded on the current device."""
-    backend = importlib.import_module("cuflash.gpu.backend")
-    spec = kernel_spec(backend.device_spec(device_id), operation, layout, dtypes, flags)
-    return _Run(backend.load_function(spec, device_id), layout)
+    device = importlib.import_module("cuflash.gpu.device")
+    spec = kernel_spec(device.device_spec(device_id), operation, layout, dtypes, flags)
+    return _Run(device.load_function(spec, device_id), layout)
 
 
 def kernel_spec(
