@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
     grid: int
     threads: int
     shared_bytes: int
-    config_of: Callable[[int], Any] | None  # gives, for a stream, the launch that overlaps the kernel before
+    config_of: Callable[[int], Any] | None  # by stream, for a launch that overlaps the kernel before; or None
 
 
 def load_kernel(kernel: KernelSpec, device_id: int) -> Kernel:
