@@ -16,6 +16,7 @@ Causal = bool | Literal["top_left", "lengths"]
 Window = tuple[int | None, int | None]
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
+MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
@@ -243,12 +244,14 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
     """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
 
     For packed sequences, the lengths are those of all of them together, because one of them may be as long. With
-    `batch_invariant` bounds that hide nothing stay: whether they do depends on other sequences of a call.
+    `batch_invariant` bounds that hide nothing stay, unless they do so in every call: whether they do depends on other
+    sequences of a call.
     """
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
     if options.batch_invariant:
+        left, right = (None if side is not None and side >= MAX_SEQLEN else side for side in (left, right))
         return left, right
     first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:

@@ -3,13 +3,14 @@
 import re
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash.spec.problem import MAX_SEQLEN
+from cuflash.spec.options import MAX_SEQLEN
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM, DIM_V = 2, 4, 2, 5, 6, 8, 3
 
