@@ -101,10 +101,10 @@ class Options(Numbers):
         checked: dict[str, Any] = {}
         if self.block_size is not BLOCK_SIZE:
             checked["block_size"] = check_block_size(self.block_size)
-        if not isinstance(self.causal, str):
+        if isinstance(self.causal, str):
+            checked["causal"] = check_choice("causal", self.causal, ("top_left", "lengths"), CAUSAL)
+        else:
             checked["causal"] = as_bool("causal", self.causal, CAUSAL)
-        elif self.causal not in ("top_left", "lengths"):
-            raise value_error("causal", repr(self.causal), CAUSAL)
         for row in NUMBER_ROWS:
             if (value := getattr(self, row.name)) is not None:
                 checked[row.name] = as_real(row.name, value, "None or a real number")
@@ -117,10 +117,10 @@ class Options(Numbers):
                 raise value_error("window", self.window, "two entries (left, right)")
             left, right = self.window
             checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
-        check_choice("layout", self.layout, LAYOUTS)
+        checked["layout"] = check_choice("layout", self.layout, LAYOUTS)
         checked["batch_invariant"] = as_bool("batch_invariant", self.batch_invariant)
         checked["deterministic"] = as_bool("deterministic", self.deterministic) or checked["batch_invariant"]
-        check_choice("precision", self.precision, PRECISIONS)
+        checked["precision"] = check_choice("precision", self.precision, PRECISIONS)
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)

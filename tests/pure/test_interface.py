@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from typing import Any
 
 import ml_dtypes
@@ -461,6 +462,23 @@ def test_an_object_prints_and_pickles():
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text
     assert eval(text, {"FlashAttention": cuflash.FlashAttention}).options == attn.options
+
+
+def test_options_of_other_types_become_those_of_python():
+    class Layout(StrEnum):
+        BSHD = "bshd"
+
+    plain: dict[str, Any] = {"causal": "top_left", "window": (3, 1), "scale": 0.5, "dropout": 0.25, "layout": "bshd"}
+    others: dict[str, Any] = {
+        "causal": np.str_("top_left"),
+        "window": [np.int8(3), np.array(1)],
+        "scale": np.array(0.5),
+        "dropout": np.float16(0.25),
+        "layout": Layout.BSHD,
+        "precision": np.str_("highest"),
+    }
+    one, other = cuflash.FlashAttention(**plain), cuflash.FlashAttention(**others)
+    assert one == other and hash(one) == hash(other) and repr(one) == repr(other)
 
 
 def test_plan_and_compile_of_host_arrays():
