@@ -467,6 +467,14 @@ class BoundForward(Generic[ResultT]):
                 return self._result(*results)  # type: ignore[no-any-return]
         return self._checked(given, seed, offset)
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """What another process can use: launches hold addresses of this one, and are bound again there."""
+        return self.options, self._want, self._forms
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.options, self._want, self._forms = state
+        self._launches, self._result = {}, named_tuple(ForwardResult, self._want)
+
     def _checked(self, given: Mapping[str, Array], seed: int | None, offset: int | None) -> ResultT:
         """The results of arrays of which nothing is known."""
         given = {name: x for name, x in given.items() if x is not None or name == "v"}
