@@ -7,6 +7,7 @@ those.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -51,7 +52,9 @@ class Node:
         return f"<{shown([('', self)])}>"
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a handler of a signal may trace a function wherever it comes
+if hasattr(os, "register_at_fork"):  # else a child would wait for a thread that it does not have
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _nodes: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 
 
