@@ -92,6 +92,16 @@ def call_of(token: str) -> Call:
     return found
 
 
+def _made(options: Mapping[str, Any]) -> FlashAttention:
+    """The `FlashAttention` of options. A function is traced by each call: what it reads may have changed."""
+    if not options.keys().isdisjoint(_FUNCTIONS):
+        return FlashAttention(**options)
+    try:
+        return _kept(**options)
+    except TypeError:  # an option that has no hash, or is wrong
+        return FlashAttention(**options)
+
+
 def forward_call(
     attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any], function: str = "attention"
 ) -> Call:
@@ -103,10 +113,7 @@ def forward_call(
         for name, x in options.items():
             if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
                 raise _keyword_error(function, name, x)
-        try:
-            attn = _kept(**options)
-        except TypeError:  # an option that has no hash, or is wrong
-            attn = FlashAttention(**options)
+        attn = _made(options)
     elif options:
         name, x = next(iter(options.items()))
         if name not in OPTION_NAMES or (name == "mask" and not callable(x)):

@@ -316,6 +316,20 @@ def test_a_seed_next_to_an_offset_in_an_array(seed):
         np.testing.assert_array_equal(found, right)
 
 
+FACTOR = 1.0
+
+
+def by_factor(s, i, j):
+    return s * FACTOR
+
+
+def test_a_function_is_traced_by_each_call(monkeypatch):
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        right = attention(X, X, X, scale=factor * X.shape[-1] ** -0.5)
+        np.testing.assert_allclose(attention(X, X, X, score=by_factor), right, rtol=1e-6)
+
+
 def test_an_array_of_a_score_may_be_named_random():
     x, attn = np.linspace(0, 1, X.shape[-2], dtype=np.float32), cuflash.FlashAttention(dropout=0.5, score=by_random)
     right = attn.forward(np.asarray(X), np.asarray(X), np.asarray(X), random=x, seed=1, offset=2).out
