@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,15 @@ class Call:
         own = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
         return tuple(name for name in self.names if name in own)
 
+    def moved(self, tangents: Mapping[str, Any]) -> dict[str, Any]:
+        """The tangents, by the names of what they are tangents of, that results depend on.
+
+        Those of arrays that only comparisons and masks read are left out: there results are constant, but for steps.
+        Raises NotImplementedError for tangents of arrays that have none.
+        """
+        check_movable(self, tangents)
+        return {name: t for name, t in tangents.items() if name in self.movable or name not in self.inputs}
+
     @functools.cached_property
     def token(self) -> str:
         """The call as text, by which a compiled graph names it; `call_of` gives it back.
@@ -65,6 +74,16 @@ class Call:
         token = json.dumps([options, self.names, self.need])
         _calls.setdefault(token, self)
         return token
+
+
+def check_movable(call: Call, names: Iterable[str]) -> None:
+    """Refuse derivatives with respect to scales of fp8 arrays."""
+    for name in names:
+        if name in FP8_SCALES and name in call.inputs:
+            raise NotImplementedError(
+                f"{name}: got a derivative with respect to it, expected none: fp8 arrays and their scales have no "
+                "gradients; give cuflash.dequantize of the arrays"
+            )
 
 
 _PROCESS = uuid.uuid4().hex

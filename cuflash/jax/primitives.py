@@ -171,9 +171,9 @@ def bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array],
 
 
 def _moved(call: Call, tangents: Sequence[Any]) -> dict[str, Array]:
-    """The tangents that are not zero, by the names of what they are tangents of."""
+    """The tangents that are not zero, by the names of what they are tangents of (`Call.moved`)."""
     named = zip(call.names, tangents, strict=True)
-    return {name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0}
+    return call.moved({name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0})
 
 
 def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:

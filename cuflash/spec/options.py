@@ -152,7 +152,10 @@ class Options(Numbers):
     @functools.cached_property
     def score_gradients(self) -> tuple[str, ...]:
         """The names of gradients, one for each array that the score reads, although integers and bools have none."""
-        return () if self.score is None else tuple(f"d{name}" for name in self.score.arrays)
+        if self.score is None:
+            return ()
+        read = self.score.read
+        return tuple(f"d{name}" for name in self.score.arrays if name in read)
 
     def random(self, seed: object, offset: object) -> tuple[int, int]:
         """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""

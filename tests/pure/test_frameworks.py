@@ -87,10 +87,16 @@ def test_functions_stay_in_their_process():
 
 
 def test_what_has_a_gradient():
-    attn = cuflash.FlashAttention(score=lambda s, i, j, *, gamma: s + gamma[i], mask=lambda i, j, *, ends: j < ends[i])
-    one = call(attn, ("q", "k", "v", "sinks", "gamma", "ends", "kv_lengths", "dout", "tq"))
-    assert one.inputs == ("q", "k", "v", "sinks", "gamma", "ends", "kv_lengths")
+    def score(s, i, j, *, gamma, unread):
+        return s + gamma[i]
+
+    attn = cuflash.FlashAttention(score=score, mask=lambda i, j, *, ends: j < ends[i])
+    one = call(attn, ("q", "k", "v", "sinks", "gamma", "ends", "unread", "kv_lengths", "dout", "tq"))
+    assert one.inputs == ("q", "k", "v", "sinks", "gamma", "ends", "unread", "kv_lengths")
     assert one.movable == ("q", "k", "v", "sinks", "gamma")
+    assert one.moved({name: 0 for name in one.names}).keys() == {*one.movable, "dout", "tq"}
+    with pytest.raises(NotImplementedError, match=r"^k_scale: got a derivative"):
+        call(attn, ("q", "k", "v", "k_scale")).moved({"k_scale": 0})
 
 
 @pytest.mark.parametrize(

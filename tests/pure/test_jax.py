@@ -215,6 +215,36 @@ def test_what_no_pass_gives_is_refused(derivative, words, compiled):
         (jax.jit(of) if compiled else of)(x)
 
 
+CONSTANT: dict[str, Any] = {
+    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
+    "a comparison": {"score": lambda s, i, j, *, x: cuflash.where(x[i] >= x[j], s, 2 * s)},
+    "nothing": {"score": lambda s, i, j, *, x: s * 2},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_arrays_that_move_nothing_have_no_derivatives(name):
+    """Those that functions only compare, or do not read: as what a comparison of JAX compares."""
+    q, x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 8))), jnp.linspace(0, 1, 4)
+
+    def f(q, x):
+        return jnp.sin(attention(q, q, q, x=x, **CONSTANT[name])).sum()
+
+    of_q, of_x = jax.grad(f, (0, 1))(q, x)
+    np.testing.assert_allclose(of_q, jax.grad(f)(q, x))
+    assert not of_x.any()
+    of_both = jax.hessian(f, (0, 1))(q, x)
+    np.testing.assert_allclose(of_both[0][0], jax.hessian(f)(q, x))
+    assert not of_both[0][1].any() and not of_both[1][1].any()
+    np.testing.assert_allclose(jax.jvp(f, (q, x), (q, x))[1], jax.jvp(lambda q: f(q, x), (q,), (q,))[1])
+
+
+def test_derivatives_of_scales_of_fp8_are_refused():
+    k, one = jnp.asarray(X, jnp.float8_e4m3fn), jnp.float32(1)
+    with pytest.raises(NotImplementedError, match=r"^k_scale: got a derivative .* give cuflash\.dequantize"):
+        jax.grad(lambda scale: attention(jnp.asarray(X, "float32"), k, k, k_scale=scale, v_scale=one).sum())(one)
+
+
 # ---- jit, vmap -------------------------------------------------------------------------------------------------------
 
 
