@@ -130,7 +130,7 @@ def test_calls_that_do_not_fit_are_refused(call, error, message):
 
 def test_gradients_are_those_of_arrays_that_the_score_reads():
     attn, q, k, v, dout = problem_of(score=lambda s, i, j, *, unread: s * 2, mask=lambda i, j, *, ends: j <= ends[i])
-    arrays = {"unread": np.ones(3), "ends": np.arange(40.0)}
+    arrays: dict[str, Any] = {"unread": np.ones(3), "ends": np.arange(40.0)}
     out, lse = attn.forward(q, k, v, **arrays)
     for name in ("dunread", "dends"):
         with pytest.raises(ValueError, match=f"need: got '{name}', expected 'dq', 'dk', 'dv'"):
