@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
@@ -39,13 +40,13 @@ class Call:
     names: tuple[str, ...]
     need: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The names of those arrays that `FlashAttention.forward` takes, which come first."""
         own = {*INPUTS, *NAMES, *self.attn.options.score_args}
         return tuple(name for name in self.names if name in own)
 
-    @functools.cached_property
+    @cached_property
     def movable(self) -> tuple[str, ...]:
         """The names of those arrays that have gradients."""
         own = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
@@ -60,7 +61,7 @@ class Call:
         check_movable(self, tangents)
         return {name: t for name, t in tangents.items() if name in self.movable or name not in self.inputs}
 
-    @functools.cached_property
+    @cached_property
     def token(self) -> str:
         """The call as text, by which a compiled graph names it; `call_of` gives it back.
 

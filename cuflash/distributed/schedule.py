@@ -25,9 +25,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.memory_ranges import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.distributed.packed import By, Packing

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 from cuflash.score_mod import Score, ScoreFunction, Traced
 from cuflash.spec.inputs import NUMBER_ROWS, SCORE_OPTIONS, Numbers, OfNumbers, OptionalArrays
@@ -143,13 +144,13 @@ class Options(Numbers):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
 
-    @functools.cached_property
+    @cached_property
     def score_args(self) -> tuple[str, ...]:
         """The names of the arrays that the functions of a call read, in order."""
         functions = (self.score, self.mask_function)
         return tuple(dict.fromkeys(name for function in functions if function for name in function.arrays))
 
-    @functools.cached_property
+    @cached_property
     def score_gradients(self) -> tuple[str, ...]:
         """The names of gradients, one for each array that the score reads, although integers and bools have none."""
         if self.score is None:
