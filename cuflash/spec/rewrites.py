@@ -26,6 +26,7 @@ Bounds = tuple[int | None, int | None]  # (left, right) of a window
 _ALL: Index = ()  # the array as it is
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 _LOOKED_AT = (*_PACKED, "block_table", *SCORE_OPTIONS)
+LARGEST_SUM = 2**61  # of integers in a condition that is a window: integers of 64 bits do not wrap around then
 MOST_FACTORS = 2  # of a summand that is an option: c * tanh(s / c), and slopes[head] * abs(i - j)
 
 
@@ -399,4 +400,4 @@ def _form(at: Node, args: Sequence[tuple[int, int, int] | None]) -> tuple[int, i
         return None
     signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[at.op]
     a, b, c = (sum(sign * form[i] for sign, form in zip(signs, args, strict=True) if form) for i in range(3))
-    return a, b, c
+    return (a, b, c) if max(abs(a), abs(b), abs(c)) < LARGEST_SUM else None

@@ -211,7 +211,16 @@ def test_other_scores_stay_functions(text, names):
 
 @pytest.mark.parametrize(
     "text",
-    ["i > j", "abs(i - j) < 0", "i - j != 3", "(i >= j) | (j < 3)", "i + j < 30", "2 * i >= j", "(i - j) % 3 == 0"],
+    [
+        "i > j",
+        "abs(i - j) < 0",
+        "i - j != 3",
+        "(i >= j) | (j < 3)",
+        "i + j < 30",
+        "2 * i >= j",
+        "(i - j) % 3 == 0",
+        "i + 2**62 + 2**62 > j",
+    ],
 )
 def test_other_masks_stay_functions(text):
     attn, arrays = cuflash.FlashAttention(mask=eval(f"lambda i, j: {text}", globals())), arrays_of()
