@@ -65,7 +65,7 @@ def _define(which: str) -> None:
 
 def _is_plain(tensors: Tensors) -> bool:
     """Whether these are tensors with memory and nobody traces what is computed."""
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
     for x in tensors:  # noqa: SIM110 (all() of a generator takes three times as long)
         if type(x) not in _PLAIN:

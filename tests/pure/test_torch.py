@@ -497,6 +497,18 @@ def test_transforms_are_compiled_with_the_function(name):
     torch.testing.assert_close(compiled(x, t), TRANSFORMS[name](f, x, t))
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_traced_function_takes_other_tensors(recorded):
+    """`torch.jit.trace` keeps results of what it does not see as constants."""
+    traced = torch.jit.trace(lambda x: attention(x, X, X), X.clone().requires_grad_(recorded), check_trace=False)
+    x, other = (y.requires_grad_(recorded) for y in (X + 1, X + 1))
+    found, right = traced(x), attention(other, X, X)
+    torch.testing.assert_close(found, right)
+    if recorded:
+        torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), z)[0] for y, z in ((found, x), (right, other))))
+
+
 def test_an_exported_program_has_the_operator(tmp_path):
     class Model(torch.nn.Module):  # type: ignore[misc, name-defined]  # PyTorch's types are left out
         def forward(self, q, k, v):
