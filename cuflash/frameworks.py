@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuflash.arrays.cached import cached_property
-from cuflash.arrays.checks import value_error
+from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
 from cuflash.spec.keywords import DIFFERENCES_OF, unexpected_keyword
@@ -129,6 +129,7 @@ def forward_call(
 
     `names` are those of its arrays. What is left of the keywords is no array, and an option or wrong.
     """
+    check_attn(attn)
     if attn is None:
         for name, x in options.items():
             if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
@@ -174,10 +175,17 @@ def add_keywords(
     return {name: x for name, x in keywords.items() if x is not None and name not in arrays}
 
 
+def check_attn(attn: object) -> None:
+    """Refuse what is no `FlashAttention` in its place."""
+    if attn is not None and not isinstance(attn, FlashAttention):
+        raise type_error("attn", typed(attn), "None or a cuflash.FlashAttention, such as FlashAttention(causal=True)")
+
+
 def check_lse_keywords(attn: FlashAttention | None, keywords: Mapping[str, Any]) -> None:
     """Refuse what a `logsumexp` does not take: what belongs to values, and dropout, which does not change lse."""
     if wrong := keywords.keys() & {"v", "v_scale", "dropout", "seed", "offset", "return_lse"}:
         raise unexpected_keyword("logsumexp", min(wrong), {"q", "k", "attn", *OPTION_NAMES, *NAMES})
+    check_attn(attn)
     if attn is not None and attn.options.dropout:
         raise value_error("attn", f"dropout={attn.options.dropout}", "one without dropout, which does not change lse")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import frameworks
-from cuflash.frameworks import call, call_of, forward_call, result_shapes
+from cuflash.frameworks import call, call_of, check_lse_keywords, forward_call, result_shapes
 from tests.sampling import examples
 from tests.second_derivatives import FEATURES
 
@@ -114,6 +114,21 @@ def test_what_has_a_gradient():
 def test_wrong_keywords_are_named(attn, names, options, words):
     with pytest.raises(TypeError, match=f"^{words}"):
         forward_call(attn, ("q", "k", "v", *names), options)
+
+
+@pytest.mark.parametrize("attn", [{"causal": True}, True, "causal", cuflash.FlashAttention, cuflash.attention])
+def test_attn_is_an_object(attn):
+    x = np.ones((2, 3, 4))
+    message = "^attn: got .*, expected .*FlashAttention"
+    for call_of_attn in (
+        lambda: forward_call(attn, ("q", "k", "v"), {}),
+        lambda: check_lse_keywords(attn, {}),
+        lambda: cuflash.hessian_vector_product(attn, x, x, x, x, tq=x),
+        lambda: cuflash.double_backward(attn, {"dq": x}, x, x, x, x),
+        lambda: cuflash.jvp_backward(attn, x, x, x, x, x, x[..., 0], x, x[..., 0], tq=x),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call_of_attn()
 
 
 def test_options_are_kept():
