@@ -16,7 +16,8 @@ from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, everything
+from cuflash.testing.tangents import Moved, assert_tangents, everything
+from tests.calls import shifted
 from tests.cuda_scores import CUDA_SCORES
 from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
 from tests.sampling import examples, sample
@@ -114,6 +115,30 @@ def test_functions_where_the_chain_rule_meets_0_times_infinity(score):
     arrays |= {"pos": random.standard_normal((70, 2)), "power": np.array([1.5, 0.75]), "gamma": np.array([0.5, 0.0])}
     case = Scored(cuflash.FlashAttention(score=score), arrays, {}, "")
     check_functions(case, movable_of(case))
+
+
+@settings(max_examples=examples(6))
+@example(steps={"tq": 0, "tout": 1, "tdout": 0}, dtype="float16", arch="9.0")
+@example(steps={"tq": 0, "tout": 0, "tdout": 1}, dtype="float32", arch="8.0")
+@given(
+    steps=st.fixed_dictionaries({name: st.sampled_from((0, 1, 2, 4)) for name in ("tq", "tout", "tdout")}),
+    dtype=st.sampled_from(("float16", "float32")),
+    arch=st.sampled_from(("8.0", "9.0")),
+)
+def test_tangents_at_any_address(steps, dtype, arch):
+    """They begin so many elements past a multiple of 64 bytes; kernels load as much at once as all of them allow."""
+    case, moved = Case(seqlen_q=40, seqlen_k=50, num_heads=2, head_dim=32, dtype=dtype), Moved(cotangents=("tdout",))
+
+    def placed(arrays):
+        return {name: shifted(x, steps[name]) if name in steps else x for name, x in arrays.items()}
+
+    arrays, tangents = case.arrays(), placed(moved.arrays(case))
+    given = {name: x for name, x in (arrays | tangents).items() if name not in ("dout", "tdout")}
+    of_forward = dict(zip(("out", "lse", "tout", "tlse"), passes.jvp(case.problem, given, arch=arch), strict=True))
+    need = ("tdq", "tdk", "tdv")
+    found = passes.backward_jvp(case.problem, arrays | tangents | placed(of_forward), need=need, arch=arch)
+    results = {name: of_forward[name] for name in ("tout", "tlse")} | dict(zip(need, found, strict=True))
+    assert_tangents(case, moved, results)
 
 
 def test_sinks_with_functions():
