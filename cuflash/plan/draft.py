@@ -457,7 +457,7 @@ class Draft:
             header = functions_header(program, self.score_arg_gradients if every["CUFLASH_NEEDS_SCORE_ARGS"] else ())
             headers = (header,)
             every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
-            every["CUFLASH_NARROW_SCORE_ARGS"] = int(all(_is_narrow(operand) for _, operand in self.problem.score_args))
+            every["CUFLASH_NARROW_SCORE_ARGS"] = int(all(map(_is_narrow, self._read_by_score)))
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -471,6 +471,12 @@ class Draft:
                 headers=headers,
             )
         )
+
+    @property
+    def _read_by_score(self) -> list[Operand]:
+        """The arrays that score_mod and mask_mod read, and the tangents of these that are given."""
+        moved = (f"t{name}" for name in self.problem.moved_score_args)
+        return [*dict(self.problem.score_args).values(), *(self.arrays[name] for name in moved if name in self.arrays)]
 
 
 # Options that make no difference to the helper kernels, and the macros that tell of them. Those kernels

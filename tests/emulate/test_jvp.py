@@ -19,6 +19,7 @@ from cuflash.testing import Case, cases
 from cuflash.testing.tangents import Moved, assert_tangents, everything
 from tests.calls import shifted
 from tests.cuda_scores import CUDA_SCORES
+from tests.emulate import attention
 from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
 from tests.sampling import examples, sample
 from tests.scored import CONDITIONED, SCORES, STEEP, Scored, few_tiles, scored, steep
@@ -115,6 +116,28 @@ def test_functions_where_the_chain_rule_meets_0_times_infinity(score):
     arrays |= {"pos": random.standard_normal((70, 2)), "power": np.array([1.5, 0.75]), "gamma": np.array([0.5, 0.0])}
     case = Scored(cuflash.FlashAttention(score=score), arrays, {}, "")
     check_functions(case, movable_of(case))
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [lambda x: np.ascontiguousarray(x[::-1])[::-1], attention.far_apart],
+    ids=["reversed", "far apart"],
+)
+def test_tangents_of_what_functions_read_lie_anyhow(lay_out):
+    """Offsets in the arrays themselves are never negative, and take 32 bits."""
+    case = few_tiles(("distance", None), "float32")
+    dout, point = case.arrays["dout"], {name: x for name, x in case.arrays.items() if name != "dout"}
+    score_args = case.problem.score_arg_gradients
+
+    def results(lay_out):
+        given = point | {f"t{name[1:]}": lay_out(np.cos(point[name[1:]])) for name in score_args}
+        found = passes.jvp(case.problem, given, arch="8.0", allocate=lambda x: x)
+        given |= dict(zip(("out", "lse", "tout", "tlse"), found, strict=True)) | {"dout": dout}
+        need = ("tdq", *(f"t{name}" for name in score_args))
+        return (*found, *passes.backward_jvp(case.problem, given, need=need, arch="8.0", allocate=lambda x: x))
+
+    for x, y in zip(results(lay_out), results(np.asarray), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @settings(max_examples=examples(6))
