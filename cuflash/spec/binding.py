@@ -218,11 +218,11 @@ def _check_row_reductions(pass_: Pass, problem: Problem, given: Collection[str])
 
 
 def _operands(problem: Problem, memory: _Memory) -> dict[str, Operand]:
-    """How the arrays of a pass lie, but for optional inputs; those over head dimensions with their alignment."""
+    """How the arrays of a pass lie, but for optional inputs; those that TMA may read or write with their alignment."""
     numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
     no_operands = (*NAMES, *numbers, *dict(problem.score_args))
     operands = {name: _operand(name, x, problem) for name, x in memory.arrays.items() if name not in no_operands}
-    for name in operands.keys() & set(_over_head_dim(problem)):
+    for name in operands.keys() & {*_over_head_dim(problem), "dbias"}:
         operands[name] = replace(operands[name], alignment=math.gcd(16, memory.addresses[name]))
     return operands
 
