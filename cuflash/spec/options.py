@@ -17,6 +17,7 @@ Window = tuple[int | None, int | None]
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
+MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
@@ -243,13 +244,14 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
     """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
 
     For packed sequences, the lengths are those of all of them together, because one of them may be as long. With
-    `batch_invariant` bounds that hide nothing stay: whether they do depends on other sequences of a call.
+    `batch_invariant` bounds that hide nothing stay: whether they do depends on other sequences of a call. None of them
+    is beyond `MAX_SEQLEN`, at which bounds hide nothing of any sequence.
     """
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
     if options.batch_invariant:
-        return left, right
+        return None if left is None else min(left, MAX_SEQLEN), None if right is None else min(right, MAX_SEQLEN)
     first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:
         left = None  # even the last row attends to the first key

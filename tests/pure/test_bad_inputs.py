@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.spec.problem import MAX_SEQLEN
+from cuflash.spec.options import MAX_SEQLEN
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM, DIM_V = 2, 4, 2, 5, 6, 8, 3
 
