@@ -46,6 +46,8 @@ LOOK_KEYS = 2048
 # the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
 # to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
+# Tiles of a bias are counted in 32 bits, and have at least 256 pairs. Only expanded or overlapping views have more.
+MOST_BIAS_PAIRS = 1 << 40
 BIAS_HEADER_BYTES = 16  # in front of the tile classes of a bias: BiasBlocks of kernels/common/score/mask.cuh
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
@@ -368,6 +370,8 @@ class Draft:
             return "with pages each entry has bounds of its own"
         if problem.forward_flops < LOOK_BIAS_FLOPS:
             return f"a look at it beforehand pays from {LOOK_BIAS_FLOPS / 1e9:.3g} GFLOP on"
+        if math.prod(self._own_biases) * problem.seqlen_q * problem.seqlen_k >= MOST_BIAS_PAIRS:
+            return f"it has {MOST_BIAS_PAIRS} pairs or more, whose tiles are too many to count"
         return None
 
     def _lanes_of_tile(self, tile: Tile) -> int:
