@@ -164,6 +164,15 @@ def test_tangents_at_any_address(steps, dtype, arch):
     assert_tangents(case, moved, results)
 
 
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_offsets_take_64_bits(dtype, arch):
+    """Of arrays of which rows, heads and batch entries are far apart."""
+    sizes: dict[str, Any] = {"seqlen_q": 18, "seqlen_k": 20, "batch": 2, "num_heads": 2, "head_dim": 16, "dtype": dtype}
+    case = Case(**sizes, bias=(2, 2, 18, 20), alibi_slopes=(2, 2), kv_lengths=(20, 11), sinks=True, dlse=True)
+    check(case, everything(case), arch, allocate=attention.far_apart)
+
+
 def test_sinks_with_functions():
     """The kernel of sinks has no functions."""
     case = few_tiles(("distance", None), "float32")
