@@ -78,10 +78,7 @@ class Draft:
     key_splits: int = 1
     hides_last_keys: bool = False
     has_sinks: bool = False  # which the problem itself lacks in the backward pass
-    classified_bias: tuple[int, int] = (
-        0,
-        0,
-    )  # queries and keys of the tiles for which a kernel classifies tiles of the bias
+    bias_class_tile: tuple[int, int] = (0, 0)  # (queries, keys) of tiles that are classified under the bias
     chosen_by_bias: bool = False  # whether main kernels use the index only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
@@ -261,10 +258,9 @@ class Draft:
             self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * has_index), **chosen)
 
     def add_tile_classes(self, tile: Tile) -> None:
-        """Add the tile classes (empty, partial, full) of a mask or mask_mod, for a main kernel without block-sparse
-        index.
+        """Add tile classes (empty, partial, full) of a mask or mask_mod: for main kernels without block-sparse index.
 
-        That kernel finds the tiles that a block mask hides by itself.
+        Such a kernel finds the tiles that a block mask hides by itself.
         """
         problem = self.problem
         self.defines["CUFLASH_HAS_BLOCK_INDEX"] = 0
@@ -329,9 +325,9 @@ class Draft:
         It classifies tiles of all keys of the arrays, so that batch entries of different lengths share the classes.
         """
         problem, size = self.problem, (tile.block_m, tile.block_n)
-        if self.classified_bias == size:
+        if self.bias_class_tile == size:
             return
-        self.classified_bias = size
+        self.bias_class_tile = size
         tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
         tiles *= math.prod(self._own_biases) if self.heads else 0
         elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])

@@ -464,8 +464,7 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
 
 
 def _with_all_strides(array: Shaped) -> Operand:
-    """An array of four axes as it lies, of which axes of length 1 have strides, too: one of them says how long rows
-    are."""
+    """An array of four axes as it lies, with the strides of axes of length 1, too: one says how long rows are."""
     missing = 4 - len(array.shape)
     strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
     return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)

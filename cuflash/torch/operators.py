@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
-    Call,
+    PassCall,
     call,
     call_of,
     forward_twice_error,
@@ -83,7 +83,7 @@ def _is_recorded(tensors: Tensors) -> bool:
     return False
 
 
-def _compute(which: str, call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _compute(which: str, call: PassCall, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
         return run(which, call, seed, offset, tensors)
     with torch._C._AutoDispatchBelowAutograd():
@@ -94,7 +94,7 @@ def _compute(which: str, call: Call, seed: int | None, offset: int | None, *tens
 
 
 class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types are left out
-    """A pass as a differentiable function of a `Call`, seed and offset, and the tensors that the call names.
+    """A pass as a differentiable function of a `PassCall`, seed and offset, and the tensors that the call names.
 
     Of tensors that have no gradient, and of those that are results of an earlier pass, gradients are None.
     """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.emulator import passes
-from cuflash.spec.batch_axes import Calls, axes_of
+from cuflash.spec.batch_axes import BatchCalls, axes_of
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, cases
@@ -207,7 +207,7 @@ def by_calls(options, arrays, results, compute):
     given = dict.fromkeys((*NAMES, *results)) | arrays
     axes = axes_of(options, given, results)
     assert axes is not None
-    calls = Calls(axes, options, given, results, np, gives_partials=True)
+    calls = BatchCalls(axes, options, given, results, np, gives_partials=True)
     return dict(zip(results, calls.run(call), strict=True))
 
 
