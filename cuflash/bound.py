@@ -95,6 +95,14 @@ class BoundForward(Generic[ResultT]):
                 return self._result(*results)  # type: ignore[no-any-return]
         return self._after_checks(given, seed, offset)
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """What another process can use: launches hold addresses of this one, and are bound again there."""
+        return self.options, self._want, self._forms
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.options, self._want, self._forms = state
+        self._launches, self._result = {}, named_tuple(ForwardResult, self._want)
+
     def _after_checks(self, given: Mapping[str, Array], seed: int | None, offset: int | None) -> ResultT:
         """The results of a call on arrays that may have another form, or belong to another library."""
         given = {name: x for name, x in given.items() if x is not None or name == "v"}

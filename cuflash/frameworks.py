@@ -12,11 +12,12 @@ import functools
 import inspect
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.arrays.checks import value_error
+from cuflash.arrays.cached import cached_property
+from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.flash_attention import FlashAttention
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
 from cuflash.spec.keywords import DIFFERENCES_OF, unexpected_keyword
@@ -39,19 +40,28 @@ class PassCall:
     names: tuple[str, ...]
     need: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The names of those arrays that `FlashAttention.forward` takes, which come first."""
         own = {*INPUTS, *NAMES, *self.attn.options.score_args}
         return tuple(name for name in self.names if name in own)
 
-    @functools.cached_property
+    @cached_property
     def movable(self) -> tuple[str, ...]:
         """The names of those arrays that have gradients."""
         own = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
         return tuple(name for name in self.names if name in own)
 
-    @functools.cached_property
+    def moved(self, tangents: Mapping[str, Any]) -> dict[str, Any]:
+        """The tangents, by the names of what they are tangents of, that results depend on.
+
+        Those of arrays that only comparisons and masks read are left out: there results are constant, but for steps.
+        Raises NotImplementedError for tangents of arrays that have none.
+        """
+        check_movable(self, tangents)
+        return {name: t for name, t in tangents.items() if name in self.movable or name not in self.inputs}
+
+    @cached_property
     def token(self) -> str:
         """The call as text, by which a compiled graph names it; `call_of` gives it back.
 
@@ -65,6 +75,16 @@ class PassCall:
         token = json.dumps([options, self.names, self.need])
         _calls.setdefault(token, self)
         return token
+
+
+def check_movable(call: PassCall, names: Iterable[str]) -> None:
+    """Refuse derivatives with respect to scales of fp8 arrays."""
+    for name in names:
+        if name in FP8_SCALES and name in call.inputs:
+            raise NotImplementedError(
+                f"{name}: got a derivative with respect to it, expected none: fp8 arrays and their scales have no "
+                "gradients; give cuflash.dequantize of the arrays"
+            )
 
 
 _PROCESS = uuid.uuid4().hex
@@ -92,6 +112,16 @@ def call_of(token: str) -> PassCall:
     return found
 
 
+def _made(options: Mapping[str, Any]) -> FlashAttention:
+    """The `FlashAttention` of options. A function is traced by each call: what it reads may have changed."""
+    if not options.keys().isdisjoint(_FUNCTIONS):
+        return FlashAttention(**options)
+    try:
+        return _kept(**options)
+    except TypeError:  # an option that has no hash, or is wrong
+        return FlashAttention(**options)
+
+
 def forward_call(
     attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any], function: str = "attention"
 ) -> PassCall:
@@ -99,14 +129,12 @@ def forward_call(
 
     `names` are those of its arrays. What is left of the keywords is no array, and an option or wrong.
     """
+    check_attn(attn)
     if attn is None:
         for name, x in options.items():
             if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
                 raise _keyword_error(function, name, x)
-        try:
-            attn = _kept(**options)
-        except TypeError:  # an option that has no hash, or is wrong
-            attn = FlashAttention(**options)
+        attn = _made(options)
     elif options:
         name, x = next(iter(options.items()))
         if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
@@ -147,10 +175,17 @@ def add_keywords(
     return {name: x for name, x in keywords.items() if x is not None and name not in arrays}
 
 
+def check_attn(attn: object) -> None:
+    """Refuse what is no `FlashAttention` in its place."""
+    if attn is not None and not isinstance(attn, FlashAttention):
+        raise type_error("attn", typed(attn), "None or a cuflash.FlashAttention, such as FlashAttention(causal=True)")
+
+
 def check_lse_keywords(attn: FlashAttention | None, keywords: Mapping[str, Any]) -> None:
     """Refuse what a `logsumexp` does not take: what belongs to values, and dropout, which does not change lse."""
     if wrong := keywords.keys() & {"v", "v_scale", "dropout", "seed", "offset", "return_lse"}:
         raise unexpected_keyword("logsumexp", min(wrong), {"q", "k", "attn", *OPTION_NAMES, *NAMES})
+    check_attn(attn)
     if attn is not None and attn.options.dropout:
         raise value_error("attn", f"dropout={attn.options.dropout}", "one without dropout, which does not change lse")
 

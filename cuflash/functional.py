@@ -13,7 +13,7 @@ from cuflash.flash_attention import FlashAttention
 from cuflash.score_mod import Score
 from cuflash.spec.inputs import INPUTS, NamedGradientTangents, Tangents
 from cuflash.spec.keywords import unexpected_keyword
-from cuflash.spec.options import Function
+from cuflash.spec.options import Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS, GRADIENTS, ROW_REDUCTIONS
 from cuflash.spec.results import Array, DoubleGradients, JvpGradients, check_need
 from cuflash.spec.streamed import takes_star
@@ -246,6 +246,12 @@ def logsumexp(q: Array, k: Array, **keywords: Any) -> Array:
     return attn.forward(q, k, None, **arrays).lse
 
 
+def _check_attn(attn: object) -> None:
+    """Refuse what is no object with options, such as the options themselves."""
+    if not isinstance(getattr(attn, "options", None), Options):
+        raise type_error("attn", typed(attn), "a cuflash.FlashAttention or a cuflash.distributed.ContextParallel")
+
+
 # fmt: off
 @overload
 def hessian_vector_product(
@@ -313,6 +319,7 @@ def hessian_vector_product(
     >>> cuflash.hessian_vector_product(attn, dout, q, k, v, tq=tq).tdq.shape
     (2, 30, 8)
     """
+    _check_attn(attn)
     random: dict[str, Array] = {"seed": seed, "offset": offset}
     arrays_of_jvp = {name: x for name, x in arrays.items() if name != "dlse"}
     out, lse, tout, tlse = attn.jvp(q, k, v, **random, **arrays_of_jvp)
@@ -390,6 +397,7 @@ def double_backward(
     - Pearlmutter: Fast exact multiplication by the Hessian (1994), https://doi.org/10.1162/neco.1994.6.1.147.
     - Examples: docs/second-derivatives.md.
     """
+    _check_attn(attn)
     random: dict[str, Array] = {"seed": seed, "offset": offset}
     if not isinstance(cotangents, Mapping):
         raise type_error("cotangents", typed(cotangents), "a mapping of names of gradients to arrays")
@@ -478,6 +486,7 @@ def jvp_backward(
     """
     if v is None and dtlse is None and isinstance(attn, FlashAttention):  # ranks check this in the call, together
         raise value_error("dtlse", "None", "the gradient with respect to tlse, the only tangent without values")
+    _check_attn(attn)
     random: dict[str, Array] = {"seed": seed, "offset": offset}
     upstream = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}
     gradients = attn.backward_jvp(dtout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays, **upstream)

@@ -89,13 +89,14 @@ def _converted(target: type[N], types: tuple[type, ...], name: str, value: objec
     return converted
 
 
-def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
-    """Check that a value is one of two words."""
-    expected = f"{choices[0]!r} or {choices[1]!r}"
+def check_choice(name: str, value: object, choices: tuple[str, ...], expected: str | None = None) -> str:
+    """The one of some words that a value is; a str of another type, such as NumPy's, becomes Python's."""
+    expected = expected or " or ".join(map(repr, choices))
     if not isinstance(value, str):
         raise type_error(name, typed(value), expected)
     if value not in choices:
         raise value_error(name, repr(value), expected)
+    return choices[choices.index(value)]
 
 
 def callers_frame() -> tuple[FrameType, int]:

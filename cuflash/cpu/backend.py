@@ -44,7 +44,9 @@ def compute(
             results = call.results((*arrays.values(),), arrays, need, random)
         if results is not None:
             return results
-    arrays = with_own_indices(arrays)
+    if any(arrays.get(name) is not None for name in INDICES):  # results are compared with the caller's, not with copies
+        check_no_overlap(arrays, need)
+        arrays = with_own_indices(arrays)
     own = {name: x for name, x in arrays.items() if name != "row_sums"}
     if not has_row_sums and (axes := axes_of(options, own, need)):
         calls = BatchCalls(axes, options, own, need, np, gives_partials=False)

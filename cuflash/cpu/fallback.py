@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
+from cuflash.arrays.cached import cached_property
 from cuflash.cpu import jobs
 from cuflash.cpu.gemm import product
 from cuflash.cpu.packed import OF_KEYS, clear_gradients_of_no_sequence, sequences
@@ -288,7 +289,7 @@ class Job:
         result = self.call.arrays[name][self.at_rows]
         result[...] = x.reshape(result.shape)
 
-    @functools.cached_property
+    @cached_property
     def scaled_q(self) -> Array:
         return self.of_rows("q") * self.dtype.type(self.problem.scale)
 

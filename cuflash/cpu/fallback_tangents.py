@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.arrays.cached import cached_property
 from cuflash.cpu import fallback
 from cuflash.cpu.fallback import (
     Job,
@@ -51,7 +52,7 @@ class TangentJob(Job):
         """Whether scores or the sink have tangents."""
         return not self.call.moved <= {"v", "out", "lse"}
 
-    @functools.cached_property
+    @cached_property
     def scaled_q_tangent(self) -> Array:
         """The tangent of ``scale * q``."""
         found = np.zeros_like(self.scaled_q)

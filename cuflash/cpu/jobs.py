@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import math
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -159,26 +159,63 @@ def run(
 def results(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int) -> Iterator[Result]:
     """The results of jobs in their order, computed on so many threads, or on this one if that is one.
 
-    Jobs are made as they are needed, and few results wait. When this ends, by an exception too, all threads have ended.
+    Jobs are made as they are needed, and few results wait. When this ends, by an exception too, no thread computes.
+
+    Threads are told of jobs by queues that have no code in Python: a handler of a signal may raise in the midst of such
+    code, as that of the conditions of `threading` and `concurrent.futures`, and leave a lock that all others wait for.
     """
-
-    def compute(job: Job) -> Result:
-        with np.errstate(all="ignore"):  # each thread has its own; infinities and NaN are results like others here
-            return work(job)
-
     if threads == 1:
         yield from map(work, jobs)
         return
-    pool, waiting = ThreadPoolExecutor(threads), deque[Future[Result]]()
+    todo: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Any, BaseException | None] | None] = SimpleQueue()
+    arrived: dict[int, tuple[Any, BaseException | None]] = {}
+    entered, is_over = list[bool](), list[bool]()  # a thread enters before it takes a job, and computes none once over
+
+    def compute() -> None:
+        entered.append(True)
+        try:
+            with np.errstate(all="ignore"):  # each thread has its own; infinities and NaN are results like others here
+                while (numbered := todo.get()) is not None:
+                    number, job = numbered
+                    if is_over:
+                        continue
+                    try:
+                        done.put((number, work(job), None))
+                    except BaseException as error:
+                        done.put((number, None, error))
+        finally:
+            done.put(None)
+
+    def result_of(number: int) -> Result:
+        while number not in arrived:
+            if (found := done.get()) is not None:
+                arrived[found[0]] = found[1:]
+        value, error = arrived.pop(number)
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    given = taken = 0
     try:
         for job in jobs:
-            waiting.append(pool.submit(compute, job))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            todo.put((given, job))
+            if given < threads:
+                _thread.start_new_thread(compute, ())
+            given += 1
+            if given - taken > 2 * threads:
+                yield result_of(taken)
+                taken += 1
+        while taken < given:
+            yield result_of(taken)
+            taken += 1
     finally:
-        pool.shutdown(cancel_futures=True)
+        is_over.append(True)
+        for _ in range(min(threads, given + 1)):  # as many as may have begun
+            todo.put(None)
+        ended = 0
+        while ended < len(entered):
+            ended += done.get() is None
 
 
 def on_cores(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash.arrays.checks import as_integer, type_error, typed, value_error
+from cuflash.arrays.checks import as_integer, check_choice, type_error, typed, value_error
 from cuflash.distributed.mpi import Mpi, is_mpi
 from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.split import Split, contiguous, zigzag
@@ -24,9 +24,7 @@ def checked_split(name: str, split: object) -> Any:
         raise type_error(name, "nothing", f"which rows each rank has: {_EXPECTED}")
     if not isinstance(split, (str, Split)):
         raise type_error(name, typed(split), _EXPECTED)
-    if isinstance(split, str) and split not in SPLITS:
-        raise value_error(name, repr(split), _EXPECTED)
-    return split
+    return check_choice(name, split, (*SPLITS,), _EXPECTED) if isinstance(split, str) else split
 
 
 def positive(name: str, value: object) -> int:

@@ -7,13 +7,13 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.fp8 import bits_of
 from cuflash.arrays.memory_ranges import Band

@@ -24,6 +24,7 @@ from cuflash.distributed.reductions import RankReductions
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.second_derivatives import SecondDerivatives
 from cuflash.distributed.split import Split
+from cuflash.distributed.transports import LONGEST_TIMEOUT
 from cuflash.shards.slices import steps_of
 from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
 from cuflash.spec.keywords import checked
@@ -222,7 +223,7 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
         steps_of(self.options, has_block_mask=False)  # refuses what goes with no ranks
         splits = checked_split("split", split), checked_split("split_k", split if split_k is None else split_k)
         chunks, steps = positive("chunks", chunks), None if steps is None else positive("steps", steps)
-        seconds = as_real("timeout", timeout)
+        seconds = min(as_real("timeout", timeout), LONGEST_TIMEOUT)
         if seconds <= 0:
             raise value_error("timeout", timeout, "a number of seconds > 0")
         if not isinstance(check, bool):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import type_error
 from cuflash.distributed.transports import Array, Message, Progress, RankFailed, Transport, out_of_time
 from cuflash.shards.cuda import Cuda
@@ -136,7 +137,7 @@ class Mpi(Transport):
         move = functools.partial(self._move_when, copied, others[0].device, to_send, to_receive, arriving, requests)
         return move, requests
 
-    @functools.cached_property
+    @cached_property
     def _staging(self) -> tuple[Cuda, Any]:
         """The device, and the stream for copies to and from pinned memory."""
         device = Cuda()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.dlpack import is_captured, module_of
 from cuflash.arrays.memory_ranges import Span
 from cuflash.distributed.agreement import Pending

@@ -25,9 +25,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.memory_ranges import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.distributed.packed import By, Packing
@@ -357,7 +358,7 @@ def make_schedule(
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
     if chunks is not None:
         for name, split in (("split", split_q), ("split_k", split_k)):
-            ends = {end for chunk in cut_evenly(split.seqlen, chunks) for end in chunk}
+            ends = {end for chunk in _chunks_of(split, chunks) for end in chunk}
             for own in split.spans:
                 for span in own:
                     if not ends.issuperset(span):
@@ -393,9 +394,13 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     """The spans of each rank, cut at the ends of chunks."""
     if chunks is None:
         return split.spans
-
-    ends = cut_evenly(split.seqlen, chunks)
+    ends = _chunks_of(split, chunks)
     return tuple(tuple(piece for span in own for piece in cut(span, ends)) for own in split.spans)
+
+
+def _chunks_of(split: Split, chunks: int) -> list[Span]:
+    """The chunks of a sequence: one of each row if there are more chunks than rows."""
+    return cut_evenly(split.seqlen, min(chunks, max(split.seqlen, 1)))
 
 
 def _split_heads(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from cuflash.arrays.checks import as_integer, value_error
 from cuflash.arrays.dlpack import module_of
 
+LONGEST_TIMEOUT = threading.TIMEOUT_MAX / 2  # in seconds, with room for what is added to a timeout
 HIGHEST_PRIORITY = -100  # of a stream; CUDA replaces it by the highest priority that the device has
 Array = Any
 Message = tuple[int, Array]  # the rank at the other end, and a C-contiguous array

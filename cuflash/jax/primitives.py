@@ -65,8 +65,14 @@ def _computed(which: str, *arrays: Array, call: PassCall) -> list[Array]:
     if which == "second":
         raise forward_twice_error()
     own = [x if isinstance(x, jax.Array) else jax.numpy.asarray(np.asarray(x)) for x in arrays]  # JAX's constants
+    devices = own[0].devices()
+    if len(devices) > 1:
+        expected = "one on a single device: call it within jax.shard_map, where each device has its shard"
+        raise NotImplementedError(f"{call.names[0]}: got an array over {len(devices)} devices, expected {expected}")
     found = getattr(call.attn, which)(**_keywords(which, call, own))
-    return [getattr(found, name) for name in _names(which, call)]
+    results = [getattr(found, name) for name in _names(which, call)]
+    # Host memory may be that of several devices, of which DLPack says nothing.
+    return [x if x.devices() == devices else jax.device_put(x, *devices) for x in results]
 
 
 def _abstract(which: str, *arrays: Any, call: PassCall) -> list[Any]:
@@ -79,7 +85,21 @@ def _abstract(which: str, *arrays: Any, call: PassCall) -> list[Any]:
     dtype = jax.numpy.bfloat16 if given["q"].dtype.itemsize == 1 else given["q"].dtype
     of_forward = {"out": dtype, "lse": np.float64 if dtype == np.float64 else np.float32}
     dtypes = [given[model_of(x)].dtype if call.need else of_forward[x.removeprefix("t")] for x in _names(which, call)]
-    return [jax.core.ShapedArray(shapes[x], d) for x, d in zip(_names(which, call), dtypes, strict=True)]
+    return [_typed(arrays[0], shapes[x], d) for x, d in zip(_names(which, call), dtypes, strict=True)]
+
+
+def _typed(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result, which varies over the axes of `jax.shard_map` over which an array varies."""
+    like = like if isinstance(like, jax.core.ShapedArray) else jax.typeof(like)
+    if not _varying(like):
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The axes of `jax.shard_map` over which an array may differ, as far as JAX keeps record of them."""
+    return x.manual_axis_type.varying  # type: ignore[no-any-return]
 
 
 def _on_cpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
@@ -167,13 +187,24 @@ FORWARD, _backward, _jvp, _backward_jvp, _second = map(
 def bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
     own = tuple(name for name in given if name != RANDOM)  # last, so that it is not in the way of results' shapes
     names = (*own, *((RANDOM,) if RANDOM in given else ()))
-    return primitive.bind(*(given[name] for name in names), call=call(attn, names, tuple(need)))
+    arrays = _varying_alike([given[name] for name in names])
+    return primitive.bind(*arrays, call=call(attn, names, tuple(need)))
+
+
+def _varying_alike(arrays: Sequence[Array]) -> Sequence[Array]:
+    """Arrays that all vary over the same axes of `jax.shard_map`, so that gradients are summed over those added."""
+    own = [_varying(jax.typeof(x)) for x in arrays]
+    every = frozenset[str]().union(*own)
+    if not every:
+        return arrays
+    missing = [tuple(sorted(every - axes)) for axes in own]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
 def _moved(call: PassCall, tangents: Sequence[Any]) -> dict[str, Array]:
-    """The tangents that are not zero, by the names of what they are tangents of."""
+    """The tangents that are not zero, by the names of what they are tangents of (`PassCall.moved`)."""
     named = zip(call.names, tangents, strict=True)
-    return {name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0}
+    return call.moved({name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0})
 
 
 def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:

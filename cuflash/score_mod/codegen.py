@@ -13,7 +13,7 @@ from cuflash.score_mod.intervals import EVERY_INTEGER, Bounds, all_bounds
 from cuflash.score_mod.nodes import COMPARISONS, FUNCTIONS, INFIX, Node, constant, in_order, node
 
 INT32 = (-(2**31), 2**31 - 1)
-MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
+MOST_ROWS = 2**30  # of queries and of keys: `options.MAX_SEQLEN`
 OF_DTYPES: Mapping[str, Bounds] = {"bool": (0, 1), "int32": INT32, "int64": EVERY_INTEGER}
 OF_INPUTS: Mapping[str, Bounds] = {
     "s": (math.nan, math.nan),

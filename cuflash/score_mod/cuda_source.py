@@ -106,6 +106,11 @@ class Score:
         object.__setattr__(self, "python", traced)
 
     @property
+    def read(self) -> Sequence[str]:
+        """The names of all arrays: what the source reads is not looked into."""
+        return self.arrays
+
+    @property
     def root(self) -> Node | None:
         """None: CUDA source is no expression."""
         return None

@@ -7,6 +7,7 @@ those.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -41,13 +42,19 @@ class Node:
     location: str  # file and line where the expression was first written; no part of what makes nodes equal
 
     def __reduce__(self) -> tuple[object, ...]:
-        return node, (self.op, self.args, self.payload, self.type, self.location)
+        """A list of all nodes, because pickle would go down an expression as deep as it is, which Python limits."""
+        number = {at: n for n, at in enumerate(in_order([self]))}
+        return _last_of, (
+            [(at.op, tuple([number[arg] for arg in at.args]), at.payload, at.type, at.location) for at in number],
+        )
 
     def __repr__(self) -> str:
         return f"<{shown([('', self)])}>"
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a handler of a signal may trace a function wherever it comes
+if hasattr(os, "register_at_fork"):  # else a child would wait for a thread that it does not have
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _nodes: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 
 
@@ -68,6 +75,14 @@ def node(
             found.op, found.args, found.payload, found.type, found.location = op, args, payload, type_, location
             _nodes[key] = found
     return found
+
+
+def _last_of(nodes: list[tuple[str, tuple[int, ...], Constant | str | None, NodeType | None, str]]) -> Node:
+    """The last of some nodes, whose arguments are given by their numbers, each after its arguments."""
+    found: list[Node] = []
+    for op, args, payload, type_, location in nodes:
+        found.append(node(op, tuple([found[n] for n in args]), payload, type_, location))
+    return found[-1]
 
 
 def constant(value: Constant, type_: NodeType | None = None) -> Node:

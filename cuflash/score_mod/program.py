@@ -60,6 +60,10 @@ class ScoreFunction(Protocol):
         """The names of the arrays that it takes."""
 
     @property
+    def read(self) -> Collection[str]:
+        """The names of those arrays that it reads."""
+
+    @property
     def root(self) -> Node | None:
         """The expression; None for CUDA source."""
 
@@ -96,6 +100,11 @@ class Traced:
 
     def __repr__(self) -> str:
         return f"<{self.what} {shown([('', self.root)])!r}>".replace("\\n", "; ")
+
+    @property
+    def read(self) -> Collection[str]:
+        """The names of those arrays that are in the expression."""
+        return {str(at.payload) for at in in_order([self.root]) if at.op == "load"}
 
     def on_numpy(self) -> Traced:
         """The same: an expression computes arrays of every type."""

@@ -129,7 +129,7 @@ class _Typed:
         base, exponent = self.args
         type_: NodeType = "float" if base.type == "float" else "int"
         number = exponent.payload if exponent.op == "constant" else None
-        if isinstance(number, float) and number == int(number) and abs(number) <= MOST_PRODUCTS:
+        if isinstance(number, float) and number.is_integer() and abs(number) <= MOST_PRODUCTS:
             number, type_ = int(number), "float"
         if isinstance(number, int) and abs(number) <= MOST_PRODUCTS:
             if number == 0:

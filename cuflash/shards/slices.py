@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays.array_info import FLOAT8, numpy_dtype
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.dlpack import module_of
 from cuflash.arrays.fp8 import Float8Array
 from cuflash.arrays.memory_ranges import Band, Span
@@ -65,7 +66,7 @@ class Slices:
     # See `wide_score_args`: arrays that were widened once; copies made by `dataclasses.replace` share them.
     _widened: dict[str, Array] = field(default_factory=dict, repr=False)
 
-    @functools.cached_property
+    @cached_property
     def xp(self) -> Any:
         return module_of(self.arrays["q"])
 
@@ -79,7 +80,7 @@ class Slices:
         """From which |lse| on rows need row sums."""
         return row_sums.bound_of(self.arrays["q"].dtype, on_device=not self.is_on_cpu)
 
-    @functools.cached_property
+    @cached_property
     def backend(self) -> PartBackend:
         """The module that runs passes."""
         if self.is_on_cpu:
@@ -88,7 +89,7 @@ class Slices:
 
         return backend
 
-    @functools.cached_property
+    @cached_property
     def reductions(self) -> ReductionBackend:
         """The module that reduces attention weights."""
         if self.is_on_cpu:

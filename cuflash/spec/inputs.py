@@ -6,12 +6,12 @@ kernels' argument, `need`, the interface and test strategies iterate over the ro
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 
 from cuflash.arrays.array_info import Operand, softmax_dtype_of
+from cuflash.arrays.cached import cached_property
 from cuflash.spec.type_variables import ArrayT, KeyT, NamedResults, ValueT
 
 INPUTS = ("q", "k", "v")
@@ -204,7 +204,7 @@ class Numbers:
     scale: float | None = None
     softcap: float | None = None
 
-    @functools.cached_property
+    @cached_property
     def numbers(self) -> dict[str, Any]:
         """The numbers by name, not to be written to."""
         return {name: getattr(self, name) for name in NUMBERS}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.checks import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 from cuflash.score_mod import Score, ScoreFunction, Traced
 from cuflash.spec.inputs import NUMBER_ROWS, SCORE_OPTIONS, Numbers, OfNumbers, OptionalArrays
@@ -16,6 +17,7 @@ Causal = bool | Literal["top_left", "lengths"]
 Window = tuple[int | None, int | None]
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
+MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
@@ -100,10 +102,10 @@ class Options(Numbers):
         checked: dict[str, Any] = {}
         if self.block_size is not BLOCK_SIZE:
             checked["block_size"] = check_block_size(self.block_size)
-        if not isinstance(self.causal, str):
+        if isinstance(self.causal, str):
+            checked["causal"] = check_choice("causal", self.causal, ("top_left", "lengths"), CAUSAL)
+        else:
             checked["causal"] = as_bool("causal", self.causal, CAUSAL)
-        elif self.causal not in ("top_left", "lengths"):
-            raise value_error("causal", repr(self.causal), CAUSAL)
         for row in NUMBER_ROWS:
             if (value := getattr(self, row.name)) is not None:
                 checked[row.name] = as_real(row.name, value, "None or a real number")
@@ -116,10 +118,10 @@ class Options(Numbers):
                 raise value_error("window", self.window, "two entries (left, right)")
             left, right = self.window
             checked["window"] = (_check_window_side("left", left), _check_window_side("right", right))
-        check_choice("layout", self.layout, LAYOUTS)
+        checked["layout"] = check_choice("layout", self.layout, LAYOUTS)
         checked["batch_invariant"] = as_bool("batch_invariant", self.batch_invariant)
         checked["deterministic"] = as_bool("deterministic", self.deterministic) or checked["batch_invariant"]
-        check_choice("precision", self.precision, PRECISIONS)
+        checked["precision"] = check_choice("precision", self.precision, PRECISIONS)
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
@@ -142,16 +144,19 @@ class Options(Numbers):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
 
-    @functools.cached_property
+    @cached_property
     def score_args(self) -> tuple[str, ...]:
         """The names of the arrays that the functions of a call read, in order."""
         functions = (self.score, self.mask_function)
         return tuple(dict.fromkeys(name for function in functions if function for name in function.arrays))
 
-    @functools.cached_property
+    @cached_property
     def score_gradients(self) -> tuple[str, ...]:
         """The names of gradients, one for each array that the score reads, although integers and bools have none."""
-        return () if self.score is None else tuple(f"d{name}" for name in self.score.arrays)
+        if self.score is None:
+            return ()
+        read = self.score.read
+        return tuple(f"d{name}" for name in self.score.arrays if name in read)
 
     def random(self, seed: object, offset: object) -> tuple[int, int]:
         """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
@@ -243,12 +248,14 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
     """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
 
     For packed sequences, the lengths are those of all of them together, because one of them may be as long. With
-    `batch_invariant` bounds that hide nothing stay: whether they do depends on other sequences of a call.
+    `batch_invariant` bounds that hide nothing stay, unless they do so in every call: whether they do depends on other
+    sequences of a call.
     """
     left, right = options.window or (None, None)
     if options.causal:
         right = 0 if right is None else min(right, 0)
     if options.batch_invariant:
+        left, right = (None if side is not None and side >= MAX_SEQLEN else side for side in (left, right))
         return left, right
     first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:

@@ -56,6 +56,10 @@ class Pass:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:
+        """The name of the variable that holds it, so that copies, and what is unpickled, are the one object."""
+        return self.name.upper()
+
     @property
     def default(self) -> tuple[str, ...]:
         """The names of the results that it gives by default."""

@@ -46,7 +46,15 @@ from cuflash.score_mod import (
     tangents_of,
 )
 from cuflash.spec.inputs import BY_NAME, FP8_SCALES, NAMES, NUMBER_ROWS, Given, OptionalArrays, OptionalInput
-from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
+from cuflash.spec.options import (
+    MAX_SEQLEN,
+    Options,
+    Origin,
+    check_block_size,
+    diagonal_of,
+    rounded_rate,
+    window_of,
+)
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import GRADIENTS, Output
 from cuflash.spec.score_args import check_alone, operands_of
@@ -56,7 +64,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SMALLEST_SCALE = 2.0**-149  # in float32: a scale that is closer to 0 counts as 0
-MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
 TYPICAL_HEADS, TYPICAL_SEQLEN = 128, 4096  # of the problem for which tiles are chosen with batch_invariant
 

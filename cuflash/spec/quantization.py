@@ -279,6 +279,7 @@ def _largest(xp: Any, magnitude: Array, per: str, size: int) -> Array:
     if per == "token":
         return of_keys
     *heads, keys = of_keys.shape
+    size = min(size, 1 << max(keys - 1, 0).bit_length())  # a longer block has no more keys
     blocks = -(-keys // size)
     padded = xp.zeros((*heads, blocks * size), of_keys.dtype)
     padded[..., :keys] = of_keys

@@ -283,8 +283,12 @@ class ColumnSums:
             found += self.backend.compute(BACKWARD, self.call.options, arrays, self.call.need)
         if own:
             means = self._means()
-            found += [-self.factors * means if name == "dlse" else means for name in own]
+            found += [self._of_lse(means) if name == "dlse" else means for name in own]
         return found
+
+    def _of_lse(self, means: Array) -> Array:
+        """dlse; 0 in rows that attend to no key, whatever their factors are."""
+        return module_of(means).where(self.lse == -np.inf, 0, -self.factors * means)
 
     def _absent(self, *names: str) -> dict[str, None]:
         """Absent arrays, which the GPU backend needs as None and the others do without."""

@@ -250,7 +250,13 @@ def named_tuple(type_: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """The named tuple of results of these names: `type_`, or one like it with other fields."""
     if names == type_._fields:
         return type_  # type: ignore[no-any-return]
-    return type(type_.__name__, (namedtuple(type_.__name__, names), _NAMED[type_]), {"__slots__": ()})
+    own = {"__slots__": (), "__reduce__": lambda self: (_named_again, (type_, names, tuple(self)))}
+    return type(type_.__name__, (namedtuple(type_.__name__, names), _NAMED[type_]), own)
+
+
+def _named_again(type_: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """A result that was pickled: its class is made when it is needed, and no module has it by a name."""
+    return named_tuple(type_, names)(*values)
 
 
 def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:

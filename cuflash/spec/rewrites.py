@@ -8,13 +8,13 @@ where the bias of a tile lies and which tiles are hidden. The results are those 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.score_mod import program_of
-from cuflash.score_mod.nodes import Node
+from cuflash.score_mod.nodes import Node, in_order
 from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
 from cuflash.spec.outputs import model_of
@@ -26,6 +26,8 @@ Bounds = tuple[int | None, int | None]  # (left, right) of a window
 _ALL: Index = ()  # the array as it is
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 _LOOKED_AT = (*_PACKED, "block_table", *SCORE_OPTIONS)
+LARGEST_SUM = 2**61  # of integers in a condition that is a window: integers of 64 bits do not wrap around then
+MOST_FACTORS = 2  # of a summand that is an option: c * tanh(s / c), and slopes[head] * abs(i - j)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,24 +228,32 @@ def _as_options(
     return None if found is None or set(found[1]) & set(read_by_mask) else found
 
 
-def _summands(at: Node, sign: int = 1) -> list[tuple[int, Node]]:
-    """The summands of an expression, each with its sign."""
-    if at.op == "neg":
-        return _summands(at.args[0], -sign)
-    if at.op in ("add", "sub"):
-        return _summands(at.args[0], sign) + _summands(at.args[1], -sign if at.op == "sub" else sign)
-    return [(sign, at)]
+def _summands(root: Node) -> Iterator[tuple[int, Node]]:
+    """The summands of an expression, each with its sign, one after the other: it may have any number."""
+    pending = [(1, root)]
+    while pending:
+        sign, at = pending.pop()
+        if at.op == "neg":
+            pending.append((-sign, at.args[0]))
+        elif at.op in ("add", "sub"):
+            pending += ((-sign if at.op == "sub" else sign, at.args[1]), (sign, at.args[0]))
+        else:
+            yield sign, at
 
 
-def _factors(at: Node) -> tuple[int, list[Node]]:
-    """The sign of a product, and its factors."""
-    if at.op == "neg":
-        sign, factors = _factors(at.args[0])
-        return -sign, factors
-    if at.op == "mul":
-        (one, some), (other, others) = map(_factors, at.args)
-        return one * other, some + others
-    return 1, [at]
+def _factors(root: Node) -> tuple[int, list[Node]]:
+    """The sign of a product, and its factors; of more than options have, one more than these, and any sign."""
+    sign, factors, pending = 1, list[Node](), [root]
+    while pending and len(factors) <= MOST_FACTORS:
+        at = pending.pop()
+        if at.op == "neg":
+            sign = -sign
+            pending.append(at.args[0])
+        elif at.op == "mul":
+            pending += reversed(at.args)
+        else:
+            factors.append(at)
+    return sign, factors
 
 
 def _is_product(at: Node) -> bool:
@@ -342,9 +352,17 @@ def _of_mask(root: Node, window: Bounds) -> Bounds | None:
     return None if (left is not None and left < 0) or (right is not None and right < 0) else (left, right)
 
 
-def _conditions(at: Node) -> list[Node]:
+def _conditions(root: Node) -> list[Node]:
     """The conditions that all have to hold."""
-    return [x for arg in at.args for x in _conditions(arg)] if at.op == "and" else [at]
+    found, joined = list[Node](), {root}
+    for at in reversed([*in_order([root])]):
+        if at not in joined:
+            continue
+        if at.op == "and":
+            joined.update(at.args)
+        else:
+            found.append(at)
+    return found
 
 
 def _window(at: Node) -> Bounds | None:
@@ -364,15 +382,22 @@ def _window(at: Node) -> Bounds | None:
     return {(1, -1): (side, None), (-1, 1): (None, side)}.get((of_i, of_j))
 
 
-def _linear(at: Node) -> tuple[int, int, int] | None:
+def _linear(root: Node) -> tuple[int, int, int] | None:
     """(a, b, c) of an expression that is a * i + b * j + c."""
+    forms: dict[Node, tuple[int, int, int] | None] = {}
+    for at in in_order([root]):
+        forms[at] = _form(at, [forms[arg] for arg in at.args])
+    return forms[root]
+
+
+def _form(at: Node, args: Sequence[tuple[int, int, int] | None]) -> tuple[int, int, int] | None:
+    """`_linear` of a node, from those of its arguments."""
     if at.op == "input" and at.payload in ("i", "j"):
         return (1, 0, 0) if at.payload == "i" else (0, 1, 0)
     if at.op == "constant":
         return (0, 0, at.payload) if type(at.payload) is int else None
-    forms = [_linear(arg) for arg in at.args] if at.op in ("add", "sub", "neg") else [None]
-    if any(form is None for form in forms):
+    if at.op not in ("add", "sub", "neg") or None in args:
         return None
     signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[at.op]
-    a, b, c = (sum(sign * form[i] for sign, form in zip(signs, forms, strict=True) if form) for i in range(3))
-    return a, b, c
+    a, b, c = (sum(sign * form[i] for sign, form in zip(signs, args, strict=True) if form) for i in range(3))
+    return (a, b, c) if max(abs(a), abs(b), abs(c)) < LARGEST_SUM else None

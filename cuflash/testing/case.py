@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, user_shape, view_4d
+from cuflash.arrays.cached import cached_property
 from cuflash.arrays.fp8 import LARGEST
 from cuflash.spec.inputs import CAPS, FP8_SCALES, NAMES, Numbers
 from cuflash.spec.options import Options
@@ -282,7 +282,7 @@ class Case(Numbers):
             return {}
         return {"seed": (self.seed + 1) * 0x9E3779B97F4A7C15 % 2**64, "offset": self.seed * 0x9E3779B9 % 2**32}
 
-    @functools.cached_property
+    @cached_property
     def problem(self) -> Problem:
         """The validated `Problem`, with the strides of the arrays; with `axes` that of `spread`."""
         arrays, options, spread = self.arrays(), self.options, self.spread

@@ -246,8 +246,9 @@ def _forward(
     if torch.is_autocast_enabled(arrays["q"].device.type):
         _cast(arrays)
     if torch.compiler.is_compiling():
-        from cuflash.torch.compiling import guard_numbers  # torch._dynamo takes a second to import
+        from cuflash.torch.compiling import check_made_outside, guard_numbers  # torch._dynamo takes a second to import
 
+        check_made_outside(attn)
         for name in ("score", "mask"):
             guard_numbers(options.get(name))
         fixed = {name: _fixed(x) for name, x in options.items()}

@@ -29,6 +29,21 @@ def guard_numbers(function: Any) -> None:
     comptime(_guard)
 
 
+def check_made_outside(attn: Any) -> None:
+    """Refuse a `FlashAttention` that is made within the compiled function: its options are not known there."""
+    comptime(_check)
+
+
+def _check(context: Any) -> None:
+    """Called by the compiler, with the frame of `check_made_outside`."""
+    attn = context.get_local("attn")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    if attn.source is None and not attn.is_python_constant():
+        raise TypeError(
+            "attn: got a FlashAttention that is made within the compiled function, expected one made outside of it, or "
+            "its options as keywords"
+        )
+
+
 def _guard(context: Any) -> None:
     """Called by the compiler, with the frame of `guard_numbers`."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()

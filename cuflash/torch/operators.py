@@ -15,6 +15,7 @@ from cuflash.frameworks import (
     PassCall,
     call,
     call_of,
+    check_movable,
     forward_twice_error,
     result_shapes,
     third_order_error,
@@ -64,7 +65,7 @@ def _define(which: str) -> None:
 
 def _is_plain(tensors: Tensors) -> bool:
     """Whether these are tensors with memory and nobody traces what is computed."""
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
     for x in tensors:  # noqa: SIM110 (all() of a generator takes three times as long)
         if type(x) not in _PLAIN:
@@ -170,9 +171,16 @@ def _inputs(ctx: Any) -> dict[str, Tensor]:
     return dict(zip(ctx.call.inputs, ctx.saved_tensors, strict=False))  # which come first
 
 
+def _moved(ctx: Any, tangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """The tangents that there are, by the names of what they are tangents of (`PassCall.moved`)."""
+    named = zip(ctx.call.names, tangents[3:], strict=True)
+    return ctx.call.moved({name: t for name, t in named if t is not None})  # type: ignore[no-any-return]
+
+
 def _wanted(ctx: Any) -> tuple[str, ...]:
     """The names of inputs that have gradients and need them."""
     needs = dict(zip(ctx.call.names, ctx.needs_input_grad[3:], strict=True))
+    check_movable(ctx.call, [name for name, needs_one in needs.items() if needs_one])
     return tuple(name for name in ctx.call.inputs if name in ctx.call.movable and needs[name])
 
 
@@ -208,7 +216,7 @@ class Forward(_Pass):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        moved = {f"t{name}": t for name, t in zip(ctx.call.names, tangents[3:], strict=True) if t is not None}
+        moved = {f"t{name}": t for name, t in _moved(ctx, tangents).items()}
         _, _, tout, tlse = _Jvp.of(ctx.call.attn, (), ctx.random, _inputs(ctx) | moved)
         return tout, tlse
 
@@ -241,7 +249,7 @@ class _Backward(_Pass):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given, random, attn = _named(ctx), ctx.random, ctx.call.attn
-        moved = {f"t{name}": t for name, t in zip(ctx.call.names, tangents[3:], strict=True) if t is not None}
+        moved = {f"t{name}": t for name, t in _moved(ctx, tangents).items()}
         of_inputs = {name: t for name, t in moved.items() if name[1:] in ctx.call.inputs}
         if not of_inputs:
             linear = {"dout": moved.get("tdout", torch.zeros_like(given["dout"]))}
@@ -278,7 +286,7 @@ class _Jvp(_Pass):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        moved = {name: t for name, t in zip(ctx.call.names, tangents[3:], strict=True) if t is not None}
+        moved = _moved(ctx, tangents)
         inputs = _inputs(ctx)
         if moved.keys() & inputs.keys():
             raise forward_twice_error()
@@ -313,7 +321,7 @@ class _BackwardJvp(_Pass):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Where nothing moves but what the pass is linear in."""
         given, inputs, attn, random = _named(ctx), _inputs(ctx), ctx.call.attn, ctx.random
-        moved = {name: t for name, t in zip(ctx.call.names, tangents[3:], strict=True) if t is not None}
+        moved = _moved(ctx, tangents)
         if moved.keys() & {*inputs, "dout", "dlse"}:
             raise third_order_error("a tangent of backward_jvp")
         own = {name: t for name, t in moved.items() if name[1:] in inputs}

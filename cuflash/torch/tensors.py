@@ -39,17 +39,17 @@ _OF_CUPY = {dtype: (own, own.itemsize, False) for dtype, own in _NUMPY_DTYPES.it
 
 def numpy_view(x: Tensor) -> Any:
     viewed = _VIEWED_AS.get(x.dtype)
-    if viewed is None:
-        try:
+    try:
+        if viewed is None:
             return x.numpy(force=True)
-        except RuntimeError as error:
-            if not torch._C._functorch.is_legacy_batchedtensor(x):
-                raise
-            raise NotImplementedError(
-                "attention: got tensors of vectorize=True or is_grads_batched=True, expected those of torch.func: "
-                "torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
-            ) from error
-    return x.detach().view(viewed[0]).numpy().view(viewed[1])
+        return x.detach().view(viewed[0]).numpy().view(viewed[1])
+    except RuntimeError as error:
+        if not torch._C._functorch.is_legacy_batchedtensor(x):
+            raise
+        raise NotImplementedError(
+            "attention: got tensors of vectorize=True or is_grads_batched=True, expected those of torch.func: "
+            "torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
+        ) from error
 
 
 def from_numpy(x: Any) -> Tensor:

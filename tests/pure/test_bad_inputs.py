@@ -3,13 +3,14 @@
 import re
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash.spec.problem import MAX_SEQLEN
+from cuflash.spec.options import MAX_SEQLEN
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, DIM, DIM_V = 2, 4, 2, 5, 6, 8, 3
 
@@ -423,6 +424,24 @@ def test_gradients_of_what_is_not_there(of, given):
 @pytest.mark.parametrize("other", ["q", "k", "v", "bias", "mask", "kv_lengths", "alibi_slopes", "sinks", "block_mask"])
 def test_result_overlaps_an_argument(result, other):
     arrays = good_arrays()
+    arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
+    complaint = (ValueError, result, f"memory shared with {other}", "memory of its own")
+    assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), *complaint)
+
+
+@pytest.mark.parametrize("result", ["out", "lse"])
+@pytest.mark.parametrize("other", ["cu_seqlens_q", "cu_seqlens_k", "block_table", "kv_lengths"])
+def test_result_overlaps_what_says_where_rows_lie(result, other):
+    if other.startswith("cu"):
+        q: Any = np.ones((2, 16, 4), np.float32)
+        arrays: dict[str, Any] = {"q": q, "k": q, "v": q} | {
+            f"cu_seqlens_{x}": np.array([0, 9, 16], np.int32) for x in "qk"
+        }
+    else:
+        q, pool = np.ones((1, 2, 16, 4), np.float32), np.ones((3, 2, 16, 4), np.float32)
+        table = {"block_table": np.array([[2, 0]], np.int32), "kv_lengths": np.array([20])}
+        arrays = {"q": q, "k": pool, "v": pool} | table
+    arrays |= {"out": np.empty_like(q), "lse": np.empty(q.shape[:-1], np.float32)}
     arrays[result], arrays[other] = overlapping(arrays[result], arrays[other])
     complaint = (ValueError, result, f"memory shared with {other}", "memory of its own")
     assert_complains(lambda: cuflash.FlashAttention().forward(**arrays), *complaint)

@@ -88,3 +88,15 @@ def test_a_chunk_is_named():
     attn = cuflash.FlashAttention(batch_invariant=True)
     with pytest.raises(NotImplementedError, match=r"^chunk: got None together with batch_invariant=True"):
         attn.forward(q, *cuflash.streamed(q, q))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+@pytest.mark.parametrize("side", [2**30 - 1, 2**31, 2**40 + 1, 2**63 - 1, 2**63, 2**64])
+def test_a_side_of_the_window_may_be_of_any_length(way, side):
+    """It hides nothing in any call, and has the bits of one that does not exist, or of the longest sequence."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 200, 8))
+    with way_taken(way[1]):
+        for window, same in (((side, 3), (None, 3)), ((3, side), (3, None)), ((side, side), None)):
+            one, other = (cuflash.FlashAttention(window=x, batch_invariant=True) for x in (window, same))
+            for x, y in zip(one.forward(q, k, v), other.forward(q, k, v), strict=True):
+                np.testing.assert_array_equal(x, y)

@@ -515,6 +515,45 @@ assert np.array_equal(cuflash.attention(q, q, q), expected)
     run_python(code)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_waits_for_no_lock_of_another_thread():
+    """Cached properties have one in Python 3.11, which threads hold while they compute such a property."""
+    code = """
+import functools, gc, os, signal, threading
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np, cuflash, cuflash.distributed as cd, cuflash.frameworks
+
+locks = [x.lock for x in gc.get_objects() if isinstance(x, functools.cached_property) and hasattr(x, "lock")]
+holds, ends = threading.Event(), threading.Event()
+
+def hold():
+    for lock in locks:
+        lock.acquire()
+    holds.set()
+    ends.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+holds.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that waits
+    q, x = np.random.default_rng(0).standard_normal((3, 40, 8)), np.linspace(0, 1, 40)
+    attn = cuflash.FlashAttention(score=lambda s, i, j, *, x: cuflash.tanh(s) - x[i] * x[j])
+    for keys in ((q, q), cuflash.streamed(q, q, chunk=16)):
+        out, lse = attn.forward(q, *keys, x=x)
+        attn.backward(out, q, *keys, out, lse, x=x)
+        attn.jvp(q, *keys, tq=q, x=x)
+    cuflash.frameworks.call(attn, ("q", "k", "v", "x")).movable
+    def rank(comm):
+        return cd.ContextParallel(comm, split="contiguous", causal=True).forward(*(q[:, 20 * comm.rank:][:, :20],) * 3)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, cd.threads(2)))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run_python(code)
+
+
 def test_a_spawned_process_computes_too():
     q = np.random.default_rng(0).standard_normal((4, 1024, 64), dtype=np.float32)
     with multiprocessing.get_context("spawn").Pool(1) as pool:

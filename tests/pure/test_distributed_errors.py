@@ -259,6 +259,18 @@ def test_bad_arguments(options, optional, error, message):
         cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **optional)
 
 
+@pytest.mark.parametrize("options", [{"timeout": 1e300}, {"chunks": 2**60, "deterministic": True}, {"steps": 2**70}])
+def test_numbers_may_be_as_large_as_they_like(options):
+    x = np.linspace(-1, 1, 48).reshape(2, 6, 4)
+    split = cd.Split([[(0, 1), (3, 6)], [(1, 3)]])
+
+    def work(comm):
+        own = split.part(x, comm.rank)
+        return cd.ContextParallel(comm, split=split, causal=True, **options).forward(own, own, own).out
+
+    np.testing.assert_allclose(split.whole(on_threads(2, work)), cuflash.attention(x, x, x, causal=True))
+
+
 @pytest.mark.parametrize("method", ["forward", "plan", "decode"])
 def test_streamed_keys_are_refused(method):
     (comm,) = cd.threads(1)

@@ -1,5 +1,7 @@
 """Functions that spell out options: computed as these, with the results that the functions say."""
 
+import inspect
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +211,16 @@ def test_other_scores_stay_functions(text, names):
 
 @pytest.mark.parametrize(
     "text",
-    ["i > j", "abs(i - j) < 0", "i - j != 3", "(i >= j) | (j < 3)", "i + j < 30", "2 * i >= j", "(i - j) % 3 == 0"],
+    [
+        "i > j",
+        "abs(i - j) < 0",
+        "i - j != 3",
+        "(i >= j) | (j < 3)",
+        "i + j < 30",
+        "2 * i >= j",
+        "(i - j) % 3 == 0",
+        "i + 2**62 + 2**62 > j",
+    ],
 )
 def test_other_masks_stay_functions(text):
     attn, arrays = cuflash.FlashAttention(mask=eval(f"lambda i, j: {text}", globals())), arrays_of()
@@ -254,3 +265,46 @@ def test_plan_says_which_options():
     assert "options that they spell out: alibi_slopes = slopes, window = (8, None)" in text
     assert "score = s - (slopes[head] * abs(t0))" in text and "d score / d slopes[head] [head] = -abs(t0)" in text
     attn.compile(q, k, v, slopes=arrays["slopes"], need=("dslopes",))
+
+
+def repeated(count, step, first):
+    """A function of indices: a value after so many steps, each of which makes an expression of the one before."""
+
+    def last(*indices):
+        value = first(*indices)
+        for number in range(count):
+            value = step(value, number, *indices)
+        return value
+
+    return {2: lambda i, j: last(i, j), 3: lambda s, i, j: last(s, i, j)}[len(inspect.signature(first).parameters)]
+
+
+# Expressions that are deep, and those whose sums and products have 2**200 terms where they are multiplied out.
+DEEP = {
+    "sum": repeated(3000, lambda value, n, s, i, j: value + 0.001 * (i - j), lambda s, i, j: s),
+    "product": repeated(3000, lambda value, n, s, i, j: value * 0.999, lambda s, i, j: s),
+    "doubled": repeated(200, lambda s, n, *_: s + s, lambda s, i, j: s),
+    "squared": repeated(200, lambda s, n, *_: s * s, lambda s, i, j: s),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_scores_may_be_of_any_depth(name):
+    q, k = np.linspace(-1, 1, 12).reshape(3, 4), np.linspace(0, 0.5, 12).reshape(3, 4)
+    attn = cuflash.FlashAttention(score=DEEP[name])
+    with np.errstate(all="ignore"):
+        expected = np.logaddexp.reduce(DEEP[name](q @ k.T / 2, *np.ogrid[:3, :3]), axis=1)
+    for own in (attn, pickle.loads(pickle.dumps(attn))):
+        np.testing.assert_allclose(own.forward(q, k, None).lse, expected, rtol=1e-9)
+
+
+def test_masks_may_be_of_any_depth():
+    doubled = repeated(40, lambda d, n, *_: d + d, lambda i, j: i - j)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (lambda i, j: doubled(i, j) <= 0, {"mask": np.tri(3, dtype=bool).T}),
+        (repeated(3000, lambda shown, n, i, j: shown & (i - j < n + 2), lambda i, j: j >= 0), {"window": (1, None)}),
+        (repeated(40, lambda shown, n, *_: shown & shown, lambda i, j: i >= j), {"causal": True}),
+    ]
+    q = np.linspace(-1, 1, 12).reshape(3, 4)
+    for mask, options in cases:
+        np.testing.assert_allclose(cuflash.attention(q, q, q, mask=mask), cuflash.attention(q, q, q, **options))

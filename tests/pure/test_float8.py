@@ -500,3 +500,14 @@ def test_a_number_is_the_scale_of_all(scale, scalar):
     """As it is of attention."""
     expected = cuflash.dequantize(K, np.asarray(scale, np.float32))
     np.testing.assert_array_equal(cuflash.dequantize(K, scalar(scale) if scalar else scale), expected)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 20, 64])
+def test_blocks_may_be_longer_than_the_sequence(keys):
+    """They take no memory of their length."""
+    x = np.linspace(-1, 1, keys * 4).reshape(1, keys, 4)
+    for block in (64, 2**40, 2**70):
+        found, right = cuflash.quantize(x, per="block", block=block), cuflash.quantize(x, per="block", block=64)
+        np.testing.assert_array_equal(found.array.view(np.uint8), right.array.view(np.uint8))
+        np.testing.assert_array_equal(found.scale, right.scale)
+        assert found.scale.shape == (1, min(keys, 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import frameworks
-from cuflash.frameworks import call, call_of, forward_call, result_shapes
+from cuflash.frameworks import call, call_of, check_lse_keywords, forward_call, result_shapes
 from tests.sampling import examples
 from tests.second_derivatives import FEATURES
 
@@ -87,10 +87,16 @@ def test_functions_stay_in_their_process():
 
 
 def test_what_has_a_gradient():
-    attn = cuflash.FlashAttention(score=lambda s, i, j, *, gamma: s + gamma[i], mask=lambda i, j, *, ends: j < ends[i])
-    one = call(attn, ("q", "k", "v", "sinks", "gamma", "ends", "kv_lengths", "dout", "tq"))
-    assert one.inputs == ("q", "k", "v", "sinks", "gamma", "ends", "kv_lengths")
+    def score(s, i, j, *, gamma, unread):
+        return s + gamma[i]
+
+    attn = cuflash.FlashAttention(score=score, mask=lambda i, j, *, ends: j < ends[i])
+    one = call(attn, ("q", "k", "v", "sinks", "gamma", "ends", "unread", "kv_lengths", "dout", "tq"))
+    assert one.inputs == ("q", "k", "v", "sinks", "gamma", "ends", "unread", "kv_lengths")
     assert one.movable == ("q", "k", "v", "sinks", "gamma")
+    assert one.moved({name: 0 for name in one.names}).keys() == {*one.movable, "dout", "tq"}
+    with pytest.raises(NotImplementedError, match=r"^k_scale: got a derivative"):
+        call(attn, ("q", "k", "v", "k_scale")).moved({"k_scale": 0})
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,21 @@ def test_what_has_a_gradient():
 def test_wrong_keywords_are_named(attn, names, options, words):
     with pytest.raises(TypeError, match=f"^{words}"):
         forward_call(attn, ("q", "k", "v", *names), options)
+
+
+@pytest.mark.parametrize("attn", [{"causal": True}, True, "causal", cuflash.FlashAttention, cuflash.attention])
+def test_attn_is_an_object(attn):
+    x = np.ones((2, 3, 4))
+    message = "^attn: got .*, expected .*FlashAttention"
+    for call_of_attn in (
+        lambda: forward_call(attn, ("q", "k", "v"), {}),
+        lambda: check_lse_keywords(attn, {}),
+        lambda: cuflash.hessian_vector_product(attn, x, x, x, x, tq=x),
+        lambda: cuflash.double_backward(attn, {"dq": x}, x, x, x, x),
+        lambda: cuflash.jvp_backward(attn, x, x, x, x, x, x[..., 0], x, x[..., 0], tq=x),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call_of_attn()
 
 
 def test_options_are_kept():

@@ -3,6 +3,8 @@
 import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from enum import StrEnum
 from typing import Any
 
 import ml_dtypes
@@ -461,6 +463,58 @@ def test_an_object_prints_and_pickles():
     assert repr(attn) == text
     assert repr(pickle.loads(pickle.dumps(attn))) == text
     assert eval(text, {"FlashAttention": cuflash.FlashAttention}).options == attn.options
+
+
+def test_options_of_other_types_become_those_of_python():
+    class Layout(StrEnum):
+        BSHD = "bshd"
+
+    plain: dict[str, Any] = {"causal": "top_left", "window": (3, 1), "scale": 0.5, "dropout": 0.25, "layout": "bshd"}
+    others: dict[str, Any] = {
+        "causal": np.str_("top_left"),
+        "window": [np.int8(3), np.array(1)],
+        "scale": np.array(0.5),
+        "dropout": np.float16(0.25),
+        "layout": Layout.BSHD,
+        "precision": np.str_("highest"),
+    }
+    one, other = cuflash.FlashAttention(**plain), cuflash.FlashAttention(**others)
+    assert one == other and hash(one) == hash(other) and repr(one) == repr(other)
+
+
+RESULTS = {
+    "forward": lambda attn, q, out, lse: attn.forward(q, q, q, want=("max", "entropy")),
+    "backward": lambda attn, q, out, lse: attn.backward(q, q, q, q, out, lse, need=("dv", "dscale")),
+    "backward_jvp": lambda attn, q, out, lse: attn.backward_jvp(q, q, q, q, out, lse, out, lse, tq=q, need=("tdv",)),
+    "column_sums_backward": lambda attn, q, out, lse: attn.column_sums_backward(lse, q, q, lse, need=("dlse",)),
+    "top_keys": lambda attn, q, out, lse: attn.top_keys(q, q, lse, 2),
+    "merge": lambda attn, q, out, lse: cuflash.merge([out], [lse], maxes=[lse]),
+    "double_backward": lambda attn, q, out, lse: cuflash.double_backward(attn, {"dq": q}, q, q, q, q).gradients,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("copied", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_results_are_pickled_with_their_names(name, copied):
+    """A pool of processes gives results so."""
+    attn, q = cuflash.FlashAttention(), np.linspace(0, 1, 12).reshape(1, 3, 4)
+    result = RESULTS[name](attn, q, *attn.forward(q, q, q))
+    again = copied(result)
+    assert type(again) is type(result) and again._fields == result._fields
+    for x, y in zip(again, result, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_plans_and_bound_calls_are_pickled():
+    attn, q = cuflash.FlashAttention(causal=True), np.linspace(0, 1, 12).reshape(1, 3, 4)
+    plan = attn.plan(q, q, q, passes=["forward", "backward", "column_sums"])
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    bound = attn.bind(q, q, q, want=("max",))
+    for own in (pickle.loads(pickle.dumps(bound)), deepcopy(bound)):
+        assert not own._launches  # which hold addresses of this process
+        for _ in range(2):
+            for x, y in zip(own(q, q, q), bound(q, q, q), strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 def test_plan_and_compile_of_host_arrays():

@@ -14,6 +14,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.testing.tangents import assert_tangents, movable
 from tests import sampling
+from tests.compiled import run_python
 from tests.pure.test_docstrings import documented_parameters, parameters
 from tests.sampling import examples
 from tests.second_derivatives import FEATURES, moved_by
@@ -215,6 +216,36 @@ def test_what_no_pass_gives_is_refused(derivative, words, compiled):
         (jax.jit(of) if compiled else of)(x)
 
 
+CONSTANT: dict[str, Any] = {
+    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
+    "a comparison": {"score": lambda s, i, j, *, x: cuflash.where(x[i] >= x[j], s, 2 * s)},
+    "nothing": {"score": lambda s, i, j, *, x: s * 2},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_arrays_that_move_nothing_have_no_derivatives(name):
+    """Those that functions only compare, or do not read: as what a comparison of JAX compares."""
+    q, x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 8))), jnp.linspace(0, 1, 4)
+
+    def f(q, x):
+        return jnp.sin(attention(q, q, q, x=x, **CONSTANT[name])).sum()
+
+    of_q, of_x = jax.grad(f, (0, 1))(q, x)
+    np.testing.assert_allclose(of_q, jax.grad(f)(q, x))
+    assert not of_x.any()
+    of_both = jax.hessian(f, (0, 1))(q, x)
+    np.testing.assert_allclose(of_both[0][0], jax.hessian(f)(q, x))
+    assert not of_both[0][1].any() and not of_both[1][1].any()
+    np.testing.assert_allclose(jax.jvp(f, (q, x), (q, x))[1], jax.jvp(lambda q: f(q, x), (q,), (q,))[1])
+
+
+def test_derivatives_of_scales_of_fp8_are_refused():
+    k, one = jnp.asarray(X, jnp.float8_e4m3fn), jnp.float32(1)
+    with pytest.raises(NotImplementedError, match=r"^k_scale: got a derivative .* give cuflash\.dequantize"):
+        jax.grad(lambda scale: attention(jnp.asarray(X, "float32"), k, k, k_scale=scale, v_scale=one).sum())(one)
+
+
 # ---- jit, vmap -------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +347,20 @@ def test_a_seed_next_to_an_offset_in_an_array(seed):
         np.testing.assert_array_equal(found, right)
 
 
+FACTOR = 1.0
+
+
+def by_factor(s, i, j):
+    return s * FACTOR
+
+
+def test_a_function_is_traced_by_each_call(monkeypatch):
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        right = attention(X, X, X, scale=factor * X.shape[-1] ** -0.5)
+        np.testing.assert_allclose(attention(X, X, X, score=by_factor), right, rtol=1e-6)
+
+
 def test_an_array_of_a_score_may_be_named_random():
     x, attn = np.linspace(0, 1, X.shape[-2], dtype=np.float32), cuflash.FlashAttention(dropout=0.5, score=by_random)
     right = attn.forward(np.asarray(X), np.asarray(X), np.asarray(X), random=x, seed=1, offset=2).out
@@ -324,6 +369,76 @@ def test_an_array_of_a_score_may_be_named_random():
 
 def by_random(s, i, j, *, random):
     return s + random[i] * random[j]
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+ON_TWO_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, cuflash
+from cuflash.jax import attention
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_enable_x64", True)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+q, k, v, bias = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(4, 2, 6, 4)] * 3 + [(6,)]))
+
+def damped(s, i, j, *, x):
+    return s * (1 + x[j])
+
+CASES = {
+    "score": lambda q, k, v, x: attention(q, k, v, score=damped, x=x),
+    "dropout, lengths": lambda q, k, v, x: attention(
+        q, k, v, bias=x, kv_lengths=jnp.array([3, 5]), dropout=0.3, seed=1, offset=2
+    ),
+    "vmap": lambda q, k, v, x: jax.vmap(lambda q, k: attention(q, k, v[0], bias=x))(q, k),
+}
+
+def compared(found, right, name):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-9, atol=1e-12, err_msg=name)
+
+def loss(x):
+    return jnp.sin(x).sum()
+
+for name, f in CASES.items():
+    for is_shared in (False, True):  # keys and values, by both devices
+        own = (q, k[:2], v[:2], bias) if is_shared else (q, k, v, bias)
+        def whole(*xs):
+            halves = (slice(0, 2), slice(2, 4))
+            return sum(loss(f(xs[0][n], *(x if is_shared else x[n] for x in xs[1:3]), xs[3])) for n in halves)
+        for check in (True, False) if is_shared else (True,):
+            specs = (P("x"), *(P() if is_shared else P("x"),) * 2, P())
+            def of_shard(*xs):
+                return jax.lax.psum(loss(f(*xs)), "x")
+            sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check)
+            every = (0, 1, 2, 3)
+            compared(jax.jit(jax.value_and_grad(sharded, every))(*own), jax.value_and_grad(whole, every)(*own), name)
+            if check and is_shared and name == "score":
+                compared(jax.grad(sharded, every)(*own), jax.grad(whole, every)(*own), name)
+                product = lambda f: jax.jvp(jax.grad(f, every), own, own)[1]
+                compared(jax.jit(lambda: product(sharded))(), product(whole), name)
+try:
+    jax.shard_map(lambda q: attention(q, q, q), mesh=mesh, in_specs=P("x"), out_specs=P())(q)
+except ValueError as error:
+    assert "require replication" in str(error), error
+else:
+    raise AssertionError("a result that differs between devices passed as one that does not")
+
+second = jax.devices()[1]
+on_second = [jax.device_put(x, second) for x in (q, k, v)]
+gradient = jax.grad(lambda q: loss(attention(q, *on_second[1:])))(on_second[0])
+assert gradient.devices() == attention(*on_second).devices() == {second}
+try:
+    attention(*(jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (q, k, v)))
+except NotImplementedError as error:
+    assert str(error).startswith("q: got an array over 2 devices, expected one on a single device"), error
+else:
+    raise AssertionError("an array over two devices was taken")
+"""
+
+
+def test_shards_of_arrays_on_several_devices():
+    run_python(ON_TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
 
 
 # ---- logsumexp -------------------------------------------------------------------------------------------------------

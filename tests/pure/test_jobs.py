@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import threading
 import time
 
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cuflash.cpu import jobs
+from tests.compiled import run_python
 from tests.sampling import examples
 
 
@@ -176,3 +178,41 @@ def test_no_job_begins_after_an_exception(raised_in):
     assert threading.active_count() == threads
     time.sleep(0.1)
     assert len(done) == count
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_a_signal_at_any_moment_ends_all_jobs():
+    """No thread waits for a lock of one that was interrupted, and none computes afterwards."""
+    code = """
+import faulthandler, random, signal
+from cuflash.cpu import jobs
+
+class Interrupted(BaseException):
+    pass
+
+def interrupt(*_):
+    if may_interrupt:
+        raise Interrupted
+
+def work(number):
+    running.append(number)
+    total = sum(range(200 + 50 * (number % 5)))
+    running.pop()
+    return total
+
+faulthandler.dump_traceback_later(60, exit=True)
+signal.signal(signal.SIGALRM, interrupt)
+expected, interrupted, running = [sum(range(200 + 50 * (number % 5))) for number in range(30)], 0, []
+for _ in range(6000):
+    try:  # the timer comes once
+        may_interrupt = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+        assert list(jobs.results(work, range(30), 3)) == expected
+        may_interrupt = False
+    except Interrupted:
+        interrupted += 1
+    assert not running
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert interrupted > 600, interrupted
+"""
+    run_python(code)

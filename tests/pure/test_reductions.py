@@ -240,6 +240,31 @@ def test_sums_of_some_keys_take_the_lse_of_all():
     np.testing.assert_allclose(np.concatenate(partials, axis=-1), attn.column_sums(q, k, lse), rtol=1e-6)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("hiding", ["packed", "mask", "lengths"])
+def test_factors_of_rows_without_keys_reach_no_gradient(hiding, value):
+    """As of rows that belong to no packed sequence, whose memory may be uninitialised."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 2, 9, 4))
+    optional: dict[str, Any] = {"mask": np.arange(9)[:, None] < 6}
+    if hiding == "packed":
+        optional = {"cu_seqlens_q": np.array([0, 2, 6], np.int32), "cu_seqlens_k": np.array([0, 5, 9], np.int32)}
+    elif hiding == "lengths":
+        q, k = q[:, None], k[:, None]
+        optional = {"kv_lengths": np.array([9, 0])}
+    attn = cuflash.FlashAttention()
+    lse = attn.forward(q, k, None, **optional).lse
+    hidden = np.isneginf(lse)
+    assert hidden.any() and not hidden.all()
+    dsums = rng.standard_normal(lse.shape)
+    factors = rng.random(lse.shape)
+    need = ("dq", "dk", "dlse")
+    right = attn.column_sums_backward(dsums, q, k, lse, np.where(hidden, 0, factors), need=need, **optional)
+    found = attn.column_sums_backward(dsums, q, k, lse, np.where(hidden, value, factors), need=need, **optional)
+    for x, y in zip(found, right, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_dropout_does_not_change_weights():
     q, k = RNG.standard_normal((2, 4, 60, 8), np.float32)
     plain, dropped = cuflash.FlashAttention(), cuflash.FlashAttention(dropout=0.5)

@@ -128,6 +128,16 @@ def test_calls_that_do_not_fit_are_refused(call, error, message):
         call(lambda **arrays: attn.forward(q, k, v, **arrays), arrays_of())
 
 
+def test_gradients_are_those_of_arrays_that_the_score_reads():
+    attn, q, k, v, dout = problem_of(score=lambda s, i, j, *, unread: s * 2, mask=lambda i, j, *, ends: j <= ends[i])
+    arrays: dict[str, Any] = {"unread": np.ones(3), "ends": np.arange(40.0)}
+    out, lse = attn.forward(q, k, v, **arrays)
+    for name in ("dunread", "dends"):
+        with pytest.raises(ValueError, match=f"need: got '{name}', expected 'dq', 'dk', 'dv'"):
+            attn.backward(dout, q, k, v, out, lse, **arrays, need=("dq", name))
+    assert check_gradients(attn, q, k, v, **arrays).keys() == {"dq", "dk", "dv"}
+
+
 OF_KERNELS = [name for name, _ in (*ARRAYS, *ROW_REDUCTION_ARRAYS, *TANGENT_ARRAYS)]
 OF_SLICES = ["row_sums", "first_maxima", "lse_pairs", "key_indices", "tmax", "tentropy", "tkv_lengths", "tmask"]
 

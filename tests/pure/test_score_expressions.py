@@ -486,3 +486,15 @@ def test_what_a_choice_leaves_out_has_no_part_in_derivatives():
     by_s, *by_a = evaluate([made.by_s, *(x.derivative for x in made.loads["a"])], at, {"a": a}, np.float64)
     np.testing.assert_allclose(by_s, [[2, 2, 0.5]])
     np.testing.assert_allclose(np.broadcast_to(sum(by_a), (1, 3)), [[0, 0, 2 * (-1 / 16 + 1 / 4)]])
+
+
+@settings(max_examples=examples(60))
+@given(st.floats() | st.integers(-70, 70), st.floats(-4, 4, allow_subnormal=False).map(lambda x: x + 0.0))
+def test_powers_by_any_number_are_those_of_numpy(exponent, x):
+    attn = cuflash.FlashAttention(scale=1.0, score=lambda s, i, j: s**exponent)
+    q, k = np.array([[x]]), np.array([[1.0]])
+    with np.errstate(all="ignore"):
+        expected = np.power([x], float(exponent))
+    found = attn.forward(q, k, None, want=("max",))
+    np.testing.assert_allclose(found.max, expected, rtol=1e-12)
+    assert attn.backward(None, q, k, None, None, found.lse, dlse=np.ones(1)).dq.shape == (1, 1)

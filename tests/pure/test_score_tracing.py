@@ -1,6 +1,8 @@
 """How functions are traced: what they may do, and what is said of mistakes, with the line and a remedy."""
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import cuflash
 from cuflash.score_mod import Traced, program_of
 from cuflash.score_mod.evaluation import evaluate
+from tests.compiled import run_python
 from tests.pure.test_score_expressions import inputs, program
 
 
@@ -187,3 +190,55 @@ def test_numpy_functions_of_symbols_are_those_of_cuflash():
         assert Traced.of(mine, "score") == Traced.of(of_numpy, "score")
     assert Traced.of(lambda i, j: np.float64(2) < i, "mask") == Traced.of(lambda i, j: i > 2.0, "mask")
     assert cuflash.clip(5, 0, 3) == 3 and cuflash.floor(np.float32(-1.5)) == -2
+
+
+WHILE_A_THREAD_TRACES = """
+import os, signal, threading, cuflash
+from cuflash.score_mod import nodes
+
+def trace():
+    return cuflash.FlashAttention(score=lambda s, i, j: s - (i - j) * 0.25)
+
+holds, ends = threading.Event(), threading.Event()
+
+def hold():
+    with nodes._lock:
+        holds.set()
+        ends.wait(0.2)
+
+thread = threading.Thread(target=hold)
+thread.start()
+holds.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that waits
+    trace()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+trace()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_traces_even_if_a_thread_did():
+    run_python(WHILE_A_THREAD_TRACES)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_a_handler_of_a_signal_traces_wherever_it_comes():
+    code = """
+import faulthandler, signal, time, cuflash
+
+def trace(*_):
+    return cuflash.FlashAttention(score=lambda s, i, j: s - (i - j) * 0.25 + (i + j) * 0.5)
+
+faulthandler.dump_traceback_later(20, exit=True)
+signal.signal(signal.SIGALRM, trace)
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+ends = time.monotonic() + 1
+while time.monotonic() < ends:
+    trace()
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    run_python(code)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,52 @@ def test_what_no_pass_gives_is_refused(derivative, words):
         derivative(lambda x: (attention(x, x, x) ** 2).sum(), x)
 
 
+def test_batched_gradients_of_bfloat16_are_refused_as_others_are():
+    x = torch.randn(2, 3, 4).bfloat16()
+    with pytest.raises(NotImplementedError, match=r"^attention: got .*vectorize=True.* torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(lambda x: attention(x, x, x).sum(), x, vectorize=True)
+
+
+CONSTANT: dict[str, Any] = {
+    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
+    "a comparison": {"score": lambda s, i, j, *, x: cuflash.where(x[i] >= x[j], s, 2 * s)},
+    "nothing": {"score": lambda s, i, j, *, x: s * 2},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_arrays_that_move_nothing_have_no_derivatives(name):
+    """Those that functions only compare, or do not read: as what a comparison of PyTorch compares."""
+    q = torch.randn(2, 4, 8, dtype=torch.float64)
+    x = torch.linspace(0, 1, 4, dtype=torch.float64)
+
+    def f(q, x):
+        return attention(q, q, q, x=x, **CONSTANT[name]).sin().sum()
+
+    alone = {of: getattr(torch.func, of)(lambda q: f(q, x))(q) for of in ("grad", "hessian")}
+    for of, right in alone.items():
+        found = getattr(torch.func, of)(f, (0, 1))(q, x)
+        of_q, of_x = (found[0][0], found[1][1]) if of == "hessian" else found
+        torch.testing.assert_close(of_q, right)
+        assert not of_x.any()
+    tangents = torch.func.jvp(f, (q, x), (q, x))[1], torch.func.jvp(lambda q: f(q, x), (q,), (q,))[1]
+    torch.testing.assert_close(*tangents)
+    assert not torch.func.jvp(lambda x: f(q, x), (x,), (x,))[1]
+    (of_x,) = torch.autograd.grad(f(q, x.requires_grad_()), x, allow_unused=True)
+    assert of_x is None or not of_x.any()
+
+
+def test_derivatives_of_scales_of_fp8_are_refused():
+    q, k, scale = X, X.to(torch.float8_e4m3fn), torch.ones((), requires_grad=True)
+
+    def f(scale):
+        return attention(q, k, k, k_scale=scale, v_scale=torch.ones(())).sum()
+
+    for derivative in (lambda: f(scale).backward(), lambda: torch.func.jvp(f, (scale.detach(),), (scale.detach(),))):
+        with pytest.raises(NotImplementedError, match=r"^k_scale: got a derivative .* give cuflash\.dequantize"):
+            derivative()
+
+
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +496,42 @@ def test_transforms_are_compiled_with_the_function(name):
     torch.compiler.reset()
     compiled = torch.compile(lambda x, t: TRANSFORMS[name](f, x, t), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, t), TRANSFORMS[name](f, x, t))
+
+
+def test_attn_is_made_outside_of_a_compiled_function():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        return attention(x, x, x, attn=cuflash.FlashAttention(causal=True))
+
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"attn: got a FlashAttention that is made within the compiled function, expec"):
+        compiled(X)
+
+
+def test_another_attn_is_another_graph():
+    attns = [cuflash.FlashAttention(**options) for options in ({"causal": True}, {}, {"scale": 1.0}, {"causal": True})]
+    holder = SimpleNamespace(attn=attns[0])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, attn):
+        return attention(x, x, x, attn=attn) + attention(x, x, x, attn=holder.attn)
+
+    torch.compiler.reset()
+    for attn in attns:
+        holder.attn = attn
+        torch.testing.assert_close(compiled(X, attn), 2 * attention(X, X, X, attn=attn))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_traced_function_takes_other_tensors(recorded):
+    """`torch.jit.trace` keeps results of what it does not see as constants."""
+    traced = torch.jit.trace(lambda x: attention(x, X, X), X.clone().requires_grad_(recorded), check_trace=False)
+    x, other = (y.requires_grad_(recorded) for y in (X + 1, X + 1))
+    found, right = traced(x), attention(other, X, X)
+    torch.testing.assert_close(found, right)
+    if recorded:
+        torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), z)[0] for y, z in ((found, x), (right, other))))
 
 
 def test_an_exported_program_has_the_operator(tmp_path):

@@ -33,10 +33,15 @@ def one_after_the_other(f, g):
     return lambda s, i, j: g(f(s, i, j), i, j)
 
 
+def scaled_score(s, i, j):
+    return s * FACTOR
+
+
 SCALED: dict[str, Any] = {
     "closure": lambda q, c, f: attention(q, q, q, score=lambda s, i, j: s * c),
     "global": lambda q, c, f: attention(q, q, q, score=lambda s, i, j: s * FACTOR),
     "global of a function": lambda q, c, f: attention(q, q, q, score=lambda s, i, j: scaled(s)),
+    "global of a score": lambda q, c, f: attention(q, q, q, score=scaled_score),
     "made outside": lambda q, c, f: attention(q, q, q, score=f),
     "function made outside": lambda q, c, f: attention(q, q, q, score=lambda s, i, j: f(s, i, j)),
     "function of a function made outside": lambda q, c, f: attention(q, q, q, score=through(f)),
@@ -47,6 +52,16 @@ SCALED: dict[str, Any] = {
     "size": lambda q, c, f: attention(q, q, q, score=times(q.shape[-2] - 10 + (c % 1))),
     "lse": lambda q, c, f: logsumexp(q, q, score=lambda s, i, j: s * c),
 }
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_function_is_traced_by_each_call(name, monkeypatch):
+    q = torch.randn(2, 12, 8, dtype=torch.float64)
+    for factor in (2, 3, 0.5, 2):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        scale = (2 + factor % 1 if name == "size" else factor) * 8**-0.5
+        right = logsumexp(q, q, scale=scale) if name == "lse" else attention(q, q, q, scale=scale)
+        torch.testing.assert_close(SCALED[name](q, factor, times(factor)), right, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("how", [{}, {"dynamic": True}], ids=str)

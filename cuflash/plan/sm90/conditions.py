@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
+from cuflash.arrays.cached import cached_property
 from cuflash.plan.sm90.scored import BIAS_BY_TMA, bias_by, claimed_waves, rounds
 from cuflash.plan.tiles import ANY, Condition, Fit, by_name
 
@@ -32,17 +32,17 @@ _LONG = f"{LONG_SEQLEN} keys or more; no {_PER_PAIR}, score_mod or mask_mod, no 
 class ForwardFit(Fit):
     """A row of the forward pass with a problem, as the row loads bias, masks and score."""
 
-    @functools.cached_property
+    @cached_property
     def seeing(self) -> ScoredTile:
         """The row for the problem."""
         seeing: ScoredTile = self.tile.configured(self.problem)
         return seeing
 
-    @functools.cached_property
+    @cached_property
     def bias(self) -> str:
         return bias_by(self.problem)
 
-    @functools.cached_property
+    @cached_property
     def looks_up_none(self) -> bool:
         """Whether nothing is looked up pair by pair, neither what hides pairs nor what a score reads."""
         problem = self.problem
