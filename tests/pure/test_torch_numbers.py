@@ -1,4 +1,4 @@
-"""`torch.compile` of functions whose score_mod or mask_mod read numbers that change."""
+"""`torch.compile` of functions whose score_mod or mask_mod read numbers that change, or whose `attn` does."""
 
 import math
 import sys
@@ -179,3 +179,28 @@ def test_what_a_compiled_score_reads_and_no_compiler_guards_is_named(score, mess
     attn = cuflash.FlashAttention(score=score)
     compiled = torch.compile(lambda q: attention(q, q, q, attn=attn), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q), attention(q, q, q))
+
+
+def test_attn_is_made_outside_of_a_compiled_function():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        return attention(x, x, x, attn=cuflash.FlashAttention(causal=True))
+
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"attn: got a FlashAttention that is made within the compiled function, expec"):
+        compiled(torch.randn(2, 4, 8))
+
+
+def test_another_attn_is_another_graph():
+    attns = [cuflash.FlashAttention(**options) for options in ({"causal": True}, {}, {"scale": 1.0}, {"causal": True})]
+    holder = SimpleNamespace(attn=attns[0])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, attn):
+        return attention(x, x, x, attn=attn) + attention(x, x, x, attn=holder.attn)
+
+    torch.compiler.reset()
+    x = torch.randn(2, 4, 8)
+    for attn in attns:
+        holder.attn = attn
+        torch.testing.assert_close(compiled(x, attn), 2 * attention(x, x, x, attn=attn))
