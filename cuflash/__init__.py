@@ -8,10 +8,10 @@
 
 from cuflash import block_masks
 from cuflash.arrays.fp8 import fp8
+from cuflash.bound import BoundForward
 from cuflash.cpu import cpu_threads
 from cuflash.flash_attention import FlashAttention
 from cuflash.functional import attention, double_backward, hessian_vector_product, jvp_backward, logsumexp
-from cuflash.preparation import BoundForward
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 from cuflash.shards.merge import merge, merge_backward

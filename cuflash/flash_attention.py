@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash.preparation import results_of
+from cuflash import dispatch
 from cuflash.reductions import Reductions
 from cuflash.score_mod import Score
 from cuflash.spec.inputs import INPUTS, NamedGradients, NamedGradientTangents
@@ -455,7 +455,7 @@ class FlashAttention(Reductions[FunctionT]):
             arrays |= {"max": max, "entropy": entropy}
             names = wanted_results(want, arrays)
         result_type = ForwardResult if names is OUTPUTS else named_tuple(ForwardResult, names)
-        return result_type(*results_of(FORWARD, self.options, arrays, INPUTS, names, random))
+        return result_type(*dispatch.compute(FORWARD, self.options, arrays, INPUTS, names, random))
 
     # fmt: off
     @overload
@@ -621,7 +621,7 @@ class FlashAttention(Reductions[FunctionT]):
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        return result_type(*results_of(BACKWARD, self.options, arrays, _BACKWARD_INPUTS, need, random))
+        return result_type(*dispatch.compute(BACKWARD, self.options, arrays, _BACKWARD_INPUTS, need, random))
 
     # fmt: off
     @overload
@@ -698,7 +698,7 @@ class FlashAttention(Reductions[FunctionT]):
         given = checked_with_score_args("jvp", JvpArrays, self.options, arrays, tangents)
         by_name = {"q": q, "k": k, "v": v, **given}
         random = self.options.random(seed, offset)
-        return JvpResult(*results_of(JVP, self.options, by_name, INPUTS, JVP.default, random))
+        return JvpResult(*dispatch.compute(JVP, self.options, by_name, INPUTS, JVP.default, random))
 
     # fmt: off
     @overload
@@ -788,5 +788,5 @@ class FlashAttention(Reductions[FunctionT]):
         by_name |= {name: results[name] for name in names}
         random = self.options.random(seed, offset)
         return named_tuple(GradientTangents, names)(
-            *results_of(BACKWARD_JVP, self.options, by_name, _BACKWARD_JVP_INPUTS, names, random)
+            *dispatch.compute(BACKWARD_JVP, self.options, by_name, _BACKWARD_JVP_INPUTS, names, random)
         )

@@ -30,7 +30,7 @@ _kept = functools.lru_cache(maxsize=256, typed=True)(FlashAttention)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class PassCall:
     """One pass of a `FlashAttention`, but for its arrays and random numbers.
 
     `names` are those of the arrays, in order; `need` are those of the results of `backward` and `backward_jvp`.
@@ -77,7 +77,7 @@ class Call:
         return token
 
 
-def check_movable(call: Call, names: Iterable[str]) -> None:
+def check_movable(call: PassCall, names: Iterable[str]) -> None:
     """Refuse derivatives with respect to scales of fp8 arrays."""
     for name in names:
         if name in FP8_SCALES and name in call.inputs:
@@ -88,17 +88,17 @@ def check_movable(call: Call, names: Iterable[str]) -> None:
 
 
 _PROCESS = uuid.uuid4().hex
-_calls: dict[str, Call] = {}
+_calls: dict[str, PassCall] = {}
 
 
 @functools.lru_cache(maxsize=1024)
-def call(attn: FlashAttention, names: tuple[str, ...], need: tuple[str, ...] = ()) -> Call:
+def call(attn: FlashAttention, names: tuple[str, ...], need: tuple[str, ...] = ()) -> PassCall:
     """The one call of an equal `FlashAttention` with such arrays and results."""
-    return Call(attn, names, need)
+    return PassCall(attn, names, need)
 
 
-def call_of(token: str) -> Call:
-    """The call that `Call.token` spells."""
+def call_of(token: str) -> PassCall:
+    """The call that `PassCall.token` spells."""
     found = _calls.get(token)
     if found is None:
         options, names, need = json.loads(token)
@@ -124,7 +124,7 @@ def _made(options: Mapping[str, Any]) -> FlashAttention:
 
 def forward_call(
     attn: FlashAttention | None, names: tuple[str, ...], options: Mapping[str, Any], function: str = "attention"
-) -> Call:
+) -> PassCall:
     """The forward pass of a function with options as keywords, or `attn` in place of these.
 
     `names` are those of its arrays. What is left of the keywords is no array, and an option or wrong.
@@ -196,7 +196,7 @@ def _keyword_error(function: str, name: str, x: object) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+def result_shapes(which: str, call: PassCall, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
     """The shapes of what a pass gives, by name, for arrays of such shapes, whose sizes may be a compiler's symbols."""
     if call.need:
         return {name: tuple(shapes[model_of(name)]) for name in call.need}
@@ -215,7 +215,7 @@ def result_shapes(which: str, call: Call, shapes: Mapping[str, Sequence[Any]]) -
 
 
 def vmapped_shapes(
-    call: Call, shapes: Mapping[str, Sequence[int]], mapped: Collection[str]
+    call: PassCall, shapes: Mapping[str, Sequence[int]], mapped: Collection[str]
 ) -> dict[str, tuple[int, ...]] | None:
     """How one pass computes all entries of a vmap: the shapes of the arrays of an entry, after an axis of entries.
 

@@ -1,4 +1,4 @@
-"""Attention in one call, without gradients; and what two calls of `FlashAttention` make of second derivatives."""
+"""Functions that call `FlashAttention`: attention and logsumexp in one call, and second derivatives in two."""
 
 from __future__ import annotations
 
@@ -38,46 +38,58 @@ R = TypeVar("R")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
 # Instances with options of these types are kept, because checking the options takes half as long as a small call.
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
-_SIGNATURES = inspect.signature(FlashAttention), inspect.signature(FlashAttention.forward)
-_OPTIONS, _OF_FORWARD = ({name: x for name, x in own.parameters.items() if name != "self"} for own in _SIGNATURES)
-_SCORE_ARGS = _OF_FORWARD.pop("score_args")
-_OF_FORWARD["mask"] = _OF_FORWARD["mask"].replace(annotation="Array | Function | None")  # that of options, or an array
-_OF_BOTH = {name: x for name, x in _OPTIONS.items() if name not in ("deterministic", "mask")} | _OF_FORWARD
-_OF_NEITHER = (*INPUTS, "want", *ROW_REDUCTIONS)
-# The keywords of `attention` and `logsumexp`, but for the arrays of functions.
-_OF_ATTENTION, _OF_LOGSUMEXP = (
-    {name: x for name, x in _OF_BOTH.items() if name not in (*_OF_NEITHER, other)} for other in ("lse", "dropout")
-)
+
+Keywords = dict[str, inspect.Parameter]
 
 
-def _with_keywords(parameters: Mapping[str, inspect.Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a function of arrays and any keywords the signature with these keywords, and those of functions."""
+def _keywords_of(method: Callable[..., Any]) -> Keywords:
+    return {name: x for name, x in inspect.signature(method).parameters.items() if name != "self"}
+
+
+# `attention` and `logsumexp` take the keywords of `FlashAttention` and those of its `forward`, with few exceptions.
+_OPTIONS, _ARRAYS = _keywords_of(FlashAttention), _keywords_of(FlashAttention.forward)
+_SCORE_ARGS = _ARRAYS.pop("score_args")
+_ARRAYS["mask"] = _ARRAYS["mask"].replace(annotation="Array | Function | None")  # an array, or the option
+
+
+def _keywords_without(*names: str) -> Keywords:
+    left_out = ("deterministic", *INPUTS, "want", *ROW_REDUCTIONS, *names)
+    both = {name: x for name, x in _OPTIONS.items() if name not in _ARRAYS} | _ARRAYS
+    return {name: x for name, x in both.items() if name not in left_out}
+
+
+_KEYWORDS_OF_ATTENTION, _KEYWORDS_OF_LOGSUMEXP = _keywords_without("lse"), _keywords_without("dropout")
+
+
+def _with_signature(keywords: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let ``inspect.signature`` of a function of arrays and ``**keywords`` show these keywords and score_mod args."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = inspect.signature(function)
-        *arrays, _ = own.parameters.values()
-        whole = own.replace(parameters=(*arrays, *parameters.values(), _SCORE_ARGS))
-        function.__signature__ = whole  # type: ignore[attr-defined]
+        declared = inspect.signature(function)
+        *arrays, _ = declared.parameters.values()
+        shown = declared.replace(parameters=(*arrays, *keywords.values(), _SCORE_ARGS))
+        function.__signature__ = shown  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-def _as_method(
-    function: str, parameters: Mapping[str, Any], keywords: dict[str, Any]
-) -> tuple[FlashAttention, dict[str, Any]]:
-    """The instance whose `forward` a function calls, and the keywords that `forward` gets."""
+def _as_method(function: str, accepted: Keywords, keywords: dict[str, Any]) -> tuple[FlashAttention, dict[str, Any]]:
+    """The instance whose `forward` a function calls, and the keywords that `forward` gets.
+
+    `accepted` are the keywords of the function, `keywords` those of this call.
+    """
     options: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
     for name, x in keywords.items():
-        is_option = name in _OPTIONS and name in parameters and (name != "mask" or callable(x))
+        is_option = name in _OPTIONS and name in accepted and (name != "mask" or callable(x))
         (options if is_option else arrays)[name] = x
     # A function is traced by each call: it may read Python variables that have changed.
     attn = (_kept if _KEPT_TYPES.issuperset(map(type, options.values())) else FlashAttention)(**options)
-    if not parameters.keys() >= arrays.keys():
-        accepted = (*attn.options.score_args, *parameters)
-        if unknown := arrays.keys() - accepted:
-            raise unexpected_keyword(function, min(unknown), accepted)
+    if not accepted.keys() >= arrays.keys():
+        names = (*attn.options.score_args, *accepted)
+        if unknown := arrays.keys() - names:
+            raise unexpected_keyword(function, min(unknown), names)
     return attn, arrays
 
 
@@ -105,7 +117,7 @@ def attention(q: ArrayT, k: Array, v: Array, *, mask: Function, **arguments: Any
 
 
 @takes_star
-@_with_keywords(_OF_ATTENTION)
+@_with_signature(_KEYWORDS_OF_ATTENTION)
 def attention(q: ArrayT, k: Array, v: Array, **keywords: Any) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
 
@@ -160,7 +172,7 @@ def attention(q: ArrayT, k: Array, v: Array, **keywords: Any) -> ArrayT:
     """
     if v is None:
         raise type_error("v", "None", "an array; cuflash.logsumexp takes none")
-    attn, arrays = _as_method("attention", _OF_ATTENTION, keywords)
+    attn, arrays = _as_method("attention", _KEYWORDS_OF_ATTENTION, keywords)
     return attn.forward(q, k, v, **arrays).out
 
 
@@ -182,7 +194,7 @@ def logsumexp(q: Array, k: Array, *, mask: Function, **arguments: Any) -> Array:
 
 
 @takes_no_values
-@_with_keywords(_OF_LOGSUMEXP)
+@_with_signature(_KEYWORDS_OF_LOGSUMEXP)
 def logsumexp(q: Array, k: Array, **keywords: Any) -> Array:
     """The logarithm of the sum of exponentials of each row of scores, ``logsumexp(scale * q @ k.T + ..., axis=-1)``.
 
@@ -230,7 +242,7 @@ def logsumexp(q: Array, k: Array, **keywords: Any) -> Array:
     >>> np.allclose(cuflash.logsumexp(x, y, scale=1.0), np.log(np.exp(x @ y.T).sum(axis=-1)))
     True
     """
-    attn, arrays = _as_method("logsumexp", _OF_LOGSUMEXP, keywords)
+    attn, arrays = _as_method("logsumexp", _KEYWORDS_OF_LOGSUMEXP, keywords)
     return attn.forward(q, k, None, **arrays).lse
 
 
@@ -308,10 +320,10 @@ def hessian_vector_product(
     (2, 30, 8)
     """
     _check_attn(attn)
-    both: dict[str, Array] = {"seed": seed, "offset": offset}
-    own = {name: x for name, x in arrays.items() if name != "dlse"}
-    out, lse, tout, tlse = attn.jvp(q, k, v, **both, **own)
-    return attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays)
+    random: dict[str, Array] = {"seed": seed, "offset": offset}
+    arrays_of_jvp = {name: x for name, x in arrays.items() if name != "dlse"}
+    out, lse, tout, tlse = attn.jvp(q, k, v, **random, **arrays_of_jvp)
+    return attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays)
 
 
 # fmt: off
@@ -386,17 +398,17 @@ def double_backward(
     - Examples: docs/second-derivatives.md.
     """
     _check_attn(attn)
-    both: dict[str, Array] = {"seed": seed, "offset": offset}
+    random: dict[str, Array] = {"seed": seed, "offset": offset}
     if not isinstance(cotangents, Mapping):
         raise type_error("cotangents", typed(cotangents), "a mapping of names of gradients to arrays")
     # What has a tangent of its own is of the third order, which `jvp` refuses.
     names = [name for name in cotangents if not name.startswith("td")]
     check_need(names, (*GRADIENTS, *attn.options.score_gradients), "cotangents")
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
-    own = {name: x for name, x in arrays.items() if name != "dlse"}
-    out, lse, tout, tlse = attn.jvp(q, k, v, **both, **own, **tangents)
-    found = attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays, **tangents)
-    return DoubleGradients(tout, tlse, found)
+    arrays_of_jvp = {name: x for name, x in arrays.items() if name != "dlse"}
+    out, lse, tout, tlse = attn.jvp(q, k, v, **random, **arrays_of_jvp, **tangents)
+    gradients = attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays, **tangents)
+    return DoubleGradients(tout, tlse, gradients)
 
 
 # fmt: off
@@ -472,15 +484,15 @@ def jvp_backward(
     FlashAttention.jvp : The pass whose gradients these are.
     double_backward : Gradients of gradients.
     """
-    if v is None and dtlse is None and isinstance(attn, FlashAttention):  # ranks raise where all of them hear of it
+    if v is None and dtlse is None and isinstance(attn, FlashAttention):  # ranks check this in the call, together
         raise value_error("dtlse", "None", "the gradient with respect to tlse, the only tangent without values")
     _check_attn(attn)
-    both: dict[str, Array] = {"seed": seed, "offset": offset}
-    extra = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}
-    found = attn.backward_jvp(dtout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays, **extra)
+    random: dict[str, Array] = {"seed": seed, "offset": offset}
+    upstream = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}
+    gradients = attn.backward_jvp(dtout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays, **upstream)
     tangents = {*Tangents.__annotations__, *(f"t{name}" for name in attn.options.score_args)}
     inputs = {name: x for name, x in arrays.items() if name not in tangents}
     of_tangents = attn.backward(
-        dtout, q, k, v, out, lse, need=tuple(name[1:] for name in found._fields), dlse=dtlse, **both, **inputs
+        dtout, q, k, v, out, lse, need=tuple(name[1:] for name in gradients._fields), dlse=dtlse, **random, **inputs
     )
-    return JvpGradients(found, of_tangents)
+    return JvpGradients(gradients, of_tangents)

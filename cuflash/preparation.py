@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
-import numpy as np
-
+from cuflash import dispatch
 from cuflash.arrays.array_info import softmax_dtype_of
-from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of, on_device
-from cuflash.cpu import backend as cpu_backend
-from cuflash.cpu import reductions as reductions_on_numpy
-from cuflash.spec.array_imports import is_cupy
-from cuflash.spec.backends import PassBackend, ReductionBackend
+from cuflash.bound import BoundForward
 from cuflash.spec.batch_axes import shape_of_lse
-from cuflash.spec.call import Backend, Call, prepare
-from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, WITH_KEYS, OptionalArrays, WithTangents
-from cuflash.spec.keywords import unexpected_keyword
+from cuflash.spec.call import Call, prepare
+from cuflash.spec.inputs import INPUTS, NAMES, OptionalArrays, WithTangents
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, OUTPUTS, AllPassArrays, PassArrays
 from cuflash.spec.passes import (
@@ -44,32 +38,19 @@ from cuflash.spec.reductions import (
     keys_of,
     prepare_reduction,
 )
-from cuflash.spec.results import (
-    Array,
-    ForwardResult,
-    checked_passes,
-    named_tuple,
-    needed,
-    wanted_results,
-)
+from cuflash.spec.results import Array, ForwardResult, checked_passes, needed
 from cuflash.spec.score_args import check_tangent_names, checked_with_score_args
 from cuflash.spec.streamed import Streamed
 from cuflash.spec.type_variables import FunctionT, WithFunction
-from cuflash.streaming import calls as streaming_backend
-from cuflash.streaming import reductions as reductions_of_streamed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cuflash.cpu.backend import CpuPlan
     from cuflash.gpu.backend import Plans
-    from cuflash.gpu.bound import BoundLaunch
     from cuflash.gpu.tuning import Tuning
     from cuflash.spec.outputs import NamedForwardResult, PlannedArrays, PreparedArrays
     from cuflash.streaming import StreamPlan
-
-
-ResultT = TypeVar("ResultT", bound=tuple[Any, ...])
 
 
 class Preparation(Generic[FunctionT]):
@@ -138,17 +119,17 @@ class Preparation(Generic[FunctionT]):
         compile : Compiles what is planned.
         tune : Times tiles that might be faster.
         """
-        wanted = _Wanted.of(passes)
+        wanted = _WantedPasses.of(passes)
         plans: list[Any] = []
         if wanted.passes:
-            of_functions, others = self.options.score_gradients, wanted.of_passes(arrays, ("lse",))
-            given = {"q": q, "k": k, "v": v} | self._checked("plan", wanted.passes, others, of_functions)
+            of_functions, others = self.options.score_gradients, wanted.arrays_of_passes(arrays, ("lse",))
+            given = {"q": q, "k": k, "v": v} | self._by_name("plan", wanted.passes, others, of_functions)
             results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
             names = needed(wanted.need_of_passes(need), given | self.options.numbers, results, of_functions)
             call = prepare(self.options, given, INPUTS, names)
-            plan = backend_of(call.backend).plan(call.options, call.arrays, call.need, wanted.passes)
+            plan = dispatch.backend_of(call.backend).plan(call.options, call.arrays, call.need, wanted.passes)
             plans.append(plan if call.rewrite is None else plan.noted(call.rewrite.describe(self.options, call.given)))
-        for one in self._prepared(wanted, q, k, arrays, need, computes=False):
+        for one in self._prepared_reductions(wanted, q, k, arrays, need, computes=False):
             plan = one.plan()
             rewrite = one.call.rewrite
             plans.append(plan if rewrite is None else plan.noted(rewrite.describe(self.options, one.call.given)))
@@ -256,16 +237,16 @@ class Preparation(Generic[FunctionT]):
         plan : What will run.
         tune : Times tiles that might be faster.
         """
-        wanted = _Wanted.of(passes)
+        wanted = _WantedPasses.of(passes)
         if wanted.passes:
-            others = wanted.of_passes(optional_inputs)
-            arrays = {"q": q, "k": k, "v": v} | self._checked("compile", wanted.passes, others)
+            others = wanted.arrays_of_passes(optional_inputs)
+            arrays = {"q": q, "k": k, "v": v} | self._by_name("compile", wanted.passes, others)
             of_functions = self.options.score_gradients
             absent = dict.fromkeys((*GRADIENTS, *of_functions))
             names = needed(wanted.need_of_passes(need), arrays | self.options.numbers, absent, of_functions)
             call = prepare(self.options, arrays, INPUTS, names)
-            backend_of(call.backend).compile(call.options, call.arrays, call.need, wanted.passes)
-        for one in self._prepared(wanted, q, k, optional_inputs, need, computes=True):
+            dispatch.backend_of(call.backend).compile(call.options, call.arrays, call.need, wanted.passes)
+        for one in self._prepared_reductions(wanted, q, k, optional_inputs, need, computes=True):
             one.compile()
 
     # fmt: off
@@ -346,33 +327,41 @@ class Preparation(Generic[FunctionT]):
         plan : Says which tiles are used, and why.
         compile : Compiles the kernels with them.
         """
-        wanted, how = _Wanted.of(passes), {"remember": remember, "forget": forget}
+        wanted, how = _WantedPasses.of(passes), {"remember": remember, "forget": forget}
         found: list[Any] = []
         if own_passes := wanted.passes:
-            others = wanted.of_passes(optional_inputs)
-            arrays = {"q": q, "k": k, "v": v} | self._checked("tune", own_passes, others) | {"dout": dout}
+            others = wanted.arrays_of_passes(optional_inputs)
+            arrays = {"q": q, "k": k, "v": v} | self._by_name("tune", own_passes, others) | {"dout": dout}
             if arrays.get("block_table") is not None and FORWARD in own_passes:
                 own_passes = (FORWARD,)
             random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
             call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
-            found.append(backend_of(call.backend).tune(call.options, call.arrays, random, passes=own_passes, **how))
-        for one in self._prepared(wanted, q, k, optional_inputs, OF_SUMS_BY_DEFAULT, computes=True):
+            backend = dispatch.backend_of(call.backend)
+            found.append(backend.tune(call.options, call.arrays, random, passes=own_passes, **how))
+        for one in self._prepared_reductions(wanted, q, k, optional_inputs, OF_SUMS_BY_DEFAULT, computes=True):
             found.append(one.tune(**how))
         return None if forget else functools.reduce(lambda tuning, other: tuning.joined(other), found)
 
-    def _prepared(
-        self, wanted: _Wanted, q: Array, k: Array, arrays: Mapping[str, Any], need: Collection[str], *, computes: bool
+    def _prepared_reductions(
+        self,
+        wanted: _WantedPasses,
+        q: Array,
+        k: Array,
+        arrays: Mapping[str, Any],
+        need: Collection[str],
+        *,
+        computes: bool,
     ) -> Iterator[PreparedReduction]:
         """The reductions that are wanted, on arrays of a backend; lse is computed if it is not given."""
         for pass_ in wanted.reductions:
-            own = {name: arrays.get(name) for name in TAKEN_BY_REDUCTIONS[pass_]}
+            arguments = {name: arrays.get(name) for name in TAKEN_BY_REDUCTIONS[pass_]}
             others = {name: x for name, x in arrays.items() if name not in wanted.all_taken}
             if wanted.passes:  # which also take what reductions do not
                 others = {name: x for name, x in others.items() if name in (*NAMES, *self.options.score_args)}
-            given = checked_of_reduction(pass_.name, self.options, others)
-            yield PreparedReduction.of(pass_, self.options, {"q": q, "k": k} | given, own, need, computes=computes)
+            inputs = {"q": q, "k": k} | checked_of_reduction(pass_.name, self.options, others)
+            yield PreparedReduction.of(pass_, self.options, inputs, arguments, need, computes=computes)
 
-    def _checked(
+    def _by_name(
         self, method: str, wanted: tuple[Pass, ...], given: Mapping[str, Array], results: tuple[str, ...] = ()
     ) -> dict[str, Array | None]:
         """The arrays of a method by name, None for those that are not given; tangents only where a pass takes some."""
@@ -382,152 +371,17 @@ class Preparation(Generic[FunctionT]):
                 method, PassArrays if is_plan else OptionalArrays, self.options, given, results
             )
         check_tangent_names(self.options)
-        own = tuple(f"t{name[1:]}" for name in self.options.score_gradients)
+        tangents_of_score_args = tuple(f"t{name[1:]}" for name in self.options.score_gradients)
         arrays = checked_with_score_args(
             method,
             AllPassArrays if is_plan else WithTangents,
             self.options,
             given,
-            (*results, *(f"t{name}" for name in results), *own),
+            (*results, *(f"t{name}" for name in results), *tangents_of_score_args),
         )
-        if all(arrays[name] is None for name in (*JVP.takes, *own)):
+        if all(arrays[name] is None for name in (*JVP.takes, *tangents_of_score_args)):
             raise value_error("tq", "no tangent", "tq, tk or another tangent: kernels are made for those of the calls")
         return arrays
-
-
-class BoundForward(Generic[ResultT]):
-    """`FlashAttention.forward` on arrays of one form: what `FlashAttention.bind` returns.
-
-    A call takes arrays with the shapes and dtypes that were bound, of the same library; k, v and the arrays that have
-    an axis of keys may have another number of keys. It gives what `forward` gives. On CuPy arrays with the bound
-    strides, on the bound device, it only compares these and launches; on NumPy arrays with the bound shapes and strides
-    it compares these and computes. With other strides, after batch axes or rewritten functions, and on arrays of other
-    libraries it takes the host longer than `forward` does. A bound call may
-    be used by several threads.
-
-    Parameters
-    ----------
-    options : Options
-        The options of the `FlashAttention` whose `bind` makes it.
-    arrays : mapping of str to array
-        Those of `forward` by the names of their arguments, q, k and v among them.
-    want : collection of str
-        Row reductions that calls are to give, as `forward` takes it.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, ImportError
-        As `FlashAttention.bind` does.
-
-    See Also
-    --------
-    FlashAttention.forward : What a call computes.
-    """
-
-    __slots__ = ("_forms", "_launches", "_result", "_want", "options")
-
-    def __init__(self, options: Options, arrays: Mapping[str, Array], want: Collection[str]) -> None:
-        self.options, self._want = options, wanted_results(want, {})
-        for name in INPUTS[1:]:
-            if isinstance(arrays[name], Streamed):
-                raise NotImplementedError(
-                    f"{name}: got keys of cuflash.streamed, expected arrays on one device in bind: copying them takes "
-                    "longer than what a bound call saves; call forward"
-                )
-        given = {name: x for name, x in arrays.items() if x is not None}
-        self._forms = {name: _form_of(name, x, options) for name, x in given.items()}
-        # By the names of the arrays that are given; None where calls are more than one launch on these arrays, or have
-        # to look at numbers in them.
-        self._launches: dict[tuple[str, ...], BoundLaunch | cpu_backend.BoundCall | None] = {}
-        self._result = named_tuple(ForwardResult, self._want)
-        self._bound(given)
-
-    def __call__(
-        self, q: Array, k: Array, v: Array, *, seed: int | None = None, offset: int | None = None, **arrays: Array
-    ) -> ResultT:
-        """out, lse and what is wanted.
-
-        Parameters
-        ----------
-        q, k, v, seed, offset, **arrays
-            As `FlashAttention.forward` takes them, with ``out`` and other arrays that results are written to.
-
-        Raises
-        ------
-        TypeError
-            For an array that was not bound, or one that was and is missing.
-        ValueError
-            For another shape or dtype than was bound; and as `forward` does.
-        """
-        given = {"q": q, "k": k, "v": v, **arrays}
-        launch = self._launches.get(tuple(given))
-        if launch is not None:
-            results = launch(given, self.options.random(seed, offset))
-            if results is not None:
-                return self._result(*results)  # type: ignore[no-any-return]
-        return self._checked(given, seed, offset)
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        """What another process can use: launches hold addresses of this one, and are bound again there."""
-        return self.options, self._want, self._forms
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.options, self._want, self._forms = state
-        self._launches, self._result = {}, named_tuple(ForwardResult, self._want)
-
-    def _checked(self, given: Mapping[str, Array], seed: int | None, offset: int | None) -> ResultT:
-        """The results of arrays of which nothing is known."""
-        given = {name: x for name, x in given.items() if x is not None or name == "v"}
-        for name in (*self._forms, *given):
-            expected, x = self._forms.get(name), given.get(name)
-            if name in self._want:
-                continue  # what results are written to is checked with the results
-            if expected is None and x is not None:
-                if name not in OptionalArrays.__annotations__:
-                    accepted = (*OptionalArrays.__annotations__, *self.options.score_args)
-                    raise unexpected_keyword("call", name, accepted)
-                raise type_error(name, "an array", "none, as in bind: bind again with it, or call forward")
-            if expected is not None and x is None:
-                raise type_error(name, "None", "an array, as in bind: bind again without it, or call forward")
-            if expected is not None and (got := _form_of(name, x, self.options)) != expected:
-                raise value_error(name, got, f"{expected}, as in bind: bind again with it, or call forward")
-        random = self.options.random(seed, offset)
-        call = self._bound(given)
-        computed = backend_of(call.backend).compute(FORWARD, call.options, call.arrays, call.need, random)
-        own = dict.fromkeys(self._want) | given
-        return self._result(*(computed if call.is_direct else call.exported(computed, own)))  # type: ignore[no-any-return]
-
-    def _bound(self, given: Mapping[str, Array]) -> Call:
-        """The call of arrays; if it is one launch, later calls on arrays of the same form are only that launch."""
-        optional = {name: x for name, x in given.items() if name not in (*INPUTS, *self._want)}
-        arrays: dict[str, Any] = {name: given.get(name) for name in INPUTS}
-        arrays |= checked_with_score_args("bind", OptionalArrays, self.options, optional)
-        arrays |= {name: given.get(name) for name in self._want}
-        call = prepare(self.options, arrays, INPUTS, self._want, self._want)
-        names = tuple(given)
-        launch = self._launches.get(names)
-        is_numpy = call.backend == "numpy"
-        arrays = {name: call.arrays[name] for name in names} if is_numpy and call.is_direct else call.arrays
-        if launch is not None:
-            if call.is_direct:
-                launch.bind(arrays)
-        elif names not in self._launches and (call.is_direct or not is_numpy):
-            kind = cpu_backend.BoundCall if is_numpy else importlib.import_module("cuflash.gpu.bound").BoundLaunch
-            launch = kind(call.options, arrays, call.need)
-            self._launches[names] = launch if call.is_direct and launch.is_bound else None
-        return call
-
-
-def _form_of(name: str, x: Any, options: Options) -> str:
-    """Shape and dtype of an array in words; of an axis of keys or of pages only that it is there."""
-    if not hasattr(x, "dtype"):
-        return f"a {type(x).__name__}"
-    shape = [str(size) for size in x.shape]
-    if name in INPUTS[1:] and len(shape) > 1:
-        shape[-3 if len(shape) > 2 and options.layout == "bshd" else -2] = "keys"
-    elif shape and name in ("block_table", *FP8_SCALES[1:], *WITH_KEYS):
-        shape[-1] = "keys"
-    return f"shape ({', '.join(shape)}) and dtype {x.dtype} in {type(x).__module__.split('.')[0]}"
 
 
 # What the methods of reductions take besides q, k and optional inputs.
@@ -540,14 +394,14 @@ TAKEN_BY_REDUCTIONS: dict[Pass, tuple[str, ...]] = {
 OF_SUMS_BY_DEFAULT = ("dq", "dk")
 
 
-class _Wanted(NamedTuple):
+class _WantedPasses(NamedTuple):
     """The passes that are wanted: those over q, k and v, and reductions of the attention weights."""
 
     passes: tuple[Pass, ...]
     reductions: tuple[Pass, ...]
 
     @classmethod
-    def of(cls, passes: Collection[str]) -> _Wanted:
+    def of(cls, passes: Collection[str]) -> _WantedPasses:
         wanted = checked_passes(passes)
         reductions = tuple(pass_ for pass_ in wanted if pass_ in REDUCTIONS)
         return cls(tuple(pass_ for pass_ in wanted if pass_ not in reductions), reductions)
@@ -557,10 +411,10 @@ class _Wanted(NamedTuple):
         """What these reductions take besides q, k and optional inputs."""
         return {name for pass_ in self.reductions for name in TAKEN_BY_REDUCTIONS[pass_]}
 
-    def of_passes(self, arrays: Mapping[str, Any], shared: Collection[str] = ()) -> dict[str, Any]:
-        """The arrays of the other passes, among them those that reductions take, too."""
-        own = self.all_taken.difference(shared)
-        return {name: x for name, x in arrays.items() if name not in own}
+    def arrays_of_passes(self, arrays: Mapping[str, Any], shared: Collection[str] = ()) -> dict[str, Any]:
+        """The arrays for the passes over q, k and v: without those that only reductions take, unless `shared`."""
+        only_reductions_take = self.all_taken.difference(shared)
+        return {name: x for name, x in arrays.items() if name not in only_reductions_take}
 
     def need_of_passes(self, need: Collection[str]) -> Collection[str]:
         """The gradients of `backward`, without those that only column sums have."""
@@ -575,9 +429,8 @@ class PreparedReduction(NamedTuple):
 
     pass_: Pass
     call: Call  # of a backend
-    arguments: tuple[
-        Any, ...
-    ]  # of the functions of `reductions_of`, after the pass; or the gradients besides those of passes
+    # Of the functions of `dispatch.reductions_of`, after the pass; or the gradients that only column sums have.
+    arguments: tuple[Any, ...]
     sums: ColumnSums | None = None  # whose gradients are wanted
 
     @classmethod
@@ -585,36 +438,36 @@ class PreparedReduction(NamedTuple):
         cls,
         pass_: Pass,
         options: Options,
-        given: dict[str, Any],
-        own: dict[str, Any],
+        inputs: dict[str, Any],
+        arguments: dict[str, Any],
         need: Collection[str],
         *,
         computes: bool,
     ) -> PreparedReduction:
-        """From the arrays of a caller: the inputs, and what the method takes besides them, where None is absent."""
-        count = (checked_count(own.pop("count")),) if "count" in own else ()
+        """From the inputs and the other arguments of a method by name, where None is absent."""
+        count = (checked_count(arguments.pop("count")),) if "count" in arguments else ()
         names: tuple[str, ...] = ()
-        own_gradients: tuple[str, ...] = ()
+        gradients_of_sums: tuple[str, ...] = ()
         if pass_ is COLUMN_SUMS_BACKWARD:
             need = [name for name in need if name not in NOT_OF_COLUMN_SUMS or name not in DEFAULT_NEED]
-            names, own_gradients = gradients_wanted(options, given, need)
-        arrays = given | own | {"k": keys_of(given["k"]), "v": None}
+            names, gradients_of_sums = gradients_wanted(options, inputs, need)
+        arrays = inputs | arguments | {"k": keys_of(inputs["k"]), "v": None}
         call = prepare(replace(options, dropout=0.0), arrays, INPUTS, names)
-        found = {name: x for name, x in call.arrays.items() if name not in own}
-        of_call = {name: call.arrays.get(name) for name in own}
-        if of_call["lse"] is None:
-            of_call["lse"] = _lse_of(call, found, computes=computes)
+        inputs = {name: x for name, x in call.arrays.items() if name not in arguments}
+        arguments = {name: call.arrays.get(name) for name in arguments}
+        if arguments["lse"] is None:
+            arguments["lse"] = _lse_of(call, inputs, computes=computes)
         if pass_ is COLUMN_SUMS_BACKWARD:
-            if of_call["dsums"] is None:
-                of_call["dsums"] = _ones_of_keys(call.options.layout, found["k"], of_call["lse"])
-            call = call._replace(arrays=found | of_call)
-            return cls(pass_, call, own_gradients, ColumnSums(call, backend_of(call.backend)))
-        reduction = prepare_reduction(pass_.name, call.options, found | of_call)
+            if arguments["dsums"] is None:
+                arguments["dsums"] = _ones_of_keys(call.options.layout, inputs["k"], arguments["lse"])
+            call = call._replace(arrays=inputs | arguments)
+            return cls(pass_, call, gradients_of_sums, ColumnSums(call, dispatch.backend_of(call.backend)))
+        reduction = prepare_reduction(pass_.name, call.options, inputs | arguments)
         return cls(pass_, call, (reduction.options, reduction.arrays, *count))
 
     def plan(self) -> Any:
         """The plan of its backend."""
-        module = reductions_of(self.call.backend)
+        module = dispatch.reductions_of(self.call.backend)
         if self.sums is None:
             return module.plan(self.pass_, *self.arguments)
         passes = self.sums.passes(self.arguments)
@@ -623,7 +476,7 @@ class PreparedReduction(NamedTuple):
     def compile(self) -> None:
         """Compile its kernels, and let the memory pool grow to what a call needs."""
         if self.sums is None:
-            reductions_of(self.call.backend).compile(self.pass_, *self.arguments)
+            dispatch.reductions_of(self.call.backend).compile(self.pass_, *self.arguments)
         elif self.call.backend == "numpy":
             self.plan()
         else:
@@ -631,7 +484,7 @@ class PreparedReduction(NamedTuple):
 
     def tune(self, *, remember: bool, forget: bool) -> Any:
         """What tuning finds, or None where it is forgotten."""
-        module = reductions_of(self.call.backend)
+        module = dispatch.reductions_of(self.call.backend)
         if self.sums is None:
             return module.tune(self.pass_, *self.arguments, remember=remember, forget=forget)
         options, given, passes = self.call.options, self.sums.given, self.sums.passes(self.arguments)
@@ -641,7 +494,7 @@ class PreparedReduction(NamedTuple):
 def _lse_of(call: Call, arrays: dict[str, Any], *, computes: bool) -> Any:
     """lse of a call without values; only its shape and dtype, unless the caller `computes`."""
     if computes:
-        return backend_of(call.backend).compute(FORWARD, call.options, arrays, OUTPUTS)[OUTPUTS.index("lse")]
+        return dispatch.backend_of(call.backend).compute(FORWARD, call.options, arrays, OUTPUTS)[OUTPUTS.index("lse")]
     plain = {name: x.array if isinstance(x, Streamed) else x for name, x in arrays.items()}
     dtype = softmax_dtype_of(plain["q"].dtype.name)
     with on_device(plain["q"]):
@@ -654,51 +507,3 @@ def _ones_of_keys(layout: str, k: Any, lse: Any) -> Any:
     rows = keys.shape[-3 if layout == "bshd" and keys.ndim > 2 else -2]
     with on_device(keys):
         return module_of(keys).ones((*lse.shape[:-1], rows), lse.dtype)
-
-
-@functools.cache
-def reductions_of(backend: Backend) -> ReductionBackend:
-    """The module that reduces the attention weights of arrays of one backend."""
-    if backend == "numpy":
-        return reductions_on_numpy
-    if backend == "streamed":
-        return reductions_of_streamed
-    from cuflash.gpu import reductions as reductions_on_cupy
-
-    return reductions_on_cupy
-
-
-def results_of(
-    pass_: Pass,
-    options: Options,
-    arrays: dict[str, Any],
-    required: Sequence[str],
-    need: tuple[str, ...],
-    random: tuple[int, int],
-) -> Sequence[Any]:
-    """The results `need` of a pass, as arrays of the caller; parameters are those of `prepare` and of `compute`."""
-    backend: Backend | None = "numpy" if type(arrays["q"]) is np.ndarray else "cupy" if is_cupy(arrays["q"]) else None
-    if backend is not None:
-        own: Any = backend_of(backend)
-        repeated = own.repeated(pass_, options, arrays, need, random)
-        if repeated is not None:
-            return repeated
-    call = prepare(options, arrays, required, need, need)
-    results = backend_of(call.backend).compute(pass_, call.options, call.arrays, call.need, random)
-    if not call.is_direct:
-        return call.exported(results, arrays)
-    if call.backend == "numpy":
-        cpu_backend.remembered(pass_, options, arrays, need)
-    return results
-
-
-@functools.cache
-def backend_of(backend: Backend) -> PassBackend:
-    """The module that computes with arrays of one backend; importing the one for CuPy's arrays imports CuPy."""
-    if backend == "numpy":
-        return cpu_backend
-    if backend == "streamed":
-        return streaming_backend
-    from cuflash.gpu import backend as gpu_backend
-
-    return gpu_backend

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cuflash.preparation import Preparation, backend_of, reductions_of
+from cuflash import dispatch
+from cuflash.preparation import Preparation
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, TOP_KEYS, Pass
@@ -213,7 +214,7 @@ class Reductions(Preparation[FunctionT]):
         names, own = gradients_wanted(self.options, given, need)
         arrays = {"q": q, "k": keys_of(k), "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
         call = prepare(replace(self.options, dropout=0.0), arrays, (*INPUTS, "lse", "dsums"), names)
-        found = ColumnSums(call, backend_of(call.backend)).gradients(own)
+        found = ColumnSums(call, dispatch.backend_of(call.backend)).gradients(own)
         exported = call.exported(found[: len(names)], arrays | dict.fromkeys(names)) if names else ()
         of_sums = [x if call.imported is None else call.imported.export(x, None) for x in found[len(names) :]]
         return named_tuple(Gradients, (*names, *own))(*exported, *of_sums)  # type: ignore[no-any-return]
@@ -225,5 +226,5 @@ class Reductions(Preparation[FunctionT]):
         given = checked_of_reduction(pass_.name, self.options, optional_inputs)
         wanted = [checked_count(x) for x in count]
         call = prepare_reduction(pass_.name, self.options, arrays | given)
-        found = reductions_of(call.backend).compute(pass_, call.options, call.arrays, *wanted)
+        found = dispatch.reductions_of(call.backend).compute(pass_, call.options, call.arrays, *wanted)
         return [call.exported(x, of_keys=not count) for x in found]

@@ -20,7 +20,7 @@ from cuflash.testing.tangents import Moved, assert_tangents
 from tests.backends import DEVICE
 from tests.emulate.launcher import DeviceArray, launcher
 from tests.emulate.slices import CUPY, EmulatedSlices
-from tests.fakes import FakeDevice
+from tests.fake_cupy import FakeDevice
 from tests.ranks import REQUIRED, Whole
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 from tests.second_derivatives import has_gradient

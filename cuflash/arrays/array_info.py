@@ -81,7 +81,8 @@ class Operand:
     strides: tuple[int, ...]
     dtype: str
     in_k: bool = False  # it consists of the first columns of k; set for v only
-    alignment: int = 16  # bytes that its address is a multiple of, up to 16; set for a bias and the arrays of `Layout`
+    # Bytes that its address is a multiple of, up to 16; set for a bias, its gradient and the arrays of `Layout`.
+    alignment: int = 16
 
     @property
     def nbytes(self) -> int:

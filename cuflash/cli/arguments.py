@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -143,6 +143,18 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contiguous]]]:
     """The options of these problems, and the shapes of the arrays by name. Raises Failure for unused arguments."""
+    _require_used(args)
+    given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}
+    for dtype, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal):
+        options = Options(**given | {"causal": CAUSAL[causal]})
+        names = {row.name for row in NAMED if getattr(args, row.name)}
+        if causal == "lengths":
+            names.add("kv_lengths")
+        yield options, _qkv(args, dtype, head_dim) | _optional_inputs(args, names, dtype)
+
+
+def _require_used(args: argparse.Namespace) -> None:
+    """Raise Failure for an argument that goes with another, which is missing, and for one out of its range."""
     if "tangents" in args.given and not any(pass_.has_tangents for pass_ in passes(args)):
         raise Failure("--tangents goes with --pass jvp or backward_jvp")
     if "count" in args.given and TOP_KEYS not in passes(args):
@@ -153,28 +165,44 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
         raise Failure("--block-size goes with --block-mask")
     if args.precision == "tf32" and "float32" not in args.dtype:
         raise Failure("--precision tf32 goes with --dtype float32")
-    seqlen_k, num_heads_kv = args.seqlen_k or args.seqlen, args.num_heads_kv or args.num_heads
-    for dtype_name, head_dim, causal in itertools.product(args.dtype, args.head_dim, args.causal):
-        given = {option.name: getattr(args, option.name) for option in fields(Options) if hasattr(args, option.name)}
-        options = Options(**given | {"causal": CAUSAL[causal]})
-        q, k, v = (
-            Contiguous(user_shape(args.batch, heads, seqlen, dim, 4, args.layout), numpy_dtype(dtype_name))
-            for heads, seqlen, dim in (
-                (args.num_heads, args.seqlen, head_dim),
-                (num_heads_kv, seqlen_k, head_dim),
-                (num_heads_kv, seqlen_k, head_dim if args.head_dim_v is None else args.head_dim_v),
-            )
-        )
-        sizes = {"batch": args.batch, "num_heads": args.num_heads, "seqlen_q": args.seqlen, "seqlen_k": seqlen_k}
-        softmax_dtype = softmax_dtype_of(dtype_name)
-        shapes = {"q": q, "k": k, "v": v}
-        for row in NAMED:
-            if getattr(args, row.name) or (row.name == "kv_lengths" and causal == "lengths"):
-                blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
-                shape = tuple(sizes[axis] for axis in row.shapes[0]) if row.shapes else blocks
-                dtype = softmax_dtype if "softmax" in row.dtypes else row.dtypes[0]
-                shapes[row.name] = Contiguous(shape, numpy_dtype(dtype))
-        yield options, shapes
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of a problem by the names of axes that `cuflash.spec.inputs` has."""
+    return {
+        "batch": args.batch,
+        "num_heads": args.num_heads,
+        "num_heads_kv": args.num_heads_kv or args.num_heads,
+        "seqlen_q": args.seqlen,
+        "seqlen_k": args.seqlen_k or args.seqlen,
+    }
+
+
+def _qkv(args: argparse.Namespace, dtype: str, head_dim: int) -> dict[str, Contiguous]:
+    sizes, head_dim_v = _sizes(args), head_dim if args.head_dim_v is None else args.head_dim_v
+
+    def array(heads: str, seqlen: str, dim: int) -> Contiguous:
+        shape = user_shape(sizes["batch"], sizes[heads], sizes[seqlen], dim, 4, args.layout)
+        return Contiguous(shape, numpy_dtype(dtype))
+
+    return {
+        "q": array("num_heads", "seqlen_q", head_dim),
+        "k": array("num_heads_kv", "seqlen_k", head_dim),
+        "v": array("num_heads_kv", "seqlen_k", head_dim_v),
+    }
+
+
+def _optional_inputs(args: argparse.Namespace, names: Collection[str], dtype: str) -> dict[str, Contiguous]:
+    """Those of `NAMED` with these names: in their first shape, or with an entry for each block."""
+    sizes = _sizes(args)
+    num_blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
+    arrays = {}
+    for row in NAMED:
+        if row.name in names:
+            shape = tuple(sizes[axis] for axis in row.shapes[0]) if row.shapes else num_blocks
+            dtype_of_row = softmax_dtype_of(dtype) if "softmax" in row.dtypes else row.dtypes[0]
+            arrays[row.name] = Contiguous(shape, numpy_dtype(dtype_of_row))
+    return arrays
 
 
 def passes(args: argparse.Namespace) -> tuple[Pass, ...]:

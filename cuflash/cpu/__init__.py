@@ -17,7 +17,7 @@ from cuflash.arrays.checks import callers_frame
 from cuflash.cpu import core, fallback, fallback_tangents, score_mod_as_bias
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
-from cuflash.spec import row_sums as of_rows
+from cuflash.spec import row_sums as spec_row_sums
 from cuflash.spec.binding import expected
 from cuflash.spec.inputs import FP8_SCALES, INPUTS
 from cuflash.spec.passes import (
@@ -111,8 +111,11 @@ backward: Callable[..., tuple[Array, ...]] = functools.partial(run, BACKWARD)
 
 
 def row_sums(problem: Problem, /, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:
-    """Row max and row sum, over the keys of a slice, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
-    found = of_rows.to_fill(lse)
+    """Row max and row sum, over the keys of a slice, of rows whose lse is large (`cuflash.spec.row_sums`).
+
+    The layout is "bhsd".
+    """
+    found = spec_row_sums.to_fill(lse)
     if problem.has_float8:  # which have no backward pass
         return _row_sums_of_float8(problem, q, k, v, lse, found, optional_inputs)
     way, unit, _ = _way_of(problem, (), BACKWARD)
@@ -141,7 +144,7 @@ def _run(
     if reason is not None and reason == core.why_not():  # and not one of this problem
         _warn_once(reason)
     if (sums := arrays.get("row_sums")) is not None:
-        arrays = {**arrays, "row_sums": of_rows.in_units(sums, unit, problem.softmax_dtype)}
+        arrays = {**arrays, "row_sums": spec_row_sums.in_units(sums, unit, problem.softmax_dtype)}
     way(problem, arrays, pass_, seed, offset)
 
 

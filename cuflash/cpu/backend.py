@@ -17,7 +17,7 @@ from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH, in_bytes, in_seconds, wrapped
 from cuflash.cpu import core, score_mod_as_bias
 from cuflash.cpu.packed import check_starts
-from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
+from cuflash.spec.batch_axes import BatchCalls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
@@ -49,7 +49,7 @@ def compute(
         arrays = with_own_indices(arrays)
     own = {name: x for name, x in arrays.items() if name != "row_sums"}
     if not has_row_sums and (axes := axes_of(options, own, need)):
-        calls = Calls(axes, options, own, need, np, gives_partials=False)
+        calls = BatchCalls(axes, options, own, need, np, gives_partials=False)
         return calls.run(lambda options, found: compute(pass_, options, _given(found), need, random))
     problem = bound(pass_, options, own, need).problem
     return cpu.run(pass_, problem, need=need, **arrays, seed=random[0], offset=random[1])

@@ -89,15 +89,15 @@ def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, job_t
         yield from call.jobs(job_type)
 
 
-def calls(problem: Problem, arrays: Mapping[str, Array], random: Random = (None, None)) -> Iterator[Call]:
+def calls(problem: Problem, arrays: Mapping[str, Array], random: Random = (None, None)) -> Iterator[FallbackCall]:
     """The call itself, or its packed sequences, or its batch entries with the keys that each has."""
     if problem.is_packed:
         score_args = _score_args(problem, arrays)
         others = {name: x for name, x in arrays.items() if name not in score_args}
         for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
-            yield Call(one.problem, one.of_call(others) | score_args, random, one.index)
+            yield FallbackCall(one.problem, one.of_call(others) | score_args, random, one.index)
         return
-    call, lengths = Call(problem, arrays, random), arrays.get("kv_lengths")
+    call, lengths = FallbackCall(problem, arrays, random), arrays.get("kv_lengths")
     if lengths is None:
         yield call
         return
@@ -111,7 +111,7 @@ def _score_args(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Arra
     return {name: arrays[name] for name in (*names, *(f"t{name}" for name in names)) if name in arrays}
 
 
-class Call:
+class FallbackCall:
     """The arrays of a call, of a packed sequence, or of a batch entry.
 
     Attributes
@@ -158,7 +158,7 @@ class Call:
         """The tangents of the score and of its derivatives, as expressions."""
         return self.problem.score_tangents(self.moved)
 
-    def of_entry(self, entry: int, length: int) -> Call:
+    def of_entry(self, entry: int, length: int) -> FallbackCall:
         """One batch entry, which has so many keys."""
         own, one = copy(self), slice(entry, entry + 1)
         own.entry, own.arrays = entry, {}
@@ -259,7 +259,7 @@ class Job:
     keys), as bias terms and functions need them. `folded` goes from these to those.
     """
 
-    def __init__(self, call: Call, batches: slice, heads: slice, rows: range, num_keys: int) -> None:
+    def __init__(self, call: FallbackCall, batches: slice, heads: slice, rows: range, num_keys: int) -> None:
         self.call, self.problem, self.dtype = call, call.problem, call.dtype
         self.rows, self.num_keys = rows, num_keys
         self.at_heads, self.at_rows = (batches, heads), (batches, heads, slice(None), slice(rows.start, rows.stop))

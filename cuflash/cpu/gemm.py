@@ -51,8 +51,10 @@ class Products(NamedTuple):
     def tangents_of_gradients(
         self, tile: Tile, dscaled: Array, moved: Array, wanted: Collection[str]
     ) -> dict[str, Array]:
-        """What a tile adds to those of tdq and tdk that are wanted, from the gradients of all scaled products, and the
-        tangents of these."""
+        """What a tile adds to tdq and tdk, if they are `wanted`.
+
+        `dscaled` and `moved` are the gradients of all scaled products and the tangents of these gradients.
+        """
         shape, q, k = (*self.q.shape[:4], -1), self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
         ds, tds = (x.reshape(shape)[tile.index] for x in (dscaled, moved))
         own, by_moved, found = tds * self.scale + ds * self.tscale, ds * self.scale, {}
@@ -97,15 +99,15 @@ def multiply(a: Array, b: Array, out: Array) -> None:
     Jobs are threads already: on two cores, with BLAS threads besides, backward passes took 590 ms in place of 170.
     """
     depth = a.shape[-1]
-    for own, m, height in _blocks(a.shape[-2], PRODUCT_BLOCK):
-        for of, n, width in _blocks(b.shape[-1], PRODUCT_BLOCK):
+    for rows, m, height in _blocks(a.shape[-2], PRODUCT_BLOCK):
+        for columns, n, width in _blocks(b.shape[-1], PRODUCT_BLOCK):
             for first in range(0, max(depth, 1), PRODUCT_DEPTH):  # of no terms, the sum is 0
                 terms, count = slice(first, first + PRODUCT_DEPTH), min(PRODUCT_DEPTH, depth - first)
-                x = a[..., own, terms].reshape(*a.shape[:-2], m, 1, height, count)
-                y = b[..., terms, of].reshape(*b.shape[:-2], 1, count, n, width).swapaxes(-3, -2)
+                x = a[..., rows, terms].reshape(*a.shape[:-2], m, 1, height, count)
+                y = b[..., terms, columns].reshape(*b.shape[:-2], 1, count, n, width).swapaxes(-3, -2)
                 if y.strides[-1] > y.strides[-2]:  # OpenBLAS: 146 us for 128 x 64 by 64 x 512; 86 so, and 13 for a copy
                     y = np.ascontiguousarray(y)
-                z = out[..., own, of].reshape(*out.shape[:-2], m, height, n, width).swapaxes(-3, -2)
+                z = out[..., rows, columns].reshape(*out.shape[:-2], m, height, n, width).swapaxes(-3, -2)
                 if first == 0:
                     np.matmul(x, y, out=z)
                 else:

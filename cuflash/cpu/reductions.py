@@ -19,7 +19,7 @@ from cuflash.cpu.packed import sequences
 from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, COLUMN_MAX, COLUMN_SUMS, COLUMN_SUMS_BACKWARD, TOP_KEYS, Pass
 from cuflash.spec.problem import Problem
-from cuflash.spec.reductions import as_rows_of_values, of_values, widened
+from cuflash.spec.reductions import dout_from_factors, sums_from_dv, widened
 from cuflash.spec.row_sums import in_units
 
 Array = NDArray[Any]
@@ -43,10 +43,10 @@ def _column_sums(options: Options, arrays: Mapping[str, Any]) -> Array:
     factors = given.pop("dlse", None)
     factors = np.ones(given["lse"].shape, dtype) if factors is None else factors
     group, layout = problem.group_size, options.layout
-    dout = as_rows_of_values(factors, group, group, layout, dtype)
+    dout = dout_from_factors(factors, group, group, layout, dtype)
     given |= {"v": np.zeros((*given["k"].shape[:-1], group), dtype), "dout": dout, "out": np.zeros_like(dout)}
     (dv,) = backend.compute(BACKWARD, options, given, ("dv",))
-    return of_values(dv, group, layout)
+    return sums_from_dv(dv, group, layout)
 
 
 def _top_keys(problem: Problem, arrays: dict[str, Any], count: int) -> tuple[Array, Array]:

@@ -1,17 +1,19 @@
 """score_mod and mask_mod as a bias and masks, with which the compiled core computes some queries at a time.
 
-What a score adds to the scaled product is its bias, if that does not depend on the product. Of any other score, the
-bias is all of it: NumPy multiplies q and k, and the core gets zeros instead. NumPy computes the bias, and what
-a mask function hides, once for all batch entries and heads that the functions do not distinguish. What follows from
+If a score is the scaled product plus what does not depend on the product, the latter is the bias. Any other score is
+the bias as a whole: NumPy multiplies q and k, and the core gets zeros in place of these. NumPy computes the bias, and
+what a mask_mod hides, once for all batch entries and heads that the functions do not distinguish. What follows from
 i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
 
 A slice of a call has as many queries, heads and batch entries as take `SLICE_BYTES`, so that memory is linear, and
 results do not depend on the number of threads. All that follows from the shapes and strides of arrays is prepared once
-(`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What slices add to dk and dv is summed in the dtype
-of the softmax, in their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from
-that of the bias; those of arrays are summed in float64. In passes with tangents the tangent of the bias is that of what
-the score adds, or of the score: NumPy multiplies the tangents of q and k, too, and the tangents of gradients of q and k
-follow from the gradient of the bias, which the core computes before, and from the tangent of that.
+(`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`.
+
+- dk and dv are sums over slices, added in the dtype of the softmax, in the order of the slices.
+- Gradients of arrays that the score reads follow from dbias, and are summed in float64. If NumPy multiplied q and k, dq
+  and dk follow from dbias, too.
+- In passes with tangents, tbias is the tangent of what the bias is, for which NumPy may multiply the tangents of q and
+  k, too. Then tdq and tdk follow from dbias, which the core computes first, and from its tangent.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
 
-# With as many pairs, calls of NumPy take most of the time where nothing is kept of an earlier call: one head of 64
-# queries and keys took 0.28 ms by tiles, and 0.41 so.
+# Up to so many pairs, the overhead of NumPy calls dominates if nothing is kept of an earlier call: one head of 64
+# queries and keys took 0.28 ms by the tiles of `cuflash.cpu.fallback`, and 0.41 ms with a bias.
 FEW_PAIRS = 2**13
 SLICE_BYTES = 2**23  # of the bias of a slice
 LINE = 2**16  # diagonals at a time
@@ -61,7 +63,7 @@ OTHER_INPUTS = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INP
 
 
 def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
-    """Why a call, or its gradients `wanted`, are not computed so; None if they are."""
+    """Why the core does not compute a call, or its gradients `wanted`, with a bias; None if it does."""
     if (reason := core.why_not(problem)) is not None:
         return reason
     optional_inputs = [name for name in problem.given(NAMES) if name not in (*OTHER_INPUTS, *STARTS)]
@@ -85,7 +87,7 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
 
 
 def why_not_tangents(problem: Problem, wanted: Collection[str]) -> str | None:
-    """Why the results `wanted` of a pass with tangents are not computed so; None if they are."""
+    """Why the core does not compute the results `wanted` of a pass with tangents with a bias; None if it does."""
     if (reason := why_not(problem)) is not None:
         return reason
     others = [name for name in wanted if name not in (*JVP.default, *DEFAULT_NEED_TANGENTS)]
@@ -95,10 +97,10 @@ def why_not_tangents(problem: Problem, wanted: Collection[str]) -> str | None:
 def is_sum(score: Node) -> bool:
     """Whether a score is the scaled product and what does not depend on it."""
     while score.op in ("add", "sub"):
-        own = [_reads_product(arg) for arg in score.args]
-        if own != [True, False] and (own != [False, True] or score.op == "sub"):
+        reads = [_reads_product(arg) for arg in score.args]
+        if reads != [True, False] and (reads != [False, True] or score.op == "sub"):
             return False
-        score = score.args[own.index(True)]
+        score = score.args[reads.index(True)]
     return score.op == "input" and score.payload == "s"
 
 
@@ -263,7 +265,7 @@ class Prepared:
     of_pairs : tuple of str
         The arrays of pairs of a slice.
     adding : list of callable
-        What tells the addends of a tile to gradients that follow from that of the bias.
+        Methods that give the addends of a tile to gradients that follow from that of the bias.
     loads : list of (str, Loaded)
         How the score reads the arrays whose gradients are wanted.
     written : dict of tuple of str
@@ -417,39 +419,44 @@ class Prepared:
 
     def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
         """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
-        own = self._slice_of(call, prepared, wanted)
-        optional_inputs, of_pairs, tiles = own.optional_inputs, own.of_pairs, own.tiles
+        slice_ = self._slice_of(call, prepared, wanted)
+        optional_inputs, of_pairs, tiles = slice_.optional_inputs, slice_.of_pairs, slice_.tiles
         deal: Callable[..., Iterable[Any]] = map if len(tiles) == 1 else jobs.on_cores
         written = {name: of_pairs[name] for name in self.written["whole"]}
         is_mixed: Array | None = None
-        if own.shown is not None:
-            always, sometimes = own.shown
+        if slice_.shown is not None:
+            always, sometimes = slice_.shown
             optional_inputs["block_mask"], is_mixed = sometimes, sometimes & ~always
             if is_mixed.any():
                 written["mask"] = np.ones(prepared.pairs.shape, bool)
         if written:
-            for _ in deal(functools.partial(self._evaluate_tile, own, written, is_mixed), tiles):
+            for _ in deal(functools.partial(self._evaluate_tile, slice_, written, is_mixed), tiles):
                 pass
         if self.score.has_diagonals:
             optional_inputs["bias"] = self._bias_of_diagonals(call, prepared)
         if self.score.tangent is not None:
-            own.tangents["tbias"] = written.pop("tbias")
+            slice_.tangents["tbias"] = written.pop("tbias")
         if "mask" in optional_inputs and "mask" in written:
             written["mask"] = written["mask"] & optional_inputs["mask"]
         optional_inputs |= written
         results = {**wanted, **of_pairs}
-        given = {**own.arrays, **optional_inputs, **own.tangents, **{name: results[name] for name in self.of_core}}
-        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(own, given)
+        given = {
+            **slice_.arrays,
+            **optional_inputs,
+            **slice_.tangents,
+            **{name: results[name] for name in self.of_core},
+        }
+        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(slice_, given)
         if "tdbias" in of_pairs:
-            self._run_backward(own, problem, given)
+            self._run_backward(slice_, problem, given)
         every = tuple(given.values())
         if prepared_call is None or core.compute(prepared_call, every, call.random, are_disjoint=True) != core.DONE:
             core.run(problem, given, self.pass_, *call.random)
         for addends_of_tile in self.adding:
-            for addends in deal(functools.partial(addends_of_tile, self, own), tiles):
+            for addends in deal(functools.partial(addends_of_tile, self, slice_), tiles):
                 for total, index, x in addends:
                     total[index] += x
-        for name, x in own.sums.items():
+        for name, x in slice_.sums.items():
             wanted[name][...] = x
 
     def _slice_of(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> _Slice:
@@ -464,8 +471,9 @@ class Prepared:
             for name, x in call.tangents.items()
         }
         if self.wide is not None:
-            for of, names in ((arrays, (*arrays,)), (optional_inputs, ("bias",)), (tangents, ("tbias",))):
-                _widen(of, names, self.wide)
+            _widen(arrays, (*arrays,), self.wide)
+            _widen(optional_inputs, ("bias",), self.wide)
+            _widen(tangents, ("tbias",), self.wide)
         size, of_pairs = math.prod(shape), dict[str, Array]()
         for name in self.of_pairs:
             if name not in memory or memory[name].size < size:
@@ -478,15 +486,15 @@ class Prepared:
                 operands |= {
                     name: _zero_past(optional_inputs[LENGTHS], x) for name, x in operands.items() if name[-1] == "k"
                 }
-            own = {
-                # Heads that share keys have an axis.
+            grouped = {
+                # The query heads that share keys have an axis of their own.
                 name: x.astype(self.dtype, copy=False).reshape(
                     *arrays["k"].shape[:2], -1 if name[-1] == "q" else 1, *x.shape[2:]
                 )
                 for name, x in operands.items()
             }
             scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
-            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **own)
+            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **grouped)
             for name in ("tq", "tk"):
                 arrays.pop(name, None)
             arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
@@ -497,32 +505,32 @@ class Prepared:
         sums = {name: np.zeros(wanted[name].shape, self.dtype) for name in self.of_products}
         return _Slice(call, prepared, tiles, shown, arrays, optional_inputs, tangents, of_pairs, products, sums)
 
-    def _run_backward(self, own: _Slice, problem: Problem, given: Mapping[str, Array]) -> None:
+    def _run_backward(self, slice_: _Slice, problem: Problem, given: Mapping[str, Array]) -> None:
         """Compute the gradient of the bias, on which the tangents of gradients of q and k depend."""
-        names = (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums", *own.optional_inputs)
+        names = (*INPUTS, *REQUIRED_BY_BACKWARD, "dlse", "row_sums", *slice_.optional_inputs)
         of_backward = {name: x for name, x in given.items() if name in names}
-        core.run(problem, of_backward | {"dbias": own.of_pairs["dbias"]}, BACKWARD, *own.call.random)
+        core.run(problem, of_backward | {"dbias": slice_.of_pairs["dbias"]}, BACKWARD, *slice_.call.random)
 
-    def _prepare_call(self, own: _Slice, given: Mapping[str, Array]) -> tuple[Problem, core.Prepared | None]:
+    def _prepare_call(self, slice_: _Slice, given: Mapping[str, Array]) -> tuple[Problem, core.Prepared | None]:
         """What the core computes for a slice, from now on: `given` are all arrays, in their order."""
-        inputs = [own.arrays[name] for name in INPUTS]
-        problem = make_problem(self._options(own.prepared.call_slice), *inputs, **own.optional_inputs)
+        inputs = [slice_.arrays[name] for name in INPUTS]
+        problem = make_problem(self._options(slice_.prepared.call_slice), *inputs, **slice_.optional_inputs)
         prepared_call = None if self.pass_.has_tangents else core.prepare(problem, given, self.pass_)
-        own.prepared.calls[tuple(own.optional_inputs)] = problem, prepared_call
+        slice_.prepared.calls[tuple(slice_.optional_inputs)] = problem, prepared_call
         return problem, prepared_call
 
-    def _evaluate_tile(self, own: _Slice, written: Mapping[str, Array], is_mixed: Array | None, tile: Tile) -> None:
+    def _evaluate_tile(self, slice_: _Slice, written: Mapping[str, Array], is_mixed: Array | None, tile: Tile) -> None:
         """Write the products of a tile, and optional inputs; these may be anything in tiles that are hidden."""
-        if own.products is not None:
-            own.products.write(tile)
+        if slice_.products is not None:
+            slice_.products.write(tile)
         group = "whole" if is_mixed is None or not is_mixed[tile.blocks].any() else "masked"
-        folded = own.prepared.folded.get((group, tile))
+        folded = slice_.prepared.folded.get((group, tile))
         inputs = tile.inputs() if folded is None else {}
-        if own.products is not None:
-            inputs["s"] = own.products.scaled[tile.index]
+        if slice_.products is not None:
+            inputs["s"] = slice_.products.scaled[tile.index]
         if self.score.tangent is not None:
-            inputs["ts"] = self._moved(tile, own.products)
-        values = evaluate(self.expressions[group], inputs, own.call.score_args, self.dtype, folded)
+            inputs["ts"] = self._moved(tile, slice_.products)
+        values = evaluate(self.expressions[group], inputs, slice_.call.score_args, self.dtype, folded)
         for name, x in zip(self.written[group], values, strict=True):
             written[name][tile.index] = x
 
@@ -554,51 +562,53 @@ class Prepared:
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def _sums_of_tile(self, own: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
+    def _sums_of_tile(self, slice_: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
         """What a tile adds to the gradients of arrays, which follows from that of the bias: sums, entries and addends.
 
         The sums are flat.
         """
-        dbias, found, folded = own.of_pairs["dbias"][tile.index], [], own.prepared.folded.get(("loads", tile))
+        dbias, found, folded = slice_.of_pairs["dbias"][tile.index], [], slice_.prepared.folded.get(("loads", tile))
         inputs = tile.inputs(are_diagonals=self.score.has_diagonals) if folded is None else {}
         if self.score.has_diagonals:
             dbias = sums_of_diagonals(dbias)
-        if own.products is not None:
-            inputs["s"] = own.products.scaled[tile.index]
-        values = iter(evaluate(self.expressions["loads"], inputs, own.call.score_args, self.dtype, folded))
+        if slice_.products is not None:
+            inputs["s"] = slice_.products.scaled[tile.index]
+        values = iter(evaluate(self.expressions["loads"], inputs, slice_.call.score_args, self.dtype, folded))
         for number, (name, load) in enumerate(self.loads):
             # A pair that does not count adds nothing, whatever the derivative is.
             of_pairs = dbias * np.where(dbias == 0, 0, next(values))
             indices = list(itertools.islice(values, len(load.at.args)))
-            named = own.prepared.entries.get((number, tile))
+            named = slice_.prepared.entries.get((number, tile))
             if named is None:
-                named = entries(own.call.score_args[name].shape, indices)
-            found.append((own.call.sums[name].reshape(-1), *sums_of_entries(named, of_pairs)))
+                named = entries(slice_.call.score_args[name].shape, indices)
+            found.append((slice_.call.sums[name].reshape(-1), *sums_of_entries(named, of_pairs)))
         return found
 
-    def _gradients_of_tile(self, own: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
-        """What a tile adds to gradients of q and k, or their tangents, which follow from that of the bias: sums, the
-        index of its rows or keys, and addends."""
-        assert own.products is not None
-        has_tangents, folded = self.pass_.has_tangents, own.prepared.folded.get(("by_s", tile))
-        of_pairs, whole = own.of_pairs, slice(None)
+    def _gradients_of_tile(self, slice_: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
+        """What a tile adds to gradients of q and k, or to their tangents, which follow from that of the bias.
+
+        That is, for each of them: the sum, the index of the tile's rows or keys in it, and the addends.
+        """
+        assert slice_.products is not None
+        has_tangents, folded = self.pass_.has_tangents, slice_.prepared.folded.get(("by_s", tile))
+        of_pairs, whole = slice_.of_pairs, slice(None)
         dbias, tangent = (of_pairs[name][tile.index] for name in ("dbias", "tdbias" if has_tangents else "dbias"))
         inputs = tile.inputs() if folded is None else {}
-        inputs["s"] = own.products.scaled[tile.index]
+        inputs["s"] = slice_.products.scaled[tile.index]
         if self.score.by_tangents is not None:
-            inputs["ts"] = self._moved(tile, own.products)
-        slope, *moved = evaluate(self.expressions["by_s"], inputs, own.call.score_args, self.dtype, folded)
+            inputs["ts"] = self._moved(tile, slice_.products)
+        slope, *moved = evaluate(self.expressions["by_s"], inputs, slice_.call.score_args, self.dtype, folded)
         if has_tangents:
             tangent *= np.where(tangent == 0, 0, slope)
         for of_slope in moved:
             tangent += dbias * np.where(dbias == 0, 0, of_slope)
         dbias *= np.where(dbias == 0, 0, slope)
         if has_tangents:
-            found = own.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], own.sums)
+            found = slice_.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], slice_.sums)
         else:
-            found = own.products.gradients(tile, of_pairs["dbias"], own.sums)
+            found = slice_.products.gradients(tile, of_pairs["dbias"], slice_.sums)
         return [
-            (own.sums[name], (whole, whole, tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
+            (slice_.sums[name], (whole, whole, tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
             for name, x in found.items()
         ]
 
@@ -609,8 +619,8 @@ class Prepared:
     def _blocks(self, mask: Node, pairs: Pairs, tables: Tables) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
         batches, heads = (pairs.of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
-        of = (pairs.rows, range(self.problem.seqlen_k), (BLOCK, BLOCK))
-        shown = [[shown_blocks(mask, *of, b, h, tables) for h in heads] for b in batches]
+        keys, block_size = range(self.problem.seqlen_k), (BLOCK, BLOCK)
+        shown = [[shown_blocks(mask, pairs.rows, keys, block_size, b, h, tables) for h in heads] for b in batches]
         always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
         return always, sometimes
 

@@ -18,28 +18,28 @@ Result = TypeVar("Result")
 
 
 class Facts(NamedTuple):
-    """What a rank says of its call. Facts must agree on all ranks unless their names begin with an underscore."""
+    """What a rank sends of its call. Facts must agree on all ranks unless their names begin with an underscore."""
 
     of_call: Mapping[str, str]
     lasting: str = "{}"  # as JSON: facts that are the same whenever such a call is made again
 
 
-class Heard(Exception):
-    """Raised when the ranks do not agree on a call, or do not say of it what this rank expected."""
+class Disagreement(Exception):
+    """Raised when the ranks do not agree on a call, or agree on other facts than this rank expected."""
 
     def __init__(self, error: Exception | None, lasting: tuple[str, ...] = ()) -> None:
-        """Either an error, which the other ranks know too, or lasting facts that agree but were not expected."""
+        """Either an error, which the other ranks raise too, or lasting facts that agree but were not expected."""
         super().__init__(error or "other lasting facts")
         self.error, self.lasting = error, lasting
 
 
 @contextlib.contextmanager
-def as_of_all() -> Iterator[None]:
-    """Errors in arguments that are not compared, which every rank finds in its own."""
+def same_on_all_ranks() -> Iterator[None]:
+    """A context for errors in arguments that every rank finds by itself, so that no rank reports them to others."""
     try:
         yield
     except Exception as error:
-        raise Heard(error) from None
+        raise Disagreement(error) from None
 
 
 class Pending:
@@ -48,40 +48,40 @@ class Pending:
     def __init__(
         self,
         barrier: Callable[[], None],
-        hear: Callable[[], tuple[str, ...]] | None = None,
+        gather: Callable[[], tuple[str, ...]] | None = None,
         expected: tuple[str, ...] = (),
     ) -> None:
         """`barrier` waits for the ranks of this process, where they have to (`Transport.barrier`).
 
-        `hear` waits for the lasting facts of all ranks, which should equal `expected`, and raises if ranks disagree; it
-        is None where this rank has heard them already, or never does.
+        `gather` waits for the lasting facts of all ranks, which should equal `expected`, and raises if ranks disagree;
+        it is None where this rank has them already, or does without.
         """
-        self._barrier, self._hear, self._expected = barrier, hear, expected
+        self._barrier, self._gather, self._expected = barrier, gather, expected
         self._may_be_sent = False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this rank has not heard yet what all ranks say."""
-        return self._hear is not None
+        """Whether the facts of all ranks are not gathered yet."""
+        return self._gather is not None
 
-    def hear(self) -> None:
-        """Wait for what the ranks say. Only the first call waits.
+    def wait(self) -> None:
+        """Wait for the facts of all ranks. Only the first call waits.
 
         Raises
         ------
-        Heard
+        Disagreement
             The ranks do not agree, or they agree on other facts than this rank expected.
         """
-        if self._hear is None:
+        if self._gather is None:
             return
-        hear, self._hear = self._hear, None
-        lasting = hear()
+        gather, self._gather = self._gather, None
+        lasting = gather()
         if lasting != self._expected:
-            raise Heard(None, lasting)
+            raise Disagreement(None, lasting)
 
     def before_rows(self) -> None:
         """Wait until rows may be exchanged. Only the first call waits."""
-        self.hear()
+        self.wait()
         if not self._may_be_sent:
             self._barrier()
             self._may_be_sent = True
@@ -92,10 +92,10 @@ class Pending:
         self._barrier()
 
 
-def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
+def run_together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
     """Do work that may fail on one rank; if it fails on any rank, this raises on all of them."""
-    result, _, hear = begin_to_agree(transport, timeout, lambda: (work(), Facts({})))
-    hear()
+    result, _, gather = begin_to_agree(transport, timeout, lambda: (work(), Facts({})))
+    gather()
     return result
 
 
@@ -105,69 +105,69 @@ def begin_to_agree(
     """Do work that gives a result and facts, and send the facts to the other ranks.
 
     Returns the result, the facts, and a function that waits for all ranks and returns their lasting facts by rank. If
-    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises `Heard` with an error of which
-    all ranks know: what `work` raises here, RankFailed if it failed on another rank, or ValueError if a fact of some
+    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises `Disagreement` with an error that
+    all ranks raise: what `work` raises here, RankFailed if it failed on another rank, or ValueError if a fact of some
     rank differs from that of rank 0.
     """
     result, facts, failure = None, Facts({}), None
     try:
         result, facts = work()
-    except Exception as error:  # whatever it is, because the others have to hear of it
+    except Exception as error:  # whatever it is, because the other ranks have to raise it, too
         failure = error
-    of_call = json.dumps([failure and spelled(failure), facts.of_call])
-    listen = transport.begin_all_gather(f"{of_call}\n{facts.lasting}".encode(), timeout)
+    of_call = json.dumps([failure and _described(failure), facts.of_call])
+    receive = transport.begin_all_gather(f"{of_call}\n{facts.lasting}".encode(), timeout)
 
-    def hear() -> tuple[str, ...]:
-        heard = [payload.decode().partition("\n") for payload in listen()]
+    def gather() -> tuple[str, ...]:
+        received = [payload.decode().partition("\n") for payload in receive()]
         if failure is not None:
-            raise Heard(failure)
-        if any(facts != of_call for facts, *_ in heard):
-            of_calls = [json.loads(facts) for facts, *_ in heard]
+            raise Disagreement(failure)
+        if any(facts != of_call for facts, *_ in received):
+            of_calls = [json.loads(facts) for facts, *_ in received]
             for rank, (failed, _) in enumerate(of_calls):
                 if failed:
-                    raise Heard(RankFailed(rank, failed))
-            _check_alike([found for _, found in of_calls])
-        lasting = tuple(facts for *_, facts in heard)
+                    raise Disagreement(RankFailed(rank, failed))
+            _check_equal([found for _, found in of_calls])
+        lasting = tuple(facts for *_, facts in received)
         facts_of(lasting)
         return lasting
 
     if failure is not None:
-        hear()
-    return result, facts, hear  # type: ignore[return-value]
+        gather()
+    return result, facts, gather  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=256)
 def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """The lasting facts by rank and name, after a check that they agree, of whose failure all ranks know."""
+    """The lasting facts by rank and name, after a check that they agree; if it fails, it fails on all ranks."""
     found = tuple(json.loads(facts) for facts in lasting)
-    _check_alike(found)
+    _check_equal(found)
     return found
 
 
-def _check_alike(facts: Sequence[Mapping[str, Any]]) -> None:
+def _check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
     for rank, other in enumerate(facts):
         for name in (*facts[0], *other):
             got, wanted = other.get(name, "nothing"), facts[0].get(name, "nothing")
             if not name.startswith("_") and got != wanted:
-                raise Heard(value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0"))
+                raise Disagreement(value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0"))
 
 
 @contextlib.contextmanager
-def telling(transport: Transport) -> Iterator[None]:
-    """Tell the other ranks if this one fails or is interrupted, or if it hears of another one that failed."""
+def reporting_failures(transport: Transport) -> Iterator[None]:
+    """A context that reports to the other ranks if this one fails or is interrupted, or learns that another failed."""
     try:
         yield
     except RankFailed as error:
         transport.fail(error.rank, error.message)
         raise
-    except (TimeoutError, Heard):  # the others notice these themselves
+    except (TimeoutError, Disagreement):  # the others notice these themselves
         raise
     except BaseException as error:  # whatever it is, because the others wait for this rank
-        transport.fail(transport.rank, spelled(error))
+        transport.fail(transport.rank, _described(error))
         raise
 
 
-def spelled(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

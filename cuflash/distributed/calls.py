@@ -20,15 +20,15 @@ from cuflash.arrays.memory_ranges import Band
 from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import (
+    Disagreement,
     Facts,
-    Heard,
     Pending,
-    as_of_all,
     begin_to_agree,
     digest,
     facts_of,
-    telling,
-    together,
+    reporting_failures,
+    run_together,
+    same_on_all_ranks,
 )
 from cuflash.distributed.arguments import SPLITS, not_served
 from cuflash.distributed.execution import Execution
@@ -40,8 +40,7 @@ from cuflash.distributed.transports import Transport
 from cuflash.shards.slices import steps_of
 from cuflash.spec import array_imports
 from cuflash.spec import call as spec
-from cuflash.spec.batch_axes import Calls as BatchCalls
-from cuflash.spec.batch_axes import as_one_call
+from cuflash.spec.batch_axes import BatchCalls, as_one_call
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import (
     FP8_SCALES,
@@ -87,11 +86,11 @@ MAX_KNOWN = 256  # calls whose preparation is kept
 WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
 # Optional inputs that may replace a function that spells them out. A bias is not among them: each rank has other rows
 # of it.
-_SPELLED = tuple(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "scores")
+_MAY_REPLACE_FUNCTIONS = tuple(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "scores")
 
 
-class Call(NamedTuple):
-    """What a rank knows of its own call before it hears of the calls of the others."""
+class RankCall(NamedTuple):
+    """The call of one rank, with all that follows from its own arguments."""
 
     own: spec.Call  # on the arrays that are given, with options in place of functions where ranks agreed on these
     random: tuple[int, int]  # seed and offset
@@ -111,10 +110,10 @@ class Call(NamedTuple):
 
     def exported(self, results: Sequence[Array]) -> Sequence[Array]:
         """Results as arrays of the caller's library, with all batch axes."""
-        own = self.own.renamed(results)
+        renamed = self.own.renamed(results)
         if self.batch_axes is not None:
-            own = self.batch_axes.collect(lambda *_: tuple(own))
-        return self.own.as_callers(own, dict.fromkeys(self.own.wanted))
+            renamed = self.batch_axes.collect(lambda *_: tuple(renamed))
+        return self.own.as_callers(renamed, dict.fromkeys(self.own.wanted))
 
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
@@ -124,7 +123,7 @@ class Call(NamedTuple):
         return xp.empty(like.shape, like.dtype)
 
 
-class Prepared(NamedTuple):
+class PreparedCall(NamedTuple):
     """What similar calls have in common."""
 
     execution: Execution  # without arrays
@@ -132,7 +131,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Calls:
+class RankCalls:
     """What all calls of one `ContextParallel` have in common."""
 
     options: Options
@@ -145,11 +144,11 @@ class Calls:
     streams: StreamsOfDevice = field(default_factory=StreamsOfDevice)
     count: int = field(default=0, init=False)  # how many calls were made
     # The latest kinds of calls on which all ranks agreed, by the lasting facts of all ranks.
-    known: dict[tuple[str, ...], Prepared] = field(default_factory=dict, init=False)
+    known: dict[tuple[str, ...], PreparedCall] = field(default_factory=dict, init=False)
     # From this rank's lasting facts to those of all ranks in the last such call.
     _expected: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
-    # Lasting facts by what they follow from; only for arrays on a device, because their values do not matter.
-    _told: dict[Any, str] = field(default_factory=dict, init=False)
+    # This rank's lasting facts, by all that they depend on. (In host memory they depend on values, too: not kept.)
+    _known_facts: dict[Any, str] = field(default_factory=dict, init=False)
 
     @property
     def _of_all(self) -> tuple[str, ...]:
@@ -164,67 +163,71 @@ class Calls:
         optional_inputs: dict[str, Any],
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
-        compute: Callable[[Call, Execution], Result],
+        compute: Callable[[RankCall, Execution], Result],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: OUTPUTS,
     ) -> Result:
         """Compute this rank's share of a call, if all ranks agree on the call.
 
         If this rank has made such a call before, and its transport can share while the rank computes, it begins with
-        its own rows before it hears of the others.
+        its own rows before it knows the facts of the others.
         """
         self.count += 1
         if array_imports.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
             self._check_score_args(optional_inputs)
 
-        def own() -> tuple[Call, Facts]:
-            taken: type = OptionalArrays
+        def local_call() -> tuple[RankCall, Facts]:
+            accepted: type = OptionalArrays
             tangents: tuple[str, ...] = ()
             if _PASS_OF_METHOD[method].has_tangents:
-                taken, tangents = WithTangents, tuple(f"t{name[1:]}" for name in self.options.score_gradients)
-            own_optional = checked_with_score_args(method, taken, self.options, optional_inputs, tangents)
-            call = self._own_call(arrays | own_optional, required, random, need_of)
+                accepted, tangents = WithTangents, tuple(f"t{name[1:]}" for name in self.options.score_gradients)
+            checked = checked_with_score_args(method, accepted, self.options, optional_inputs, tangents)
+            call = self._local_call(arrays | checked, required, random, need_of)
             return call, self._facts(method, call)
 
         try:
-            with telling(self.transport):
-                self.transport.barrier(
-                    self.timeout
-                )  # before this rank loads kernels, to copy arrays or for a warm-up run
-                return self._agreed(method, own, compute)
-        except Heard as heard:
-            assert heard.error is not None
-            raise heard.error from None
+            with reporting_failures(self.transport):
+                # Before this rank loads kernels, to copy arrays or for a warm-up run.
+                self.transport.barrier(self.timeout)
+                return self._agreed(method, local_call, compute)
+        except Disagreement as disagreement:
+            assert disagreement.error is not None
+            raise disagreement.error from None
 
     @np.errstate(all="ignore")  # in warm-up runs, too: these compute with memory that no rank has sent anything to
     def _agreed(
-        self, method: str, own: Callable[[], tuple[Call, Facts]], compute: Callable[[Call, Execution], Result]
+        self,
+        method: str,
+        local_call: Callable[[], tuple[RankCall, Facts]],
+        compute: Callable[[RankCall, Execution], Result],
     ) -> Result:
         """This rank's results for a call, once all ranks agree on it."""
         if not self.check:
-            with as_of_all():
-                call, facts = own()
-            return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
-        call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
+            with same_on_all_ranks():
+                call, facts = local_call()
+            return self._computed(
+                call, self._prepared_by_facts(method, call, facts, (facts.lasting,), compute), compute
+            )
+        call, facts, gather = begin_to_agree(self.transport, self.timeout, local_call)
         expected = self._expected.get(facts.lasting)
         if expected in self.known and self.transport.gathers_meanwhile:
             try:
-                return self._computed(call, self.known[expected], compute, hear, expected)
-            except Heard as heard:
-                if heard.error is not None:
+                return self._computed(call, self.known[expected], compute, gather, expected)
+            except Disagreement as disagreement:
+                if disagreement.error is not None:
                     raise
-                lasting = heard.lasting
+                lasting = disagreement.lasting
         else:
-            lasting = hear()
-        return self._computed(call, self._found(method, call, facts, lasting, compute), compute)
+            lasting = gather()
+        return self._computed(call, self._prepared_by_facts(method, call, facts, lasting, compute), compute)
 
-    def _found(
+    def _prepared_by_facts(
         self,
         method: str,
-        call: Call,
+        call: RankCall,
         facts: Facts,
         lasting: tuple[str, ...],
-        compute: Callable[[Call, Execution], Result],
-    ) -> Prepared:
+        compute: Callable[[RankCall, Execution], Result],
+    ) -> PreparedCall:
         """What such calls have in common, looked up by the lasting facts of all ranks.
 
         If it is not known yet, ranks prepare it together: devices have loaded all kernels before any rows are
@@ -233,15 +236,15 @@ class Calls:
         prepared = self.known.get(lasting)
         if prepared is None:
 
-            def prepare() -> Prepared:
-                with contextlib.nullcontext() if self.check else as_of_all():
+            def prepare() -> PreparedCall:
+                with contextlib.nullcontext() if self.check else same_on_all_ranks():
                     found = self._prepared(method, call, facts_of(lasting))
                 of_call, run = self._run(call, found)
                 with dlpack.on_device(run.arrays["q"]):
                     self._warm_up(of_call, run, compute)
                 return found
 
-            prepared = together(self.transport, self._patience(call), prepare) if self.check else prepare()
+            prepared = run_together(self.transport, self._patience(call), prepare) if self.check else prepare()
             self.known[lasting] = prepared
             if len(self.known) > MAX_KNOWN:
                 del self.known[next(iter(self.known))]
@@ -250,18 +253,18 @@ class Calls:
         self._expected[facts.lasting] = lasting
         return prepared
 
-    def _patience(self, call: Call) -> float:
+    def _patience(self, call: RankCall) -> float:
         """How long ranks wait for one that prepares such a call."""
         return self.timeout + (0 if call.own.backend == "numpy" else WARM_UP)
 
-    def _run(self, call: Call, prepared: Prepared) -> tuple[Call, Execution]:
+    def _run(self, call: RankCall, prepared: PreparedCall) -> tuple[RankCall, Execution]:
         """What this rank has to do in a call, and the call with what it computes instead of functions."""
         run, rewrite = prepared
         call = call._replace(own=call.own.rewritten(rewrite))
         arrays = {name: self._seen(name, x) for name, x in call.given.items()}
         return call, replace(run, arrays=arrays, random=call.random)
 
-    def _warm_up(self, call: Call, run: Execution, compute: Callable[[Call, Execution], Result]) -> None:
+    def _warm_up(self, call: RankCall, run: Execution, compute: Callable[[RankCall, Execution], Result]) -> None:
         """Run the first call on such arrays of a device once without transfers, before any rows are exchanged.
 
         CUDA may wait for all work of a device while it loads a kernel or allocates memory, and hold a lock meanwhile.
@@ -272,22 +275,22 @@ class Calls:
 
     def _computed(
         self,
-        call: Call,
-        prepared: Prepared,
-        compute: Callable[[Call, Execution], Result],
-        hear: Callable[[], tuple[str, ...]] | None = None,
+        call: RankCall,
+        prepared: PreparedCall,
+        compute: Callable[[RankCall, Execution], Result],
+        gather: Callable[[], tuple[str, ...]] | None = None,
         expected: tuple[str, ...] = (),
     ) -> Result:
-        """This rank's results for the arrays of a call; `hear` waits for what ranks say, if this one did not yet."""
+        """This rank's results for the arrays of a call; `gather`, if given, waits for the facts of all ranks."""
         barrier = functools.partial(self.transport.barrier, self._patience(call))
-        agreement = Pending(barrier, hear, expected)
+        agreement = Pending(barrier, gather, expected)
         call, run = self._run(call, prepared)
         with dlpack.on_device(run.arrays["q"]):
             if not run.is_warm:  # arrays lie otherwise than in earlier calls
-                agreement.hear()
+                agreement.wait()
                 self._warm_up(call, run, compute)
             result = compute(call, replace(run, agreement=agreement))
-            agreement.hear()
+            agreement.wait()
             return result
 
     def _check_score_args(self, optional_inputs: Mapping[str, Any]) -> None:
@@ -302,13 +305,13 @@ class Calls:
             if optional_inputs.get(name) is not None:
                 raise NotImplementedError(f"{name}: got an array {captured}, expected none: the host reads it")
 
-    def _own_call(
+    def _local_call(
         self,
         arrays: dict[str, Any],
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
-    ) -> Call:
+    ) -> RankCall:
         """This rank's call, with all checks that need no arrays of other ranks."""
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
@@ -330,7 +333,7 @@ class Calls:
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
         starts = tuple(tuple(dlpack.on_host(given[name]).tolist()) for name in _STARTS if name in given)
         own = own._replace(arrays=given, given=given, need=need, wanted=need)
-        return Call(own, self.options.random(*random), starts, layouts, batch_axes)
+        return RankCall(own, self.options.random(*random), starts, layouts, batch_axes)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
@@ -351,7 +354,7 @@ class Calls:
             "steps": str(self.steps),
         }
 
-    def _facts(self, method: str, call: Call) -> Facts:
+    def _facts(self, method: str, call: RankCall) -> Facts:
         """What must agree on all ranks, and the numbers of rows; this checks that the arrays fit each other."""
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
@@ -360,18 +363,18 @@ class Calls:
             self._check(call.given)
             return Facts(of_call, self._lasting_facts(method, call, large))
         key = (method, call.need, call.own.backend, call.layouts, large)
-        lasting = self._told.get(key)
+        lasting = self._known_facts.get(key)
         if lasting is None:
             self._check(call.given)
-            if len(self._told) >= MAX_KNOWN:
-                self._told.clear()
-            self._told[key] = lasting = self._lasting_facts(method, call, large)
+            if len(self._known_facts) >= MAX_KNOWN:
+                self._known_facts.clear()
+            self._known_facts[key] = lasting = self._lasting_facts(method, call, large)
         return Facts(of_call, lasting)
 
-    def _has_large_rows(self, call: Call) -> bool:
+    def _has_large_rows(self, call: RankCall) -> bool:
         """Whether lse of some row is so large that ranks find row sums; on a device, this waits for lse.
 
-        Ranks that do not hear of each other cannot find them together.
+        With ``check=False`` ranks exchange no facts, so that they cannot find row sums together.
         """
         if "lse" not in call.given or not self.check:
             return False
@@ -379,7 +382,7 @@ class Calls:
         with dlpack.on_device(call.given["q"]):
             return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
 
-    def _lasting_facts(self, method: str, call: Call, has_large_rows: bool) -> str:
+    def _lasting_facts(self, method: str, call: RankCall, has_large_rows: bool) -> str:
         axis = _axis_of_rows(call.given["q"], self.options.layout)
         names = sorted(call.given, key=lambda name: "" if name in INPUTS else name)  # with values or without
         facts: dict[str, Any] = {
@@ -413,7 +416,7 @@ class Calls:
             facts[_LARGE_ROWS] = True  # then ranks find row sums first, all of them
         return json.dumps(facts)
 
-    def _prepared(self, method: str, call: Call, facts: Sequence[dict[str, Any]]) -> Prepared:
+    def _prepared(self, method: str, call: RankCall, facts: Sequence[dict[str, Any]]) -> PreparedCall:
         """What this rank has to do in such calls; this checks that its arguments fit those of the other ranks."""
         splits = [
             split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
@@ -422,22 +425,24 @@ class Calls:
         if method == "decode":  # the queries of all ranks are those of the first
             rows = call.given["q"].shape[_axis_of_rows(call.given["q"], self.options.layout)]
             splits = [Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]]
-        rewrite = self._spelled_out(call, splits)
+        rewrite = self._rewrite_of(call, splits)
         call = call._replace(own=call.own.rewritten(rewrite))
-        of_options = self if rewrite is None else replace(self, options=rewrite.options)
-        return Prepared(of_options._as_it_is(method, call, splits, facts), rewrite)
+        rewritten = self if rewrite is None else replace(self, options=rewrite.options)
+        return PreparedCall(rewritten._execution_of(method, call, splits, facts), rewrite)
 
-    def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
+    def _rewrite_of(self, call: RankCall, splits: Sequence[Any]) -> Equivalent | None:
         """The options and optional inputs that the call computes instead of functions, the same on all ranks."""
         whole, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
         for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
             whole[name] = _longer(call.given[name], axis, split.seqlen)
         if len(set(call.starts)) == 1:
             whole |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
-        return equivalent(self.options, whole, _SPELLED)
+        return equivalent(self.options, whole, _MAY_REPLACE_FUNCTIONS)
 
-    def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: Sequence[dict[str, Any]]) -> Execution:
-        """What this rank has to do if functions are computed as functions."""
+    def _execution_of(
+        self, method: str, call: RankCall, splits: Sequence[Any], facts: Sequence[dict[str, Any]]
+    ) -> Execution:
+        """What this rank has to do, without further rewriting of functions."""
         given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
             if split.ranks != self.transport.size:
@@ -486,7 +491,7 @@ class Calls:
             has_large_rows=any(fact.get(_LARGE_ROWS) for fact in facts),
         )
 
-    def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
+    def _problem(self, method: str, call: RankCall, split_q: Split, split_k: Split) -> Problem:
         """This rank's queries against the keys of all ranks; in `decode`, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in MOVABLE_OF_KEYS if name in given}
@@ -513,7 +518,7 @@ class Calls:
             return problem_of({name: x for name, x in given.items() if name != "kv_lengths"})
         return problem_of(given | of_all)
 
-    def _packed_problem(self, method: str, call: Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
+    def _packed_problem(self, method: str, call: RankCall, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
         """This rank's queries against the keys of all ranks, after a check of the problem with all queries."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         if method == "decode":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from cuflash.arrays.checks import as_real, type_error, typed, value_error
 from cuflash.distributed import passes
 from cuflash.distributed.arguments import checked_split, positive, transport_of
-from cuflash.distributed.calls import Calls
+from cuflash.distributed.calls import RankCalls
 from cuflash.distributed.reductions import RankReductions
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.second_derivatives import SecondDerivatives
@@ -232,7 +232,7 @@ class ContextParallel(RankReductions[FunctionT], SecondDerivatives[FunctionT]):
             raise value_error("check", False, "True, or two Split, which say how many rows each rank has")
         transport = transport_of(comm)
         self.rank, self.size = transport.rank, transport.size
-        self._calls = self._calls_of_weights = Calls(
+        self._calls = self._calls_of_weights = RankCalls(
             options=self.options,
             splits=splits,
             chunks=chunks,

@@ -16,13 +16,22 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span, is_some, slice_in
 from cuflash.distributed.exchange import Held, Rows
 from cuflash.distributed.rank import OF_KEYS, Run, of_heads
-from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, minus_tdelta, of_sequences
+from cuflash.distributed.reduce import (
+    Pieces,
+    Returns,
+    SentPartials,
+    Sums,
+    add_up,
+    minus_delta,
+    minus_tdelta,
+    of_sequences,
+)
 from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
 from cuflash.gpu.merging import Tangents
 from cuflash.gpu.replay import of_thread
-from cuflash.shards.merge import merge_into, merge_large_entropies
+from cuflash.shards.partial_results import merge_into, merge_large_entropies
 from cuflash.shards.reductions import RunningReductions, indices_in, merge_top_keys, reduce_columns
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
@@ -65,11 +74,11 @@ class Execution(Run):
             q_heads = self.q_heads(heads)
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
-                whole = {name: x[:, q_heads, at] for name, x in results.items()}
-                own, pairs = (whole, {}) if is_one else self._partial_results(whole)
+                rows = {name: x[:, q_heads, at] for name, x in results.items()}
+                targets, pairs = (rows, {}) if is_one else self._partial_results(rows)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        for name, x in (own | pairs).items():
+                        for name, x in (targets | pairs).items():
                             assign(x, -np.inf if name in ("lse", "lse_pairs", "max") else 0)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
@@ -77,29 +86,29 @@ class Execution(Run):
                         calls.forward, tile.queries, tile.keys, pass_=pass_, reductions=tuple(results)
                     )
                     is_wide = not is_one and calls.is_on_cpu
-                    calls.into(own, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
-                    if is_wide and row_sums.has_large(own["lse"]):
-                        of_rows = calls.with_queries_before({"lse": own["lse"]}, tile.front[0])
+                    calls.into(targets, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
+                    if is_wide and row_sums.has_large(targets["lse"]):
+                        of_rows = calls.with_queries_before({"lse": targets["lse"]}, tile.front[0])
                         sums = self._row_sums_of(calls, tile, arrays | of_rows)
-                        own["row_sums"] = sums[:, :, tile.front[0] :]
+                        targets["row_sums"] = sums[:, :, tile.front[0] :]
                 if not is_one:
-                    pieces.add(tile, heads, own | pairs)
+                    pieces.add(tile, heads, targets | pairs)
             with streams.returns():
-                for piece, found in pieces.complete(heads):
+                for piece, partials in pieces.complete(heads):
                     at = self.local(split, traversal.pieces[self.rank][piece])
-                    _merge(found, {name: x[:, q_heads, at] for name, x in results.items()})
-                    streams.keep(found)
+                    _merge(partials, {name: x[:, q_heads, at] for name, x in results.items()})
+                    streams.keep(partials)
 
     @property
     def _of_keys_given(self) -> tuple[str, ...]:
         """Keys and values, and those of their tangents that there are: they are exchanged in passes by queries."""
         return tuple(name for name in MOVABLE_OF_KEYS if self.arrays.get(name) is not None)
 
-    def _partial_results(self, whole: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _partial_results(self, rows: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
         """Arrays for the results of a call; kernels say more than lse, whose rounding changes weights."""
-        shapes, dtype = {name: x.shape for name, x in whole.items()}, self.slices.softmax_dtype
+        shapes, dtype = {name: x.shape for name, x in rows.items()}, self.slices.softmax_dtype
         if self.slices.is_on_cpu:
-            return self._wide_like(whole), {}
+            return self._wide_like(rows), {}
         pairs = self.xp.empty((*shapes.pop("lse"), 2), dtype)
         return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {"lse_pairs": pairs}
 
@@ -109,8 +118,8 @@ class Execution(Run):
 
     def _targets(self, results: Mapping[str, Array], heads: Span, at: slice, *, is_one: bool) -> dict[str, Array]:
         """What a call fills: these rows of the results, or partial results of them if the call is not the only one."""
-        whole = {name: x[:, self.heads_of(name, heads), at] for name, x in results.items()}
-        return whole if is_one else self._wide_like(whole)
+        rows = {name: x[:, self.heads_of(name, heads), at] for name, x in results.items()}
+        return rows if is_one else self._wide_like(rows)
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass = BACKWARD) -> None:
         """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays.
@@ -149,9 +158,12 @@ class Execution(Run):
         shape, dtype = self.arrays["lse"].shape, self.slices.softmax_dtype
         of_rows = {name: self.xp.empty(shape, dtype) for name in ("lse", "max")}
         run._forward({"out": self.xp.empty((*shape, 0), self.arrays["q"].dtype), **of_rows}, FORWARD)
-        found = {"key_indices": self.xp.empty((*shape, 1), np.int32), "key_weights": self.xp.empty((*shape, 1), dtype)}
-        replace(run, arrays={**inputs, "lse": of_rows["max"]})._top_keys(found)
-        return found["key_indices"][..., 0]
+        strongest = {
+            "key_indices": self.xp.empty((*shape, 1), np.int32),
+            "key_weights": self.xp.empty((*shape, 1), dtype),
+        }
+        replace(run, arrays={**inputs, "lse": of_rows["max"]})._top_keys(strongest)
+        return strongest["key_indices"][..., 0]
 
     def _row_sums(self, need: tuple[str, ...], *, is_wide: bool = False) -> Array:
         """The row sums of this rank's queries over the keys of all ranks, where lse is large and that of these keys.
@@ -160,7 +172,7 @@ class Execution(Run):
         """
         traversal, split, lse = self.schedule.by_keys, self.schedule.split_q, self.arrays["lse"]
         of_all = (*lse.shape[:2], split.seqlen)
-        own = row_sums.full((len(traversal.pieces[self.rank]), *of_all), row_sums.EMPTY)
+        sums_here = row_sums.full((len(traversal.pieces[self.rank]), *of_all), row_sums.EMPTY)
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
         names = tuple(name for name in ("q", "lse", *of_pairs) if self.arrays.get(name) is not None)
         pieces = Pieces(self, traversal)
@@ -175,22 +187,27 @@ class Execution(Run):
                         arrays |= {"lse": self._lse_of(calls, tile, arrays)}
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=widens and calls.is_on_cpu)
                 for span in tile.needed:
-                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.needed)]
-        merged = row_sums.merged(self._partials_of_all(own, traversal))[0]
+                    sums_here[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[
+                        :, :, slice_in([span], tile.needed)
+                    ]
+        merged = row_sums.merged(self._partials_of_all(sums_here, traversal))[0]
         if self.arrays.get("sinks") is not None:
             merged = row_sums.with_score(merged, dlpack.on_host(self.arrays["sinks"]))
         of_queries = dlpack.on_host(lse)
         merged[~row_sums.is_large(of_queries, self.slices.large_lse)] = row_sums.ABSENT
         return self.xp.asarray(row_sums.explaining(merged, of_queries))
 
-    def _partials_of_all(self, own: Array, traversal: Traversal) -> list[Array]:
-        """The row sums of this rank's queries that all ranks have, in the order of pieces; `own` are of all queries."""
+    def _partials_of_all(self, sums_here: Array, traversal: Traversal) -> list[Array]:
+        """The row sums of this rank's queries over the keys of each piece, in the order of pieces.
+
+        `sums_here` are those of all queries over the keys of this rank.
+        """
         shape = (*self.arrays["lse"].shape, row_sums.NUMBERS)
-        found = [self.xp.empty((len(of_rank), *shape), np.float64) for of_rank in traversal.pieces]
-        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
-        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
-        partials = [dlpack.on_host(x) for x in found]
-        partials[self.rank] = self._of_queries(own, self.rank)
+        of_ranks = [self.xp.empty((len(of_rank), *shape), np.float64) for of_rank in traversal.pieces]
+        sends = [(rank, self.xp.asarray(self._of_queries(sums_here, rank))) for rank in self.others]
+        self.exchange(sends, [(rank, of_ranks[rank]) for rank in self.others])
+        partials = [dlpack.on_host(x) for x in of_ranks]
+        partials[self.rank] = self._of_queries(sums_here, self.rank)
         order = sorted(
             (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
         )
@@ -213,8 +230,8 @@ class Execution(Run):
         """The row sums over the keys of a tile, of rows whose lse is large; on a device, with the own lse of a tile."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
         inputs = {name: x for name, x in arrays.items() if name in (*INPUTS, *NAMES, "lse")}
-        found = calls.into({}, inputs, call, is_wide=is_wide)["row_sums"]
-        return found if calls.is_on_cpu else row_sums.of_partial(found, dlpack.on_host(arrays["lse"]))
+        sums = calls.into({}, inputs, call, is_wide=is_wide)["row_sums"]
+        return sums if calls.is_on_cpu else row_sums.of_partial(sums, dlpack.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array], pass_: Pass) -> None:
         traversal, split, names = self.schedule.by_queries, self.schedule.split_q, self._of_keys_given
@@ -225,19 +242,19 @@ class Execution(Run):
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
                 is_one, wanted = pieces.is_one(tile), _wanted_of(need, tile)
-                own = self._targets(of_queries, heads, self.local(split, tile.own_queries), is_one=is_one)
+                targets = self._targets(of_queries, heads, self.local(split, tile.own_queries), is_one=is_one)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        _clear(own)
+                        _clear(targets)
                         continue
                     if not wanted:
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held) | wide, self.slices_of(tile, heads)
                     call = functools.partial(calls.backward, tile.queries, tile.keys, wanted, pass_=pass_)
-                    is_wide = bool(own) and not is_one and calls.is_on_cpu
-                    of_calls.append((tile, calls.into(own, arrays, call, front=tile.front[0], is_wide=is_wide)))
-                if own and not is_one:
-                    pieces.add(tile, heads, own)
+                    is_wide = bool(targets) and not is_one and calls.is_on_cpu
+                    of_calls.append((tile, calls.into(targets, arrays, call, front=tile.front[0], is_wide=is_wide)))
+                if targets and not is_one:
+                    pieces.add(tile, heads, targets)
             streams.keep(of_calls)
             with streams.returns():  # on one stream, because calls of several steps add to one sum
                 sums.add_calls(of_calls, heads)
@@ -250,11 +267,11 @@ class Execution(Run):
     ) -> None:
         """Add the partial results of some heads, for pieces that have all of theirs."""
         split = self.schedule.split_q if traversal.by == "queries" else self.schedule.split_k
-        for piece, found in pieces.complete(heads):
+        for piece, partials in pieces.complete(heads):
             at = self.local(split, traversal.pieces[self.rank][piece])
             for name, into in results.items():
-                add_up(into[:, self.heads_of(name, heads), at], [partial[name] for partial in found])
-            streams.keep(found)
+                add_up(into[:, self.heads_of(name, heads), at], [partial[name] for partial in partials])
+            streams.keep(partials)
 
     def _sums_dq(self, need: tuple[str, ...]) -> bool:
         """Whether calls by keys also give partial dq in the dtype of the softmax, which saves two of seven products.
@@ -275,22 +292,22 @@ class Execution(Run):
             of_calls = []
             for number, tile in a_round.longest_first(self.rank):
                 is_one = pieces.is_one(tile)
-                into = self._targets(of_keys, heads, self.local(split, tile.own_keys), is_one=is_one)
+                targets = self._targets(of_keys, heads, self.local(split, tile.own_keys), is_one=is_one)
                 is_wide, buffers = self.slices.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.slices.is_on_cpu:
                     buffers[dq] = returns.buffer(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
-                        _clear(into)
+                        _clear(targets)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | buffers
                     calls = self.slices_of(tile, heads)
                     call = functools.partial(calls.backward, tile.queries, tile.keys, need, pass_=pass_)
-                    got = self.slices.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
+                    gradients = self.slices.into(targets, arrays, call, front=tile.front[1], is_wide=is_wide)
                     if returns is not None:
-                        of_calls.append((tile, got[dq]))
+                        of_calls.append((tile, gradients[dq]))
                 if not is_one:
-                    pieces.add(tile, heads, into)
+                    pieces.add(tile, heads, targets)
             streams.keep(of_calls)
             is_last = a_round is traversal.rounds[-1]
             with streams.returns():
@@ -303,13 +320,13 @@ class Execution(Run):
     def _rows_by_keys(self, pass_: Pass) -> Rows:
         """The rows of queries that calls by keys read: those of this rank, and those that are exchanged."""
         of_pairs = (name for name in MOVABLE_BROADCAST if name not in self.broadcasts_rows)
-        own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
+        held_here = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
         # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
         makes = {"minus_delta": self._minus_delta}
         if pass_.has_tangents:
             makes["minus_tdelta"] = lambda: minus_tdelta(self.arrays, self.slices.softmax_dtype)
-        names = own if self.is_fixed else (*(name for name in own if name not in _IN_DELTA), *makes)
-        return Rows(self, self.schedule.by_keys, own, names, makes)
+        names = held_here if self.is_fixed else (*(name for name in held_here if name not in _IN_DELTA), *makes)
+        return Rows(self, self.schedule.by_keys, held_here, names, makes)
 
     def _minus_delta(self) -> Array:
         """The one number for each row that a backward pass needs of out and dlse."""
@@ -329,23 +346,23 @@ class Execution(Run):
         pieces = Pieces(self, traversal)
         for a_round, heads, held, streams in Rows(self, traversal, rows, rows).steps():
             for number, tile in a_round.longest_first(self.rank):
-                own = result[:, self.q_heads(heads), self.local(split, tile.own_keys)]
+                target = result[:, self.q_heads(heads), self.local(split, tile.own_keys)]
                 if not pieces.is_one(tile):
-                    own = self.xp.empty(own.shape, own.dtype)
+                    target = self.xp.empty(target.shape, target.dtype)
                 with streams.of_call(number):
                     if tile.queries[0] == tile.queries[1]:
-                        assign(own, 0)
+                        assign(target, 0)
                     else:
                         arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
                         call = functools.partial(calls.reduce, tile.queries, tile.keys, pass_=pass_)
-                        calls.into({name: own}, arrays, call, front=tile.front[1])
+                        calls.into({name: target}, arrays, call, front=tile.front[1])
                 if not pieces.is_one(tile):
-                    pieces.add(tile, heads, {name: own})
+                    pieces.add(tile, heads, {name: target})
             with streams.returns():
-                for piece, found in pieces.complete(heads):
+                for piece, partials in pieces.complete(heads):
                     into = result[:, self.q_heads(heads), self.local(split, traversal.pieces[self.rank][piece])]
-                    reduce_columns(into, [partial[name] for partial in found], is_max=pass_ is COLUMN_MAX)
-                    streams.keep(found)
+                    reduce_columns(into, [partial[name] for partial in partials], is_max=pass_ is COLUMN_MAX)
+                    streams.keep(partials)
 
     def top_keys(self, results: Mapping[str, Array]) -> None:
         """Fill indices and weights of the strongest keys, (batch, num_heads, rows of queries, count) each."""
@@ -359,28 +376,28 @@ class Execution(Run):
         for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             q_heads = self.q_heads(heads)
             for number, tile in a_round.longest_first(self.rank):
-                own = {name: x[:, q_heads, self.local(split, tile.own_queries)] for name, x in results.items()}
+                targets = {name: x[:, q_heads, self.local(split, tile.own_queries)] for name, x in results.items()}
                 if not pieces.is_one(tile):
-                    own = {name: self.xp.empty(x.shape, x.dtype) for name, x in own.items()}
+                    targets = {name: self.xp.empty(x.shape, x.dtype) for name, x in targets.items()}
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        assign(own["key_indices"], -1)
-                        assign(own["key_weights"], 0)
+                        assign(targets["key_indices"], -1)
+                        assign(targets["key_weights"], 0)
                     else:
                         arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
                         call = functools.partial(calls.reduce, tile.queries, tile.keys, pass_=TOP_KEYS, count=(count,))
-                        calls.into(own, arrays, call, front=tile.front[0])
-                        own["key_indices"][...] = indices_in(own["key_indices"], tile.needed, self.xp)
+                        calls.into(targets, arrays, call, front=tile.front[0])
+                        targets["key_indices"][...] = indices_in(targets["key_indices"], tile.needed, self.xp)
                 if not pieces.is_one(tile):
-                    pieces.add(tile, heads, own)
+                    pieces.add(tile, heads, targets)
             with streams.returns():
-                for piece, found in pieces.complete(heads):
+                for piece, partials in pieces.complete(heads):
                     at = self.local(split, traversal.pieces[self.rank][piece])
                     into = [x[:, q_heads, at] for x in results.values()]
                     into[0][...], into[1][...] = -1, 0
-                    for partial in found:
+                    for partial in partials:
                         merge_top_keys(*into, *partial.values())
-                    streams.keep(found)
+                    streams.keep(partials)
 
     def _with_row_sums(self) -> Execution:
         """The same with the row sums of rows whose lse is large."""
@@ -397,14 +414,14 @@ class Execution(Run):
     def _decode(self, results: Mapping[str, Array]) -> None:
         """Each rank sends its partial results to all others, and all ranks merge them in the order of keys."""
         traversal, others, queries = self.schedule.by_keys, self.others, (0, results["out"].shape[2])
-        seen = [
+        tiles_of = [
             [tile for tile in traversal.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)
         ]
-        order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
+        order = sorted((tile.keys, rank, i) for rank, tiles in enumerate(tiles_of) for i, tile in enumerate(tiles))
         if not order:
-            seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
-        found = [Found.of(self, len(own), results) for own in seen]
-        for own_tile, partial in zip(seen[self.rank], found[self.rank].partials, strict=True):
+            tiles_of[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
+        partials_of = [SentPartials.of(self, len(tiles), results) for tiles in tiles_of]
+        for own_tile, partial in zip(tiles_of[self.rank], partials_of[self.rank].partials, strict=True):
             tile = own_tile._replace(queries=queries)  # of all, also those that attend to none of these keys
             arrays = self._of_keys(tile, is_first=tile.keys == order[0][0])
             call = functools.partial(self.slices.forward, tile.queries, tile.keys, reductions=tuple(results))
@@ -413,22 +430,24 @@ class Execution(Run):
             self.slices.into(own_results, arrays | pairs, call, is_wide=self.slices.is_on_cpu)
             if "row_sums" in partial:
                 partial["row_sums"][...] = self._row_sums_of(self.slices, tile, arrays | {"lse": partial["lse"]})
-        own = found[self.rank].memory
-        self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
-        _merge([found[rank].partials[i] for _, rank, i in order], results)
+        sent = partials_of[self.rank].memory
+        self.exchange([(rank, sent) for rank in others], [(rank, partials_of[rank].memory) for rank in others])
+        _merge([partials_of[rank].partials[i] for _, rank, i in order], results)
 
     def _of_keys(self, tile: Tile, *, is_first: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries, which are those of the tile, and some of this rank's keys; inputs of the
-        softmax go to the first."""
+        """The arrays of a call on all queries, those of the tile, and some of this rank's keys.
+
+        Only the first call gets the inputs of the softmax, such as sinks.
+        """
         at = self.local(self.schedule.split_k, tile.own_keys)
-        found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
+        arrays = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
-                found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
+                arrays[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         optional_inputs = self.slices.of_heads(slice(None), of_softmax=is_first)
         optional_inputs |= self.slices.of_blocks(tile.queries, tile.keys)
         optional_inputs |= self.slices.scales(slice(None), slice(None))
-        return self.slices.with_keys_before(found, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
+        return self.slices.with_keys_before(arrays, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -438,30 +457,32 @@ class Execution(Run):
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
         names = MOVABLE_OF_KEYS if by_keys else OF_QUERIES
         at, q_heads = self.local(own_split, a_round.own(tile)), self.q_heads(heads)
-        found = {}
+        arrays = {}
         for name in names:
             if self.arrays.get(name) is not None:
                 mine = slice(*heads) if by_keys else q_heads
-                found[name] = self.arrays[name][:, mine, at]
-        found |= held.rows(tile.needed)
-        if "minus_delta" in found:  # it stands for out and dlse, which were not sent
-            found["dlse"] = found.pop("minus_delta")
-            found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
-        if "minus_tdelta" in found:  # it stands for tout and tdlse, with an out of zeros
-            found["tdlse"] = found.pop("minus_tdelta")
-            found["tout"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
-        if "first_maxima" in found:
-            first, spans = found.pop("first_maxima"), [tile.own_keys] if by_keys else tile.needed
+                arrays[name] = self.arrays[name][:, mine, at]
+        arrays |= held.rows(tile.needed)
+        if "minus_delta" in arrays:  # it stands for out and dlse, which were not sent
+            arrays["dlse"] = arrays.pop("minus_delta")
+            arrays["out"] = self.xp.broadcast_to(self.zero_row(), arrays["dout"].shape)
+        if "minus_tdelta" in arrays:  # it stands for tout and tdlse, with an out of zeros
+            arrays["tdlse"] = arrays.pop("minus_tdelta")
+            arrays["tout"] = self.xp.broadcast_to(self.zero_row(), arrays["dout"].shape)
+        if "first_maxima" in arrays:
+            first, spans = arrays.pop("first_maxima"), [tile.own_keys] if by_keys else tile.needed
             is_here = functools.reduce(self.xp.logical_or, [(first >= start) & (first < stop) for start, stop in spans])
-            found["dmax"] = self.xp.where(is_here, found["dmax"], 0)
-        found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
+            arrays["dmax"] = self.xp.where(is_here, arrays["dmax"], 0)
+        arrays |= self._of_pairs(tile, q_heads, arrays, by_keys=by_keys)
         if by_keys:
-            found = self.slices.with_keys_before(found, tile.front[1])
+            arrays = self.slices.with_keys_before(arrays, tile.front[1])
         else:
-            found = self.slices.with_queries_before(found, tile.front[0], self.broadcasts_rows)
-        return found | self._optional_inputs(tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.partial == 0)
+            arrays = self.slices.with_queries_before(arrays, tile.front[0], self.broadcasts_rows)
+        return arrays | self._optional_inputs(
+            tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.partial == 0
+        )
 
-    def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
+    def _of_pairs(self, tile: Tile, q_heads: slice, arrays: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """Bias and mask of a tile, without the rows and columns in front of its piece."""
         optional_inputs = {}
         for name in MOVABLE_BROADCAST:
@@ -469,8 +490,8 @@ class Execution(Run):
             if array is None:
                 continue
             columns = slice(*tile.own_keys)
-            if name in found:  # of queries that were received, with the columns of this rank's keys
-                array, columns = found[name], self.local(self.schedule.split_k, tile.own_keys)
+            if name in arrays:  # of queries that were received, with the columns of this rank's keys
+                array, columns = arrays[name], self.local(self.schedule.split_k, tile.own_keys)
             else:
                 array = of_heads(array, q_heads, self.problem.num_heads)
                 if name not in self.broadcasts_rows:
@@ -511,8 +532,10 @@ class Execution(Run):
 
 
 def _wanted_of(need: tuple[str, ...], tile: Tile) -> tuple[str, ...]:
-    """Those of the gradients that a call makes: of several calls for the same queries one makes those of the softmax
-    inputs, which depend on no key."""
+    """The gradients that a call makes.
+
+    Those of softmax inputs depend on no key: of several calls for the same queries only the first makes them.
+    """
     return tuple(name for name in need if tile.partial == 0 or gradient_of(name) not in SOFTMAX_GRADIENTS)
 
 

@@ -55,7 +55,7 @@ class Mpi(Transport):
         self._comm, self._alarm = comm.Dup(), comm.Dup()  # for payloads and rows, and for messages of ranks that fail
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._cuda_aware = cuda_aware
-        self._told: list[Any] = []  # requests of messages that a rank has failed
+        self._reports: list[Any] = []  # requests of sent messages that say which rank has failed
         self._failure: tuple[int, str] | None = None  # the rank that failed, and its error
         self._progress = Progress()
         # If only one thread may call MPI, the caller's thread moves the rows, when it needs them.
@@ -101,7 +101,7 @@ class Mpi(Transport):
         self._failure = self._failure or (rank, message)
         self._end()
         others = [other for other in range(self.size) if other != self.rank]
-        self._told += [self._alarm.isend((rank, message), other) for other in others]
+        self._reports += [self._alarm.isend((rank, message), other) for other in others]
 
     def _end(self) -> None:
         """Give up what is under way: after that no thread moves rows, and no device copies them."""

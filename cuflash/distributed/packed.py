@@ -1,5 +1,4 @@
-"""Packed sequences over ranks: which queries attend to which keys, and where spans are cut so that one call computes a
-piece.
+"""Packed sequences over ranks: which queries attend to which keys, and how spans are cut into pieces of one call each.
 
 Each sequence is a problem of its own. A piece holds whole sequences, which one packed call computes, or rows of one
 sequence, which one call with the diagonal of that sequence computes, or rows that belong to no sequence.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
-from cuflash.distributed.calls import Call, Calls, of_pairs
+from cuflash.distributed.calls import RankCall, RankCalls, of_pairs
 from cuflash.distributed.execution import Execution
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.outputs import BY_NAME, GRADIENTS
@@ -17,7 +17,7 @@ Random = tuple[int | None, int | None]
 
 
 def forward(
-    calls: Calls,
+    calls: RankCalls,
     method: str,
     arrays: dict[str, Any],
     optional_inputs: dict[str, Any],
@@ -27,7 +27,7 @@ def forward(
 ) -> Any:
     """The results of these names of `forward`, `decode` or `jvp`."""
 
-    def compute(call: Call, run: Execution) -> Any:
+    def compute(call: RankCall, run: Execution) -> Any:
         problem, results, views = run.problem, {}, {}
         for name in names:
             if BY_NAME[name].is_of_rows:
@@ -47,7 +47,7 @@ def forward(
 
 
 def backward(
-    calls: Calls,
+    calls: RankCalls,
     arrays: dict[str, Any],
     optional_inputs: dict[str, Any],
     random: Random,
@@ -61,7 +61,7 @@ def backward(
         absent = dict.fromkeys(f"{prefix}{name}" for name in (*GRADIENTS, *of_functions))
         return needed(need, {**given, **calls.options.numbers}, absent, of_functions, prefix)
 
-    def compute(call: Call, run: Execution) -> Any:
+    def compute(call: RankCall, run: Execution) -> Any:
         results = {name: call.empty(name, run.problem) for name in call.need}
         views = {name: view_4d(x, calls.options.layout) if name in pass_.default else x for name, x in results.items()}
         if (bias := f"{prefix}dbias") in views:

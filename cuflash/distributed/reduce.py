@@ -27,7 +27,7 @@ class Pieces:
 
     def __init__(self, run: Run, traversal: Traversal) -> None:
         self.run, self.counts = run, traversal.partials[run.rank]
-        self._found: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and number
+        self._partials: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and number
 
     def is_one(self, tile: Tile) -> bool:
         """Whether one call gives the whole results of its piece."""
@@ -35,36 +35,36 @@ class Pieces:
 
     def add(self, tile: Tile, heads: Span, arrays: Mapping[str, Array]) -> None:
         """Keep the results of a call, whose first axes are batch and heads."""
-        self._found[tile.piece][tile.partial] = heads, dict(arrays)
+        self._partials[tile.piece][tile.partial] = heads, dict(arrays)
 
     def of(self, piece: int, heads: Span) -> list[dict[str, Array]]:
         """The results of all calls for some heads, in their order; an empty list while some are missing."""
-        partials = self._found[piece]
+        partials = self._partials[piece]
         if len(partials) < self.counts[piece]:
             return []
-        found = []
+        results = []
         for _, (of_call, arrays) in sorted(partials.items()):
-            found.append({name: self.run.some_heads(name, x, of_call, heads) for name, x in arrays.items()})
+            results.append({name: self.run.some_heads(name, x, of_call, heads) for name, x in arrays.items()})
         for partial in [partial for partial, (of_call, _) in partials.items() if of_call[1] == heads[1]]:
             del partials[partial]
-        return found
+        return results
 
     def complete(self, heads: Span) -> Iterator[tuple[int, list[dict[str, Array]]]]:
         """The pieces for which the partial results of some heads are complete, and these results."""
-        for piece in list(self._found):
+        for piece in list(self._partials):
             partials = self.of(piece, heads)
             if partials:
                 yield piece, partials
 
 
-class Found(NamedTuple):
+class SentPartials(NamedTuple):
     """Partial outputs and lse in the dtype of the softmax, in one array that is sent without copies."""
 
     memory: Array
     partials: list[dict[str, Array]]
 
     @classmethod
-    def of(cls, run: Run, count: int, results: Mapping[str, Array]) -> Found:
+    def of(cls, run: Run, count: int, results: Mapping[str, Array]) -> SentPartials:
         """Memory for `count` partial results, each of which is aligned for wide accesses.
 
         They have what rounding leaves of lse, too: kernels store it with lse, and in host memory it is in row sums.
@@ -76,15 +76,15 @@ class Found(NamedTuple):
         else:
             del layout["lse"]
             layout |= {"lse_pairs": ((*of_rows, 2), dtype)}
-        sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in layout.values()]
-        memory = run.xp.empty((count, sum(sizes)), dtype)
+        sizes = [math.prod(shape) * entries.itemsize // dtype.itemsize for shape, entries in layout.values()]
+        aligned = [-(-size * dtype.itemsize // WIDE) * WIDE // dtype.itemsize for size in sizes]
+        memory = run.xp.empty((count, sum(aligned)), dtype)
         partials: list[dict[str, Array]] = [{} for _ in range(count)]
-        for (name, (shape, own)), first in zip(layout.items(), itertools.accumulate(sizes, initial=0), strict=False):
-            stop = first + math.prod(shape) * own.itemsize // dtype.itemsize
+        firsts = itertools.accumulate(aligned, initial=0)
+        for (name, (shape, entries)), size, first in zip(layout.items(), sizes, firsts, strict=False):
             for i, partial in enumerate(partials):
-                partial[name] = (memory[i, first:stop].view(own) if own != dtype else memory[i, first:stop]).reshape(
-                    shape
-                )
+                x = memory[i, first : first + size]
+                partial[name] = (x if entries == dtype else x.view(entries)).reshape(shape)
         return cls(memory, partials)
 
 
@@ -169,12 +169,12 @@ class Returns:
 
     def _partials(self, rows: Span, partial_dqs: Sequence[PartialDq], heads: Span) -> list[Array]:
         """The partial dq of calls for `rows`; each call has one for all of these rows or for none."""
-        found = []
+        partials = []
         for partial_dq in partial_dqs:
             at = slice_in([rows], partial_dq.spans)
             if at is not None:
-                found.append(self.run.some_heads("dq", partial_dq.dq, partial_dq.heads, heads)[:, :, at])
-        return found
+                partials.append(self.run.some_heads("dq", partial_dq.dq, partial_dq.heads, heads)[:, :, at])
+        return partials
 
 
 class Sums:
@@ -240,7 +240,7 @@ class Sums:
         sends = [(rank, of_rank[run.rank][name]) for rank in others for name in shared]
         receives = [(rank, of_rank[rank][name]) for rank in others for name in shared]
         run.exchange(sends, receives)
-        order = sorted((piece, rank, i) for rank, own in enumerate(pieces) for i, piece in enumerate(own))
+        order = sorted((piece, rank, i) for rank, its_pieces in enumerate(pieces) for i, piece in enumerate(its_pieces))
         for name in self.names:
             total = self._zeros(name, 1)[0, ...]
             if self._is_own(name):
@@ -280,16 +280,16 @@ def add_up(target: Array, partials: Sequence[Array]) -> None:
 
 def minus_tdelta(arrays: Mapping[str, Array | None], dtype: Any) -> Array:
     """``tdlse - rowsum(dout * tout + tdout * out)``, all that a backward_jvp pass needs of out, tout and tdlse."""
-    found = minus_delta(arrays["tout"], arrays["dout"], arrays.get("tdlse"), dtype)
+    of_tout = minus_delta(arrays["tout"], arrays["dout"], arrays.get("tdlse"), dtype)
     tdout = arrays.get("tdout")
-    return found if tdout is None else minus_delta(arrays["out"], tdout, found, dtype)
+    return of_tout if tdout is None else minus_delta(arrays["out"], tdout, of_tout, dtype)
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:
     """``dlse - rowsum(dout * out)``, which is all that a backward pass needs of out and dlse."""
     if isinstance(out, np.ndarray):
-        found = -(out.astype(dtype) * dout.astype(dtype)).sum(axis=-1)
-        return found if dlse is None else dlse + found
-    found = dlpack.module_of(out).empty(out.shape[:-1], dtype)
-    merging.minus_delta(found, out, dout, dlse)
-    return found
+        negative_delta = -(out.astype(dtype) * dout.astype(dtype)).sum(axis=-1)
+        return negative_delta if dlse is None else dlse + negative_delta
+    negative_delta = dlpack.module_of(out).empty(out.shape[:-1], dtype)
+    merging.minus_delta(negative_delta, out, dout, dlse)
+    return negative_delta

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.distributed import passes
-from cuflash.distributed.agreement import telling
+from cuflash.distributed.agreement import reporting_failures
 from cuflash.distributed.arguments import not_served
-from cuflash.distributed.calls import Call, Calls
+from cuflash.distributed.calls import RankCall, RankCalls
 from cuflash.distributed.execution import Execution
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS
@@ -37,7 +37,7 @@ class RankReductions(Generic[FunctionT]):
     """`column_sums`, its gradients, `column_max` and `top_keys` over ranks."""
 
     options: Options
-    _calls_of_weights: Calls
+    _calls_of_weights: RankCalls
 
     def column_sums(
         self, q: Array, k: Array, lse: Array, weights: Array | None = None, **optional_inputs: Array
@@ -168,7 +168,7 @@ class RankReductions(Generic[FunctionT]):
         backward : Gradients of lse, from dlse.
         cuflash.FlashAttention.column_sums_backward : The same on one device.
         """
-        with telling(self._calls_of_weights.transport):
+        with reporting_failures(self._calls_of_weights.transport):
             given = checked_of_reduction("column_sums_backward", self.options, optional_inputs)
             names, own = gradients_wanted(self.options, given, need)
             arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
@@ -187,7 +187,7 @@ class RankReductions(Generic[FunctionT]):
     ) -> Any:
         """The result of a reduction, or the results of `TOP_KEYS`, which has a `count`."""
 
-        def compute(call: Call, run: Execution) -> Any:
+        def compute(call: RankCall, run: Execution) -> Any:
             lse, dtype = run.arrays["lse"], numpy_dtype(run.problem.softmax_dtype)
             shape = (*lse.shape, *count) if count else (*lse.shape[:2], run.arrays["k"].shape[2])
             results = {row.name: run.xp.empty(shape, "int32" if row.dtype == "index" else dtype) for row in pass_.rows}
@@ -205,7 +205,7 @@ class RankReductions(Generic[FunctionT]):
 
         arrays, required = {"q": q, "k": k, "v": None, **of_rows}, (*INPUTS, "lse")
         calls = self._calls_of_weights
-        with telling(calls.transport):
+        with reporting_failures(calls.transport):
             check_names_of_method(pass_.name, self.options, OWN_ARGUMENTS[pass_.name])
             count = tuple(map(checked_count, count))
         return calls.carry_out(pass_.name, arrays, optional_inputs, required, (None, None), compute, nothing_else)
@@ -214,7 +214,7 @@ class RankReductions(Generic[FunctionT]):
 class _Passes(NamedTuple):
     """The passes over ranks, as a backend runs them."""
 
-    calls: Calls
+    calls: RankCalls
 
     def compute(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Any:
         names = INPUTS if pass_ is FORWARD else (*INPUTS, *REQUIRED_BY_BACKWARD)
@@ -225,7 +225,7 @@ class _Passes(NamedTuple):
         return passes.backward(self.calls, required, others, (None, None), need)
 
 
-def _exported(call: Call, x: Array) -> Any:
+def _exported(call: RankCall, x: Array) -> Any:
     """A result, (batch, num_heads, ...), as the caller gets it: with the axes of lse in place of the first two."""
     lse = call.given["lse"].shape if call.batch_axes is None else call.batch_axes.axes.shapes["lse"]
     x = x.reshape(*lse[:-1], *x.shape[2:])

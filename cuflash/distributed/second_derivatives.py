@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 from cuflash.distributed import passes
-from cuflash.distributed.calls import Calls
+from cuflash.distributed.calls import RankCalls
 from cuflash.spec.inputs import NamedGradientTangents
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
@@ -28,7 +28,7 @@ class SecondDerivatives(Generic[FunctionT]):
     """`jvp` and `backward_jvp` over ranks."""
 
     options: Options
-    _calls: Calls
+    _calls: RankCalls
 
     # fmt: off
     @overload

@@ -204,7 +204,7 @@ def out_of_time(what: str, timeout: float, silent: Iterable[int] = ()) -> Timeou
 
 
 class RankFailed(RuntimeError):
-    """Raised on a rank that hears of the failure of another rank."""
+    """Raised on a rank after another rank has failed."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} failed: {message}")

@@ -44,7 +44,7 @@ from cuflash.gpu.timing import Stopwatch
 from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
-from cuflash.spec.batch_axes import Axes, Calls, axes_of, first_call
+from cuflash.spec.batch_axes import Axes, BatchCalls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS, NAMES
 from cuflash.spec.options import Options
@@ -117,7 +117,7 @@ class _Launch:
     given: tuple[tuple[int, int], ...]  # of results that the call is given the indices of array and result
     last_call: int = 0  # the number of its last call
     signature: Signature | None = None  # None of a launch that tuning tries
-    seen: tuple[list[Form], int] = ([], 0)  # the forms of the arrays of a recent call, and its number of keys
+    seen: tuple[list[Form], int] = ([], 0)  # the forms of the arrays of the latest call, and its number of keys
 
 
 class _OtherAddresses(Exception):
@@ -144,22 +144,22 @@ def compute(
     (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
     if "row_sums" not in arrays:
-        return _call(pass_, options, arrays, need, random, repeats=True)
+        return run_pass(pass_, options, arrays, need, random, repeats=True)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return _call(pass_, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
+    return run_pass(pass_, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
-    """Row max and row sum of rows whose lse is large, in host memory (`cuflash.spec.row_sums`), over the keys of a
-    call.
+    """Row max and row sum, over the keys of a call, of rows whose lse is large, in host memory.
 
-    lse is that of these keys. There is one batch axis, and the layout "bhsd".
+    `cuflash.spec.row_sums` says which rows these are. lse is that of these keys. There is one batch axis, and the
+    layout is "bhsd".
     """
     q, v = arrays["q"], arrays["v"]
     zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
     sums = PartialRowSums(arrays)
     of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
-    _call(BACKWARD, options, of_call, ("dk", "dv"), (0, 0), sums)
+    run_pass(BACKWARD, options, of_call, ("dk", "dv"), (0, 0), sums)
     return sums.found
 
 
@@ -207,7 +207,7 @@ def compile(
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in _served(passes, arrays):
             own = _taken(pass_, options, arrays, made=made)
-            made[pass_] = _call(pass_, options, own, pass_.results_for(need), (0, 0))
+            made[pass_] = run_pass(pass_, options, own, pass_.results_for(need), (0, 0))
 
 
 def _taken(
@@ -224,7 +224,7 @@ def _taken(
     before = JVP if pass_.has_tangents else FORWARD
     results = (made or {}).get(before)
     if results is None:
-        results = _call(before, options, of_pass(before, arrays, options), before.default, random)
+        results = run_pass(before, options, of_pass(before, arrays, options), before.default, random)
     found = dict(zip(before.default, results, strict=True))
     return {"dout": found["out"]} | {name: x for name, x in own.items() if x is not None or name in NAMES} | found
 
@@ -301,7 +301,7 @@ def trials(
         values = [array for array in own.values() if array is not None]
         pointers = [array.data.ptr for array in values]
         launch = _launch_of(binding, plan, own)
-        return lambda: _start(launch, values, list(pointers), random, plan.problem.seqlen_k)
+        return lambda: _launch_on_arrays(launch, values, list(pointers), random, plan.problem.seqlen_k)
 
     device = device_spec(arrays["q"].data.device_id)
     return candidates(binding.problem, device, pass_, **binding.layout), call_by
@@ -344,7 +344,7 @@ def _bytes_per_s(device_id: int) -> float:
 # ---- A call ----------------------------------------------------------------------------------------------------------
 
 
-def _call(
+def run_pass(
     pass_: Pass,
     options: Options,
     arrays: dict[str, Any],
@@ -356,21 +356,21 @@ def _call(
 ) -> tuple[Any, ...]:
     """Run one pass, and remember its launch if the caller `repeats` such calls.
 
-    This code takes as long on the host as a launch, so it is written for speed.
+    On the host this takes as long as the launch itself, so it is written for speed.
     """
     device_id = arrays["q"].data.device_id
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
-            return _call(pass_, options, arrays, results, random, sums, repeats=repeats)
-    found = _found(pass_, options, arrays, results)
+            return run_pass(pass_, options, arrays, results, random, sums, repeats=repeats)
+    found = find_launch(pass_, options, arrays, results)
     if isinstance(found, Axes):
-        call = functools.partial(_call, pass_, results=results, random=random)
-        return Calls(found, options, arrays, results, cupy, gives_partials=True).run(call)
+        call = functools.partial(run_pass, pass_, results=results, random=random)
+        return BatchCalls(found, options, arrays, results, cupy, gives_partials=True).run(call)
     launch, pointers, seqlen_k = found
     if repeats and not launch.copied:
         _remember(pass_, options, arrays, results, launch)
     values = [array for array in arrays.values() if array is not None]
-    return _start(launch, values, pointers, random, seqlen_k, sums)
+    return _launch_on_arrays(launch, values, pointers, random, seqlen_k, sums)
 
 
 def repeated(
@@ -389,18 +389,18 @@ def repeated(
     if launch is None:
         return None
     forms = [*map(form_of, values)]
-    results = _repeat(launch, values, forms, random)
+    results = repeat_launch(launch, values, forms, random)
     if results is None and (launch := _known.get((*key, *forms))) is not None:
-        results = _repeat(launch, values, forms, random)
+        results = repeat_launch(launch, values, forms, random)
     return results
 
 
-def _repeat(
+def repeat_launch(
     launch: _Launch, values: Sequence[Any], forms: list[Form], random: tuple[int, int]
 ) -> tuple[Any, ...] | None:
     """The results of a launch on arrays in the order of its names, with their forms; None if it does not serve them.
 
-    The arrays have the types of those that it was made for. This code is written for speed.
+    The arrays have the types of those that it was made for. This, too, is written for speed.
     """
     signature = launch.signature
     if signature is None or signature.device_id != cupy.cuda.runtime.getDevice():
@@ -412,7 +412,7 @@ def _repeat(
             return None
         launch.seen, seqlen_k = (forms, length), length
     try:
-        return _start(launch, values, [x.data.ptr for x in values], random, seqlen_k)
+        return _launch_on_arrays(launch, values, [x.data.ptr for x in values], random, seqlen_k)
     except _OtherAddresses:
         return None
 
@@ -431,12 +431,12 @@ def _remember(
     _known[key] = _known[(*key, *map(form_of, values))] = launch
 
 
-def _found(
+def find_launch(
     pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]
 ) -> tuple[_Launch, list[int], int] | Axes:
     """The launch of a call, the pointers of its arrays, which are on the current device, and its number of keys.
 
-    Or its batch axes, where these need several launches.
+    Where its batch axes need several launches, these axes instead.
     """
     names, axis, seqlen_k, planned_for = growing = growing_keys(options, arrays) if pass_.any_length else FIXED
     key: list[Any] = [pass_, options, results, planned_for]
@@ -482,7 +482,7 @@ def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) 
     kept[key] = launch
 
 
-def _start(
+def _launch_on_arrays(
     launch: _Launch,
     values: Sequence[Any],
     pointers: list[int],
@@ -490,9 +490,9 @@ def _start(
     seqlen_k: int,
     sums: PartialRowSums | None = None,
 ) -> tuple[Any, ...]:
-    """Launch on the current device. `values` are the arrays in the order of the launch's names, `pointers` theirs.
+    """The results of a launch on arrays in the order of its names, whose addresses are `pointers` (to be appended to).
 
-    Raises _OtherAddresses if the launch does not serve these. They are looked at only if no earlier call had them.
+    Raises _OtherAddresses if the launch does not serve these; addresses that an earlier call had are not checked again.
     """
     if not of_thread.has_context:  # memory of CuPy's pool is given to a thread without one, too
         cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
@@ -500,7 +500,7 @@ def _start(
     results: list[Any] = [None] * len(launch.results)
     for index, result in launch.given:
         results[result] = values[index]
-
+    # Memory: copies in place of arrays that kernels cannot read as they lie, new results, and scratch.
     copies, are_disjoint = {}, True
     if launch.copied:
         _check_overlap(launch, pointers, values)
@@ -519,11 +519,13 @@ def _start(
         first = scratch.ptr
         for offset in launch.scratch:
             pointers.append(first + offset)
+    # Tensor maps over more keys than there are serve later calls, too, if the memory of k and v goes on so far.
     mapped = launch.longest or seqlen_k
     for index, end in launch.of_longest:
         memory = values[index].data
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
             mapped = seqlen_k
+    # The kernels' argument: that of an earlier call on these addresses, or a new one.
     key = (launch.argument.number, *pointers)
     frame = kept_frames.pop(key, None)
     if frame is None:
@@ -550,7 +552,7 @@ def _start(
     return tuple(results)
 
 
-def _run(
+def _launch_on_addresses(
     launch: _Launch,
     pointers: Sequence[int],
     mapped: int,
@@ -560,8 +562,8 @@ def _run(
 ) -> None:
     """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch.
 
-    Nothing checks these here, so the frame is one that `_start`, which checks only addresses without a frame, never
-    finds.
+    Nothing checks them here, so the frame has a key that `_launch_on_arrays` never looks up: there a frame says that
+    its addresses were checked.
     """
     key = (~launch.argument.number, *pointers)
     frame = kept_frames.pop(key, None) or launch.argument.frame(key)
@@ -600,7 +602,7 @@ def _record(
     """Record a launch, so that it can be repeated with other pointers."""
 
     def make(pointers: list[int]) -> Callable[[Any], None]:
-        return lambda call: _run(launch, pointers, seqlen_k, call.random, seqlen_k)
+        return lambda call: _launch_on_addresses(launch, pointers, seqlen_k, call.random, seqlen_k)
 
     if launch.copied or sums is not None:
         recording.spoil()
@@ -653,7 +655,7 @@ class RepeatedLaunch:
             if launch.scratch:
                 scratch = allocate(launch.scratch_bytes, stream)
                 pointers += [scratch + offset for offset in launch.scratch]
-            _run(launch, pointers, self._mapped, random, self._seqlen_k, stream)
+            _launch_on_addresses(launch, pointers, self._mapped, random, self._seqlen_k, stream)
         finally:
             if scratch:
                 free(scratch)
@@ -784,8 +786,7 @@ def load_function(spec: KernelSpec, device_id: int) -> Any:
 
 
 def _check_overlap(launch: _Launch, pointers: list[int], values: Sequence[Any]) -> bool:
-    """Refuse a result that shares memory with another array of the call. Whether none does in any call of the launch on
-    these addresses, however many keys it has."""
+    """Refuse a result that shares memory with another array; True if no later call on these addresses does."""
     extents, are_disjoint = launch.extents, True
     for index, _ in launch.given:
         low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]

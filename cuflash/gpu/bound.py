@@ -41,7 +41,7 @@ class BoundLaunch:
     def bind(self, arrays: Mapping[str, Any]) -> None:
         """Bind such arrays in place of those before."""
         with cupy.cuda.Device(arrays["q"].data.device_id):
-            found = backend._found(FORWARD, self._options, arrays, self._need)
+            found = backend.find_launch(FORWARD, self._options, arrays, self._need)
         if isinstance(found, Axes) or found[0].copied:
             self._bound = None
             return
@@ -61,4 +61,4 @@ class BoundLaunch:
         values = in_order(arrays)
         if [*map(type, values)] != types:
             return None
-        return backend._repeat(launch, values, [*map(form_of, values)], random)
+        return backend.repeat_launch(launch, values, [*map(form_of, values)], random)

@@ -122,17 +122,24 @@ def minus_delta(result: Array, out: Array, dout: Array, dlse: Array | None) -> N
 
 
 def merge_backward(
-    own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
+    split_dout: Array,
+    split_dlse: Array,
+    dout: Array,
+    split_out: Array,
+    out: Array,
+    split_lse: Array,
+    lse: Array,
+    dlse: Any,
 ) -> None:
-    """Fill own_dout and own_dlse with the gradients of one of the partial results that were merged to out and lse."""
-    reads = (dout, own_out, out, own_lse, lse, *([] if dlse is None else [dlse]))
-    _launch("merge_backward", (own_dout, own_dlse), reads, partial=out, result=out, by_row=True, flags=_has(dlse))
+    """Fill the gradients of one of the partial results that were merged to out and lse."""
+    reads = (dout, split_out, out, split_lse, lse, *([] if dlse is None else [dlse]))
+    _launch("merge_backward", (split_dout, split_dlse), reads, partial=out, result=out, by_row=True, flags=_has(dlse))
 
 
 def merge_backward_tangents(
-    own_tdout: Array, own_tdlse: Array, reads: Sequence[Array], dlse: Any, tdlse: Any, tdout: Any
+    split_tdout: Array, split_tdlse: Array, reads: Sequence[Array], dlse: Any, tdlse: Any, tdout: Any
 ) -> None:
-    """Fill own_tdout and own_tdlse with the tangents of what `merge_backward` fills.
+    """Fill split_tdout and split_tdlse with the tangents of what `merge_backward` fills.
 
     `reads` are dout, the outs of this partial result and of all, their tangents, both lses and their tangents.
     """
@@ -140,7 +147,9 @@ def merge_backward_tangents(
     flags = {f"HAS_{name}": int(x is not None) for name, x in optional.items()}
     reads = (*reads, *(x for x in optional.values() if x is not None))
     out = reads[2]
-    _launch("merge_backward_tangents", (own_tdout, own_tdlse), reads, partial=out, result=out, by_row=True, flags=flags)
+    _launch(
+        "merge_backward_tangents", (split_tdout, split_tdlse), reads, partial=out, result=out, by_row=True, flags=flags
+    )
 
 
 def _empty_like(array: Array) -> Array:

@@ -24,7 +24,7 @@ def compute(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: in
     xp = module_of(arrays["lse"])
     results = {name: xp.empty(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
     options, given, sums = _given(pass_, options, {**arrays, **results})
-    return backend._call(pass_, options, given, pass_.default, (0, 0), sums)
+    return backend.run_pass(pass_, options, given, pass_.default, (0, 0), sums)
 
 
 def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.Plans:

@@ -12,21 +12,20 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.plan import LaunchPlan
-from cuflash.spec import row_sums as of_rows
+from cuflash.spec import row_sums
 
 
 class PartialRowSums:
-    """The row sums of a backward pass over some keys of a problem (`cuflash.spec.row_sums`), which its first kernels
-    find.
+    """The row sums that the first kernels of a backward pass over some keys find (`cuflash.spec.row_sums`).
 
-    They are read there; or those of all keys replace them, before the other kernels read them.
+    Either the host reads them, or row sums over all keys replace them before the other kernels read them.
     """
 
     def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
         q, self.lse, self.given = arrays["q"], arrays["lse"], given
         self.starts = None if arrays.get("cu_seqlens_q") is None else dlpack.on_host(arrays["cu_seqlens_q"])
-        self.is_large = of_rows.is_large(dlpack.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
-        self.found = of_rows.full(self.lse.shape, of_rows.ABSENT)
+        self.is_large = row_sums.is_large(dlpack.on_host(self.lse), row_sums.bound_of(q.dtype, on_device=True))
+        self.found = row_sums.full(self.lse.shape, row_sums.ABSENT)
 
     def run(self, plan: LaunchPlan, launch: Callable[[slice], None], scratch: Any) -> None:
         """Launch the kernels of a pass, or only those that find row sums. `launch` launches some of the kernels."""
@@ -53,7 +52,7 @@ class PartialRowSums:
             found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
             self.found[..., : len(row_indices), :][large] = found[large]
         else:
-            given = of_rows.in_units(dlpack.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
+            given = row_sums.in_units(dlpack.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
             has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
             there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
 

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
-    Call,
+    PassCall,
     call,
     cupy_stream,
     forward_twice_error,
@@ -44,7 +44,7 @@ def _primitive(which: str) -> Primitive:
 # ---- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _keywords(which: str, call: Call, arrays: Sequence[Array]) -> dict[str, Array]:
+def _keywords(which: str, call: PassCall, arrays: Sequence[Array]) -> dict[str, Array]:
     """The keyword arguments of a pass: `jvp` and what is linear take out and lse for their transposes alone."""
     given = dict(zip(call.names, arrays, strict=True))
     if RANDOM in given:
@@ -55,12 +55,12 @@ def _keywords(which: str, call: Call, arrays: Sequence[Array]) -> dict[str, Arra
     return given | ({"need": call.need} if call.need else {})
 
 
-def _names(which: str, call: Call) -> tuple[str, ...]:
+def _names(which: str, call: PassCall) -> tuple[str, ...]:
     """The names of what a primitive gives of the results of a pass."""
     return call.need or (("out", "lse") if which == "forward" else ("tout", "tlse"))
 
 
-def _computed(which: str, *arrays: Array, call: Call) -> list[Array]:
+def _computed(which: str, *arrays: Array, call: PassCall) -> list[Array]:
     """The results for arrays with values."""
     if which == "second":
         raise forward_twice_error()
@@ -75,7 +75,7 @@ def _computed(which: str, *arrays: Array, call: Call) -> list[Array]:
     return [x if x.devices() == devices else jax.device_put(x, *devices) for x in results]
 
 
-def _abstract(which: str, *arrays: Any, call: Call) -> list[Any]:
+def _abstract(which: str, *arrays: Any, call: PassCall) -> list[Any]:
     """Shapes and dtypes of results; shapes that do not fit are refused here, where the function is traced."""
     given = dict(zip(call.names, arrays, strict=True))
     if which == "forward":
@@ -102,7 +102,7 @@ def _varying(x: Any) -> frozenset[str]:
     return x.manual_axis_type.varying  # type: ignore[no-any-return]
 
 
-def _on_cpu(which: str, *arrays: Array, call: Call) -> list[Array]:
+def _on_cpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
     if which == "second":
         raise forward_twice_error()
 
@@ -117,7 +117,7 @@ def _on_cpu(which: str, *arrays: Array, call: Call) -> list[Array]:
     return list(jax.pure_callback(compute, result_types, *arrays))
 
 
-def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
+def _on_gpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
     if which == "second":
         raise forward_twice_error()
     try:
@@ -145,7 +145,7 @@ def _on_gpu(which: str, *arrays: Array, call: Call) -> list[Array]:
 
 def _batched(which: str, primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
     """The batching rule: one pass with one more batch axis, or one for each entry (`vmapped_shapes`)."""
-    call: Call = parameters["call"]
+    call: PassCall = parameters["call"]
     is_batched = [d is not None for d in dims]
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
     shapes = {
@@ -201,8 +201,8 @@ def _varying_alike(arrays: Sequence[Array]) -> Sequence[Array]:
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
-def _moved(call: Call, tangents: Sequence[Any]) -> dict[str, Array]:
-    """The tangents that are not zero, by the names of what they are tangents of (`Call.moved`)."""
+def _moved(call: PassCall, tangents: Sequence[Any]) -> dict[str, Array]:
+    """The tangents that are not zero, by the names of what they are tangents of (`PassCall.moved`)."""
     named = zip(call.names, tangents, strict=True)
     return call.moved({name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0})
 
@@ -211,7 +211,7 @@ def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:
     return {f"t{name}": x for name, x in by_name.items()}
 
 
-def _inputs(call: Call, given: Mapping[str, Array]) -> dict[str, Array]:
+def _inputs(call: PassCall, given: Mapping[str, Array]) -> dict[str, Array]:
     """What the forward pass takes."""
     return {name: given[name] for name in (*call.inputs, RANDOM) if name in given}
 
@@ -220,7 +220,7 @@ def _zero(x: Array) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+def _forward_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
     given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
     out, lse = bind(FORWARD, call.attn, given)
     if not moved:
@@ -228,7 +228,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     return (out, lse), bind(_jvp, call.attn, given | {"out": out, "lse": lse} | _prefixed(moved))
 
 
-def _split(call: Call, arrays: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
+def _split(call: PassCall, arrays: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
     """The arrays by name, and the names of those with respect to which a primitive is transposed."""
     given = dict(zip(call.names, arrays, strict=True))
     linear = [name for name, x in given.items() if ad.is_undefined_primal(x)]
@@ -247,11 +247,11 @@ def _of_rows(given: Mapping[str, Array], cotangents: Mapping[str, Array]) -> dic
     return own | ({"dlse": by_name["lse"]} if "lse" in by_name else {})
 
 
-def _in_order(call: Call, by_name: Mapping[str, Any]) -> list[Any]:
+def _in_order(call: PassCall, by_name: Mapping[str, Any]) -> list[Any]:
     return [by_name.get(name) for name in call.names]
 
 
-def _jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+def _jvp_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
     given, linear = _split(call, arrays)
     if not (own := _cotangents(cotangents, ("tout", "tlse"))):
         return _in_order(call, {})
@@ -260,7 +260,7 @@ def _jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     return _in_order(call, dict(zip(linear, found, strict=True)))
 
 
-def _jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+def _jvp_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
     given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
     tout, tlse = bind(_jvp, call.attn, given)
     inputs = _inputs(call, given)
@@ -277,7 +277,7 @@ def _jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     return (tout, tlse), found
 
 
-def _second_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+def _second_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
     """The gradient of a Jacobian-vector product with respect to the inputs, as `cuflash.jvp_backward` has it."""
     given, linear = _split(call, arrays)
     if not (own := _cotangents(cotangents, ("tout", "tlse"))):
@@ -286,7 +286,7 @@ def _second_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     return _in_order(call, dict(zip(linear, found, strict=True)))
 
 
-def _backward_of_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+def _backward_of_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
     given, moved, attn = dict(zip(call.names, primals, strict=True)), _moved(call, tangents), call.attn
     gradients = bind(_backward, attn, given, call.need)
     inputs = _inputs(call, given)
@@ -308,7 +308,7 @@ def _backward_of_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     return gradients, found
 
 
-def _backward_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+def _backward_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
     """The pass is linear in dout and dlse, whose gradients are the tangents of out and lse."""
     given, _ = _split(call, arrays)
     if not (own := _cotangents(cotangents, call.need)):
@@ -319,7 +319,7 @@ def _backward_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     return _in_order(call, {name: x for name, x in (("dout", tout), ("dlse", tlse)) if name in linear})
 
 
-def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
+def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
     """The Hessian is symmetric. What goes through tout and tlse is in the gradients of the other tangents."""
     given, linear = _split(call, arrays)
     if not (own := _cotangents(cotangents, call.need)):
@@ -336,7 +336,7 @@ def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: Call) -> Any:
     return _in_order(call, found)
 
 
-def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
     given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
     inputs = _inputs(call, given)
     if wrong := [name for name in moved if name in inputs or name in ("dout", "dlse")]:
@@ -351,7 +351,7 @@ def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
     return results, bind(_backward_jvp, call.attn, fixed | zeros | own, call.need)
 
 
-def _second_jvp(primals: Any, tangents: Any, *, call: Call) -> Any:
+def _second_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
     raise third_order_error("a derivative of forward mode over forward mode")
 
 

@@ -80,9 +80,7 @@ SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gr
 
 
 def bytes_without_functions(problem: Problem) -> int:
-    """Bytes of the struct as kernels without score_mod and mask_mod have it, with what a pass with row reductions,
-    or with tangents, has in addition.
-    """
+    """Bytes of the argument without score_mod and mask_mod, with the arrays of row reductions and of tangents."""
     of_tangents = TANGENT_BYTES if problem.moved is not None else 0
     return PARAMS_BYTES + (ROW_REDUCTION_BYTES if problem.row_reductions else 0) + of_tangents
 

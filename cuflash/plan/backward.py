@@ -59,7 +59,7 @@ _OF_KEYS = ("dk", "dv")
 SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
 
 
-# What kernels of gradients are told where no blocks own keys.
+# Defines of kernels of gradients in passes without a main kernel.
 WITHOUT_MAIN = {
     **{f"CUFLASH_{name}": 0 for name in ("PAIRS_STATS", "SPLITS_GROUP", "SPLITS_TAIL", "CLEARS_AHEAD")},
     **{f"CUFLASH_{name}": 0 for name in ("DQ_BY_REDUCTION", "DQ_IN_ORDER", "REVERSED_ONE_IN")},

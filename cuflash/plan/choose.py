@@ -17,7 +17,7 @@ from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.reductions import draft_reduction
 from cuflash.plan.sm80.tiles import MOST_CHUNKED
 from cuflash.plan.tiles import Tile, round_up
-from cuflash.spec.binding import assumed, planned_length, widest_accesses
+from cuflash.spec.binding import assumed, planned_length, read_rows, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import ROW_REDUCTIONS, gradient_of
 from cuflash.spec.passes import (
@@ -134,7 +134,7 @@ def _aligned(
             f"all of them at multiples of the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}",
         )
     aligned = {**arrays, **{name: getattr(problem, name) for name in INPUTS}}
-    for names, width, most in zip((pass_.read, pass_.written), accesses, widest, strict=True):
+    for names, width, most in zip((read_rows(pass_, arrays), pass_.written), accesses, widest, strict=True):
         if width < most:  # nothing else is known of the addresses
             aligned |= {name: replace(aligned[name], alignment=width) for name in names}
     if problem.bias is not None:

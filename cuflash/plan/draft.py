@@ -46,6 +46,8 @@ LOOK_KEYS = 2048
 # the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
 # to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
+# Tiles of a bias are counted in 32 bits, and have at least 256 pairs. Only expanded or overlapping views have more.
+MOST_BIAS_PAIRS = 1 << 40
 BIAS_HEADER_BYTES = 16  # in front of the tile classes of a bias: BiasBlocks of kernels/common/score/mask.cuh
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
@@ -76,10 +78,7 @@ class Draft:
     key_splits: int = 1
     hides_last_keys: bool = False
     has_sinks: bool = False  # which the problem itself lacks in the backward pass
-    classified_bias: tuple[int, int] = (
-        0,
-        0,
-    )  # queries and keys of the tiles for which a kernel classifies tiles of the bias
+    bias_class_tile: tuple[int, int] = (0, 0)  # (queries, keys) of tiles that are classified under the bias
     chosen_by_bias: bool = False  # whether main kernels use the index only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
@@ -259,10 +258,9 @@ class Draft:
             self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * has_index), **chosen)
 
     def add_tile_classes(self, tile: Tile) -> None:
-        """Add the tile classes (empty, partial, full) of a mask or mask_mod, for a main kernel without block-sparse
-        index.
+        """Add tile classes (empty, partial, full) of a mask or mask_mod: for main kernels without block-sparse index.
 
-        That kernel finds the tiles that a block mask hides by itself.
+        Such a kernel finds the tiles that a block mask hides by itself.
         """
         problem = self.problem
         self.defines["CUFLASH_HAS_BLOCK_INDEX"] = 0
@@ -327,9 +325,9 @@ class Draft:
         It classifies tiles of all keys of the arrays, so that batch entries of different lengths share the classes.
         """
         problem, size = self.problem, (tile.block_m, tile.block_n)
-        if self.classified_bias == size:
+        if self.bias_class_tile == size:
             return
-        self.classified_bias = size
+        self.bias_class_tile = size
         tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
         tiles *= math.prod(self._own_biases) if self.heads else 0
         elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
@@ -368,6 +366,8 @@ class Draft:
             return "with pages each entry has bounds of its own"
         if problem.forward_flops < LOOK_BIAS_FLOPS:
             return f"a look at it beforehand pays from {LOOK_BIAS_FLOPS / 1e9:.3g} GFLOP on"
+        if math.prod(self._own_biases) * problem.seqlen_q * problem.seqlen_k >= MOST_BIAS_PAIRS:
+            return f"it has {MOST_BIAS_PAIRS} pairs or more, whose tiles are too many to count"
         return None
 
     def _lanes_of_tile(self, tile: Tile) -> int:
@@ -457,7 +457,7 @@ class Draft:
             header = functions_header(program, self.score_arg_gradients if every["CUFLASH_NEEDS_SCORE_ARGS"] else ())
             headers = (header,)
             every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
-            every["CUFLASH_NARROW_SCORE_ARGS"] = int(all(_is_narrow(operand) for _, operand in self.problem.score_args))
+            every["CUFLASH_NARROW_SCORE_ARGS"] = int(all(map(_is_narrow, self._read_by_score)))
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -471,6 +471,12 @@ class Draft:
                 headers=headers,
             )
         )
+
+    @property
+    def _read_by_score(self) -> list[Operand]:
+        """The arrays that score_mod and mask_mod read, and the tangents of these that are given."""
+        moved = (f"t{name}" for name in self.problem.moved_score_args)
+        return [*dict(self.problem.score_args).values(), *(self.arrays[name] for name in moved if name in self.arrays)]
 
 
 # Options that make no difference to the helper kernels, and the macros that tell of them. Those kernels

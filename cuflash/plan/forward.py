@@ -37,7 +37,7 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 
 def tangent_defines(problem: Problem) -> dict[str, int]:
-    """What kernels are told of tangents: 1, a bit for each of `outputs.MOVABLE`, and one for all score_mod args.
+    """The defines for tangents: 1, a bit for each of `outputs.MOVABLE`, and one for all score_mod args.
 
     Their argument has the tangents, too.
     """

@@ -15,6 +15,7 @@ from cuflash.spec.problem import Problem
 if TYPE_CHECKING:
     from typing import Self
 
+# Fields that the kernels of all rows get as defines.
 COMMON_DEFINES = (
     "block_m",
     "block_n",
@@ -24,21 +25,17 @@ COMMON_DEFINES = (
     "dim_multiple",
     "fragments_ahead",
 )
-
-
-# A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
-LOOKED_UP = dict.fromkeys(
-    (
-        *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-        *(
-            "CUFLASH_HAS_BLOCK_INDEX",
-            "CUFLASH_HAS_TILE_CLASSES",
-            "CUFLASH_HAS_BIAS_TILE_CLASSES",
-            "CUFLASH_CHOSEN_BY_BIAS",
-        ),
-    ),
-    0,
-)
+# Defines of a kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
+LOOKED_UP = {
+    "CUFLASH_BIAS_OF_PAIRS": 0,
+    "CUFLASH_BIAS_OF_KEYS": 0,
+    "CUFLASH_MASK_OF_KEYS": 0,
+    "CUFLASH_MASK_BY_BITS": 0,
+    "CUFLASH_HAS_BLOCK_INDEX": 0,
+    "CUFLASH_HAS_TILE_CLASSES": 0,
+    "CUFLASH_HAS_BIAS_TILE_CLASSES": 0,
+    "CUFLASH_CHOSEN_BY_BIAS": 0,
+}
 # Which kernel of a pass a tile is for: the main one or, in the backward pass, another one. Those make dq alone,
 # score gradients, or the gradient of a per-pair bias, or find the first keys with the largest scores of rows.
 Role = Literal["main", "dq", "scores", "bias", "maxima"]
@@ -258,30 +255,35 @@ def maker(row_type: type[Row], fields: str) -> Callable[..., Row]:
     return make
 
 
-def h200(here: str, flash_attention_2: str) -> str:
+def h200(cuflash: str, flash_attention_2: str) -> str:
+    """The origin of a row of half precision that was measured on an H200."""
     return (
-        f"on an H200 {here} TFLOP/s, FlashAttention-2: {flash_attention_2} (seqlen 4096 full / causal, 1024 "
+        f"on an H200 {cuflash} TFLOP/s, FlashAttention-2: {flash_attention_2} (seqlen 4096 full / causal, 1024 "
         "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
     )
 
 
-def reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
+def h200_decode(short: float, heads_of_short: str, long: float, heads_of_long: str) -> str:
+    """The origin of a row of decode: bytes of k and v per second, of a short and of a long KV cache."""
     return (
-        f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
+        f"on an H200 {short} TB/s (batch x heads {heads_of_short}, 8192 keys, one query) and {long} ({heads_of_long}, "
         "131072 keys, 16 queries), while the L2 cache wrote back what others had left"
     )
 
 
-def float32(here: str, torch: str) -> str:
+def h200_float32(cuflash: str, torch: str) -> str:
+    """The origin of a row of float32."""
     return (
-        f"on an H200 {here} TFLOP/s, PyTorch's efficient attention {torch} (batch 2, heads 16, seqlen 4096, full / "
+        f"on an H200 {cuflash} TFLOP/s, PyTorch's efficient attention {torch} (batch 2, heads 16, seqlen 4096, full / "
         "causal)"
     )
 
 
-def float64(here: float, torch: float) -> str:
+def h200_float64(cuflash: float, torch: float) -> str:
+    """The origin of a row of float64."""
     return (
-        f"on an H200 {here} TFLOP/s, PyTorch's N x N formula {torch} (batch 2, heads 16, seqlen 2048, head_dim max_dim)"
+        f"on an H200 {cuflash} TFLOP/s, PyTorch's N x N formula {torch} (batch 2, heads 16, seqlen 2048, head_dim "
+        "max_dim)"
     )
 
 

@@ -144,13 +144,13 @@ def query_tiles(problem: Problem, block_m: int, block_n: int) -> list[range]:
     return ranges
 
 
-def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a row of q or k, and of a row of v or dout."""
+def _plain_row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row of q or k, and of a row of v or dout, without tangents."""
     return problem.head_dim * ITEMSIZE[problem.dtype], problem.head_dim_v * ITEMSIZE[problem.dtype]
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowBytes:
     """Bytes of a row of inputs, with the tangents that there are: of q, of k and v together, and of dout."""
 
     q: int
@@ -158,8 +158,8 @@ class _Rows:
     dout: int
 
     @classmethod
-    def of(cls, problem: Problem) -> _Rows:
-        of_q, of_v = _row_bytes(problem)
+    def of(cls, problem: Problem) -> _RowBytes:
+        of_q, of_v = _plain_row_bytes(problem)
         q, k, v = (1 + (name in (problem.moved or ())) for name in ("q", "k", "v"))
         return cls(q * of_q, k * of_q + v * of_v, of_v)
 
@@ -169,9 +169,11 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class OperandLoop:
-    """Blocks that iterate over the operands of their heads, `at_once` of them side by side, and then as many others. In
-    launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after the
-    first `whole` ones is split among `splits` blocks."""
+    """Blocks that iterate over the operands of their heads: `at_once` of them run side by side, then as many others.
+
+    In launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after
+    the first `whole` ones is split among `splits` blocks.
+    """
 
     heads: int
     tiles_of_head: int
@@ -189,7 +191,7 @@ class OperandLoop:
     def passes(self) -> int:
         """How many passes over a head there are, for all heads. Blocks of a head that run side by side are one pass.
 
-        A wave may reach from one section of heads into the next one. All splits of a tile are one pass.
+        A wave may reach from one section of heads into the next sequence. All splits of a tile are one pass.
         """
         splits = (self.heads * self.tiles_of_head - self.whole) * self.splits
         passes = self.section * -(-splits // self.at_once)
@@ -236,18 +238,19 @@ def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
 
 def _forward(plan: Plan) -> Traffic:
     problem, tile = plan.problem, plan.tiles[0]
-    one, of = problem.mean_sequence, _Rows.of(problem)
+    sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     if "splits of keys" in plan.models:
         tiles, keys = _decoding(plan)
     else:
-        rows = key_rows(one, tile.block_m, tile.block_n)
-        in_all = heads * sum(rows) * of.keys
+        rows = key_rows(sequence, tile.block_m, tile.block_n)
+        in_all = heads * sum(rows) * row_bytes.keys
         keys = _keys_read(plan, tile, rows, in_all, persistent=plan.run_time.resident_blocks > 0)
-        tiles = in_all + heads * one.seqlen_q * of.q
-    results = heads * one.seqlen_q * (of.dout + ITEMSIZE[problem.softmax_dtype]) * (1 + plan.pass_.has_tangents)
+        tiles = in_all + heads * sequence.seqlen_q * row_bytes.q
+    result_bytes = row_bytes.dout + ITEMSIZE[problem.softmax_dtype]
+    results = heads * sequence.seqlen_q * result_bytes * (1 + plan.pass_.has_tangents)
     least = plan.pass_.least_bytes(problem)
-    others = least - results - heads_kv * one.seqlen_k * of.keys
+    others = least - results - heads_kv * sequence.seqlen_k * row_bytes.keys
     scratch = plan.extra_bytes if plan.extra_bytes > L2_FRACTION * plan.device.l2_bytes else 0
     return Traffic(
         tiles=tiles,
@@ -261,7 +264,7 @@ def _forward(plan: Plan) -> Traffic:
 def _decoding(plan: Plan) -> tuple[int, float]:
     """Bytes of tiles, and of keys and values read, where blocks take equal splits of the keys of all heads."""
     problem, tile, blocks = plan.problem, plan.tiles[0], plan.run_time.resident_blocks
-    of_q, of_v = _row_bytes(problem)
+    of_q, of_v = _plain_row_bytes(problem)
     heads = problem.batch * problem.num_heads_kv
     (rows,) = key_rows(problem, problem.seqlen_q, tile.block_n)
     tiles_of_head = -(-rows // tile.block_n)
@@ -272,8 +275,8 @@ def _decoding(plan: Plan) -> tuple[int, float]:
 
 
 def _backward(plan: Plan) -> Traffic:
-    problem, one, of = plan.problem, plan.problem.mean_sequence, _Rows.of(plan.problem)
-    of_q, of_v = _row_bytes(problem)
+    problem, sequence, row_bytes = plan.problem, plan.problem.mean_sequence, _RowBytes.of(plan.problem)
+    of_q, of_v = _plain_row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     stats = _stats_bytes(plan)
     added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
@@ -284,15 +287,15 @@ def _backward(plan: Plan) -> Traffic:
         loops.append(_by_queries(plan))
     tiles, read, written = (sum(column) for column in zip(*loops, strict=True))
 
-    gradients = {"dq": heads * one.seqlen_q * of_q, "dk": heads_kv * one.seqlen_k * of_q}
-    gradients["dv"] = heads_kv * one.seqlen_k * of_v
+    gradients = {"dq": heads * sequence.seqlen_q * of_q, "dk": heads_kv * sequence.seqlen_k * of_q}
+    gradients["dv"] = heads_kv * sequence.seqlen_k * of_v
     results = sum(gradients.get(name.removeprefix("t"), 0) for name in plan.need)
     inputs = plan.pass_.least_bytes(problem) - sum(gradients.values())
     if inputs + results + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
         read, written = inputs, results
     else:
         # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `loops` counts q, k and v.
-        read += inputs - heads * one.seqlen_q * of.q - heads_kv * one.seqlen_k * of.keys
+        read += inputs - heads * sequence.seqlen_q * row_bytes.q - heads_kv * sequence.seqlen_k * row_bytes.keys
         bits = plan.scratch_sizes.get("mask_words", 0)
         written += results + stats + (bits if bits > L2_FRACTION * plan.device.l2_bytes else 0)
     return Traffic(
@@ -307,13 +310,16 @@ def _backward(plan: Plan) -> Traffic:
 
 def _columns(plan: Plan) -> Traffic:
     """A reduction over queries: a block owns a tile of keys of a query head."""
-    problem, tile, one, of = plan.problem, plan.tiles[0], plan.problem.mean_sequence, _Rows.of(plan.problem)
+    problem, tile = plan.problem, plan.tiles[0]
+    sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     numbers = 2 * ITEMSIZE[problem.softmax_dtype]  # of each row
-    query_blocks, every = query_tiles(one, tile.block_m, tile.block_n), "keys of query heads" in plan.models
-    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
-    of_queries = heads * (rows * of.q + sum(map(len, query_blocks)) * tile.block_m * numbers)
-    keys = sum(min(tile.block_n, one.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if every or r)
+    query_blocks, every = query_tiles(sequence, tile.block_m, tile.block_n), "keys of query heads" in plan.models
+    rows = sum(min(r.stop * tile.block_m, sequence.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
+    of_queries = heads * (rows * row_bytes.q + sum(map(len, query_blocks)) * tile.block_m * numbers)
+    keys = sum(
+        min(tile.block_n, sequence.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if every or r
+    )
     blocks = heads * len(query_blocks)
     loop = OperandLoop(
         heads=heads,
@@ -323,17 +329,19 @@ def _columns(plan: Plan) -> Traffic:
         whole=blocks,
     )
     stats = _stats_bytes(plan)
-    head_bytes = one.seqlen_q * (of.q + numbers)
-    queries = loop.read(heads * one.seqlen_q * of.q + stats, of_queries, head_bytes, plan.device.l2_bytes)
+    head_bytes = sequence.seqlen_q * (row_bytes.q + numbers)
+    queries = loop.read(heads * sequence.seqlen_q * row_bytes.q + stats, of_queries, head_bytes, plan.device.l2_bytes)
     least = plan.pass_.least_bytes(problem)
-    results = heads * one.seqlen_k * ITEMSIZE[problem.softmax_dtype]
+    results = heads * sequence.seqlen_k * ITEMSIZE[problem.softmax_dtype]
     if least + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
         read, written = float(least - results), results
     else:  # an earlier kernel reads lse, and leaves the statistics of rows
-        others = least - results - heads * one.seqlen_q * of.q - heads_kv * one.seqlen_k * of.keys
-        read, written = others + queries + heads_kv * one.seqlen_k * of.keys, results + stats
+        others = (
+            least - results - heads * sequence.seqlen_q * row_bytes.q - heads_kv * sequence.seqlen_k * row_bytes.keys
+        )
+        read, written = others + queries + heads_kv * sequence.seqlen_k * row_bytes.keys, results + stats
     return Traffic(
-        tiles=of_queries + heads * keys * of.keys,
+        tiles=of_queries + heads * keys * row_bytes.keys,
         read=round(read + _of_pairs(plan)),
         written=written,
         least=least,
@@ -355,25 +363,25 @@ def _added(plan: Plan) -> int:
 
 
 def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
-    """Bytes of tiles, bytes read and bytes written, where blocks own keys: `every`: also those of no query."""
+    """Bytes of tiles, bytes read and bytes written, where blocks own keys: those of some query, or `every` tile."""
     problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
-    one, of = problem.mean_sequence, _Rows.of(problem)
+    sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     numbers = (4 if plan.pass_.has_tangents else 2) * ITEMSIZE[problem.softmax_dtype]  # of each row
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     sizes = plan.scratch_sizes
-    query_blocks = query_tiles(one, tile.block_m, tile.block_n)
+    query_blocks = query_tiles(sequence, tile.block_m, tile.block_n)
     steps = sum(map(len, query_blocks))
-    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
-    of_queries = heads * (rows * (of.q + of.dout) + steps * tile.block_m * numbers)
+    rows = sum(min(r.stop * tile.block_m, sequence.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
+    of_queries = heads * (rows * (row_bytes.q + row_bytes.dout) + steps * tile.block_m * numbers)
     key_starts = [n * tile.block_n for n, r in enumerate(query_blocks) if every or r]
-    keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
+    keys = sum(min(tile.block_n, sequence.seqlen_k - start) for start in key_starts)
     n_blocks = heads_kv * len(query_blocks)
     shared = range(run_time.whole_tiles, n_blocks) if run_time.tail_splits > 1 else range(0)
     keys = heads_kv * run_time.group_splits * keys
     for index in shared:  # each block that has queries loads its keys
         block = _block_at(index, len(query_blocks), heads_kv, run_time.head_section)
         splits = min(run_time.tail_splits, len(query_blocks[block]) * problem.group_size)
-        keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, splits - 1)
+        keys += min(tile.block_n, sequence.seqlen_k - block * tile.block_n) * max(0, splits - 1)
     splits = run_time.group_splits
     loop = OperandLoop(
         heads=heads_kv * splits,
@@ -384,13 +392,13 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         splits=run_time.tail_splits,
     )
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
-    head_bytes = one.seqlen_q * (of.q + of.dout + numbers) + accumulator / heads
+    head_bytes = sequence.seqlen_q * (row_bytes.q + row_bytes.dout + numbers) + accumulator / heads
 
     def loaded(once: float, in_all: float) -> float:
         return loop.read(once, in_all, head_bytes, device.l2_bytes)
 
-    read = loaded(heads * one.seqlen_q * (of.q + of.dout) + _stats_bytes(plan), of_queries)
-    read += heads_kv * one.seqlen_k * of.keys + partials
+    read = loaded(heads * sequence.seqlen_q * (row_bytes.q + row_bytes.dout) + _stats_bytes(plan), of_queries)
+    read += heads_kv * sequence.seqlen_k * row_bytes.keys + partials
     written: float = partials
     if added:
         sums = loaded(accumulator, added)
@@ -398,7 +406,7 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
         read += cleared + sums  # the last read is that of the kernel that makes dq of them
-    return of_queries + keys * of.keys, read, written
+    return of_queries + keys * row_bytes.keys, read, written
 
 
 def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
@@ -410,11 +418,11 @@ def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
 def _by_queries(plan: Plan) -> tuple[float, float, float]:
     """The same where blocks own queries, for dq alone."""
     problem, tile = plan.problem, plan.tiles[-1]
-    one, of = problem.mean_sequence, _Rows.of(problem)
+    sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     heads = problem.batch * problem.num_heads
-    rows = key_rows(one, tile.block_m, tile.block_n)
-    in_all = heads * sum(rows) * of.keys
-    of_queries = heads * one.seqlen_q * (of.q + of.dout)
+    rows = key_rows(sequence, tile.block_m, tile.block_n)
+    in_all = heads * sum(rows) * row_bytes.keys
+    of_queries = heads * sequence.seqlen_q * (row_bytes.q + row_bytes.dout)
     read = _keys_read(plan, tile, rows, in_all) + of_queries + _stats_bytes(plan)
     return in_all + of_queries, read, 0
 
@@ -422,7 +430,7 @@ def _by_queries(plan: Plan) -> tuple[float, float, float]:
 def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persistent: bool = False) -> float:
     """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
     problem = plan.problem
-    head_bytes = problem.mean_sequence.seqlen_k * _Rows.of(problem).keys
+    head_bytes = problem.mean_sequence.seqlen_k * _RowBytes.of(problem).keys
     heads = problem.batch * problem.num_heads
     at_once = _blocks_at_once(plan, tile, heads * len(rows))
     # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that

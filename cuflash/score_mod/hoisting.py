@@ -1,5 +1,4 @@
-"""Subexpressions of a score that take few values are hoisted out of the kernels: each becomes a table, read like an
-array.
+"""Hoists subexpressions of a score that take few values out of the kernels: each becomes a table, read like an array.
 
 Such a subexpression depends on i - j alone, on i alone or on j alone, and never on s. Of these, the largest are taken
 that cost more than reading a table does. A number that is read from an array and is the same for all pairs of a head

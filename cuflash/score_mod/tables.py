@@ -1,5 +1,4 @@
-"""Tables of subexpressions of a score that take few values, and their CUDA source: each is filled before the main
-kernel.
+"""Tables of subexpressions of a score that take few values, and the CUDA source that fills them before the main kernel.
 
 A subexpression that follows from i - j alone, from i or from j, and from the head and the batch entry, has a value for
 each diagonal, query or key. `cuflash.score_mod.hoisting` finds such subexpressions.
@@ -94,10 +93,10 @@ def filling_source(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]
 
 
 def _filling(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]) -> str:
-    of = table.of
+    root = table.of
     head = f"CUFLASH_DEVICE void fill_table(Integer<{number}>, void* data, i64 at, {_POSITION}) {{\n{_pair(table)}"
     stored = f"((StoredAs<{ELEMENTS[table.dtype]}>::Type*)data)[at]"
-    return head + body([of], arrays, lambda writer: [f"{stored} = {writer.source(of)};"], exact=True) + "}\n"
+    return head + body([root], arrays, lambda writer: [f"{stored} = {writer.source(root)};"], exact=True) + "}\n"
 
 
 def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:

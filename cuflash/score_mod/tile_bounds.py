@@ -1,5 +1,4 @@
-"""CUDA source that says whether a mask holds for all, some or no pairs of a tile, by interval arithmetic on its
-indices.
+"""CUDA source that says whether a mask holds for all, some or no pairs of a tile: interval arithmetic on its indices.
 
 `kernels/common/score/tile_bounds.cuh` has the operations. `cuflash.score_mod.intervals` has the same ones for NumPy
 arrays.

@@ -1,15 +1,6 @@
-"""Attention over keys that were split anywhere, from partial results, weighted according to their lse.
+"""Attention over keys that were split anywhere, from partial results: what users call.
 
-Split i of the keys has out_i and lse_i; its fraction of the row sum of all keys is ``exp(lse_i - lse)``. So
-
-    lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
-
-which is the step of online softmax (Milakov and Gimelshein 2018) for any number of splits, in any order. Tangents of
-the results of splits are merged by the derivative of this, with w_i = exp(lse_i - lse):
-
-    tlse = sum_i w_i tlse_i,    tout = sum_i w_i (tout_i + (tlse_i - tlse) out_i)
-
-Arrays of NumPy are merged by these formulas, arrays of CuPy by kernels/helpers/merge.cu.
+It checks the arrays and brings them to one order of axes. The formulas are in `cuflash.shards.partial_results`.
 """
 
 from __future__ import annotations
@@ -25,10 +16,10 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
-from cuflash.gpu import merging
 from cuflash.gpu.merging import Tangents
-from cuflash.shards.reductions import RunningReductions, entropy_backward, entropy_of, max_backward
-from cuflash.spec import array_imports, row_sums
+from cuflash.shards.partial_results import merge_backward_into, merge_backward_tangents_into, merge_into
+from cuflash.shards.reductions import RunningReductions, entropy_backward, max_backward
+from cuflash.spec import array_imports
 from cuflash.spec.options import LAYOUTS
 from cuflash.spec.outputs import OUTPUTS, NamedForwardResult, NamedMergeGradients
 from cuflash.spec.results import (
@@ -187,107 +178,6 @@ def _merge_reductions(
     running.finish()
 
 
-def _fractions(lses: Sequence[Array]) -> tuple[list[Array], Array]:
-    """The fraction of the row sum that each split has, and lse of all splits, in the dtype of lse."""
-    largest = functools.reduce(np.maximum, lses)
-    largest = np.where(largest == -np.inf, np.zeros_like(largest), largest)
-    weights = [np.exp(partial_lse - largest) for partial_lse in lses]
-    total = sum(weights)
-    lse = largest + np.log(total)
-    total = np.where(total == 0, 1, total)
-    return [weight / total for weight in weights], lse
-
-
-def _weighted_sum(fractions: Sequence[Array], partials: Iterable[Array]) -> Array:
-    """The sum of partial results by their fractions."""
-    return sum(_weighted(fraction, x) for fraction, x in zip(fractions, partials, strict=True))
-
-
-def _weighted(fraction: Array, partial: Array) -> Array:
-    """A weighted partial result; one without weight counts for nothing, whatever it is."""
-    fraction = fraction if fraction.ndim == partial.ndim else fraction[..., None]
-    return np.where(fraction == 0, 0, fraction * partial)
-
-
-def _tangents_of(
-    fractions: Sequence[Array], outs: Sequence[Array], tangents: Tangents, dtype: Any
-) -> tuple[Array, ...]:
-    """tout and tlse of all splits, in a dtype of sums."""
-    tlses = [x.astype(dtype, copy=False) for x in tangents.tlses]
-    tlse = _weighted_sum(fractions, tlses)
-    moved = (
-        tout.astype(dtype) + (own - tlse)[..., None] * out.astype(dtype)
-        for tout, own, out in zip(tangents.touts, tlses, outs, strict=True)
-    )
-    return _weighted_sum(fractions, moved), tlse
-
-
-def merge_into(
-    outs: Sequence[Array],
-    lses: Sequence[Array],
-    out: Array,
-    lse: Array,
-    sums: Sequence[Array | None] = (),
-    tangents: Tangents | None = None,
-) -> None:
-    """Merge partial results in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have
-    any dtype.
-
-    `sums` are the row sums of splits in which lse of some row is large (`cuflash.spec.row_sums`). `lses` may be pairs
-    of lse and what its rounding leaves, on a last axis, as kernels store them.
-    """
-    has_pairs = lses[0].ndim > lse.ndim
-    if has_pairs and isinstance(out, np.ndarray):  # in tests
-        lses, sums = [x[..., 0] for x in lses], [row_sums.of_pairs(x) for x in lses]
-    if isinstance(out, np.ndarray):
-        with np.errstate(all="ignore"):
-            fractions, lse[...] = _fractions(lses)
-            out[...] = _weighted_sum(fractions, (x.astype(lse.dtype) for x in outs))
-            if tangents is not None:
-                tangents.tout[...], tangents.tlse[...] = _tangents_of(fractions, outs, tangents, lse.dtype)
-            if any(x is not None for x in sums):
-                _merge_large(outs, lses, out, lse, sums, tangents)
-        return
-    merging.merge(out, lse, outs, lses, tangents)
-
-
-def _merge_large(
-    outs: Sequence[Array],
-    lses: Sequence[Array],
-    out: Array,
-    lse: Array,
-    sums: Sequence[Array | None],
-    tangents: Tangents | None,
-) -> None:
-    """Merge the rows again in which the lse of some split is large."""
-    rows, found, weights = _large_rows(lses, sums)
-    outs = [x[rows] for x in outs]
-    out[rows] = _weighted_sum(weights, outs)
-    lse[rows] = row_sums.lse_of(found)
-    if tangents is not None:
-        of_rows = Tangents(*tangents[:2], *([x[rows] for x in own] for own in tangents[2:]))
-        tangents.tout[rows], tangents.tlse[rows] = _tangents_of(weights, outs, of_rows, np.float64)
-
-
-def merge_large_entropies(
-    entropies: Sequence[Array], lses: Sequence[Array], sums: Sequence[Array | None], entropy: Array
-) -> None:
-    """Merge entropies in the rows in which the lse of some split is large, by the row sums of splits."""
-    with np.errstate(all="ignore"):
-        rows, _, fractions = _large_rows(lses, sums)
-        entropy[rows] = entropy_of(fractions, [x[rows] for x in entropies])
-
-
-def _large_rows(lses: Sequence[Array], sums: Sequence[Array | None]) -> tuple[Array, Array, list[Array]]:
-    """The rows in which the lse of some split is large, their row sums, and the fractions of splits."""
-    rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
-    rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
-    partials = [
-        row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
-    ]
-    return rows, *row_sums.merged(partials)
-
-
 # fmt: off
 @overload
 def merge_backward(
@@ -430,40 +320,24 @@ def merge_backward(
     arrays, rows = call.arrays, call.rows
     ordered = rows.all_in_order(arrays)
     splits = [dict(zip(groups, of_split, strict=True)) for of_split in zip(*names, strict=True)]
-    found = []
+    gradients_of_splits = []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         for split in splits:
             gradients = {group: xp.empty(arrays[name].shape, arrays[name].dtype) for group, name in split.items()}
-            found.append(gradients)
-            into, own = tuple(rows.all_in_order(gradients).values()), [ordered[name] for name in split.values()]
-            of_rows = own[1], ordered["lse"], ordered.get("dlse")
-            _merge_backward(into[0], into[1], ordered["dout"], own[0], ordered["out"], *of_rows)
+            gradients_of_splits.append(gradients)
+            targets, partials = list(rows.all_in_order(gradients).values()), [ordered[name] for name in split.values()]
+            reads = ordered["dout"], partials[0], ordered["out"], partials[1], ordered["lse"], ordered.get("dlse")
+            merge_backward_into(targets[0], targets[1], *reads)
             if of_tangents:
-                _merge_backward_tangents(into, own, ordered)
+                merge_backward_tangents_into(targets, partials, ordered)
         if of_reductions:
-            partials = [{group: arrays[name] for group, name in split.items()} for split in splits]
-            _merge_reductions_backward(found, partials, arrays)
-    exported = (tuple(call.export(group, gradients[group]) for gradients in found) for group in groups)
+            by_group = [{group: arrays[name] for group, name in split.items()} for split in splits]
+            _merge_reductions_backward(gradients_of_splits, by_group, arrays)
+    exported = (tuple(call.export(group, gradients[group]) for gradients in gradients_of_splits) for group in groups)
     if of_tangents:
         return MergeGradientTangents(*exported)
     named = named_tuple(MergeGradients, tuple(f"d{name}" for name in groups))
     return named(*exported)  # type: ignore[no-any-return]
-
-
-def _merge_backward(
-    own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
-) -> None:
-    """Fill the gradients of one split, whose lse and gradient have the order of axes of out."""
-    if not isinstance(out, np.ndarray):
-        merging.merge_backward(own_dout, own_dlse, dout, own_out, out, own_lse, lse, dlse)
-        return
-    weight = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
-    wide = [x.astype(lse.dtype) for x in (dout, out, own_out)]
-    delta = (wide[0] * wide[1]).sum(axis=-1)
-    own_dout[...] = np.where(weight[..., None] == 0, 0, weight[..., None] * wide[0])
-    # The sum takes the rounded gradient, so that delta of the split, which is the same number, cancels it.
-    found = (own_dout.astype(lse.dtype) * wide[2]).sum(axis=-1) - weight * delta
-    own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
 
 
 def _merge_reductions_backward(
@@ -472,183 +346,13 @@ def _merge_reductions_backward(
     """Fill the gradients of the row reductions of splits, and add to those of their lses."""
     if "dentropy" in merged:
         of_all = [merged[name] for name in ("entropy", "lse", "dentropy")]
-        for found, own in zip(gradients, splits, strict=True):
-            entropy_backward(found["entropies"], found["lses"], own["entropies"], own["lses"], *of_all)
+        for target, split in zip(gradients, splits, strict=True):
+            entropy_backward(target["entropies"], target["lses"], split["entropies"], split["lses"], *of_all)
     if "dmax" in merged:
-        xp, maxes = dlpack.module_of(merged["dmax"]), [own["maxes"] for own in splits]
+        xp, maxes = dlpack.module_of(merged["dmax"]), [split["maxes"] for split in splits]
         left, largest = merged["dmax"].copy(), functools.reduce(xp.maximum, maxes)
-        for found, own_max in zip(gradients, maxes, strict=True):
-            max_backward(found["maxes"], left, own_max, largest)
-
-
-def _merge_backward_tangents(into: Sequence[Array], own: Sequence[Array], merged: Mapping[str, Array]) -> None:
-    """Fill the tangents of what `_merge_backward` filled: the last two of `into`, whose first one is read.
-
-    `own` are out, lse, tout and tlse of a split, `merged` arrays of all splits by name.
-    """
-    own_dout, _, own_tdout, own_tdlse = into
-    lse, optional = merged["lse"], [merged.get(name) for name in ("dlse", "tdlse", "tdout")]
-    if not isinstance(lse, np.ndarray):
-        both = (own[0], merged["out"], own[2], merged["tout"], own[1], lse, own[3], merged["tlse"])
-        merging.merge_backward_tangents(own_tdout, own_tdlse, (merged["dout"], *both), *optional)
-        return
-    dlse, tdlse, tdout = (np.zeros(1, lse.dtype) if x is None else x.astype(lse.dtype) for x in optional)
-    dout, out, tout, own_out, own_tout, rounded = (
-        x.astype(lse.dtype) for x in (merged["dout"], merged["out"], merged["tout"], own[0], own[2], own_dout)
-    )
-    weight = np.where(own[1] == -np.inf, 0, np.exp(own[1] - lse))
-    moved = np.where(weight == 0, 0, weight * (own[3] - merged["tlse"]))  # the tangent of the weight
-    own_tdout[...] = np.where(weight[..., None] == 0, 0, moved[..., None] * dout + weight[..., None] * tdout)
-    delta = (dout * out).sum(axis=-1) - dlse
-    tdelta = (dout * tout + tdout * out).sum(axis=-1) - tdlse
-    found = (rounded * own_tout + own_tdout.astype(lse.dtype) * own_out).sum(axis=-1)
-    own_tdlse[...] = np.where(weight == 0, 0, found - moved * delta - weight * tdelta)
-
-
-class RunningMerge:
-    """Merges partial results one after the other, as they come: the same sums as in `merge`, in their order.
-
-    Partial outputs are added in `total`, (batch, num_heads, seqlen_q, head_dim_v) of the dtype of lse, and their
-    tangents, if results come with some, in `tangent`: sums about the tangent of lse so far, which moves with each
-    partial result. `scores` are those, (num_heads,) each, of additional keys that every row attends to, and whose
-    values are zero; and their tangents.
-    """
-
-    def __init__(
-        self, total: Array, scores: Sequence[tuple[Array, Array | None]] = (), tangent: Array | None = None
-    ) -> None:
-        self.total, self.tangent = total, tangent
-        self.xp = dlpack.module_of(total)
-        self.largest = self.xp.full(total.shape[:3], -np.inf, total.dtype)  # of all lse up to here
-        self.weight = self.xp.zeros(total.shape[:3], total.dtype)  # the sum of exp(lse - largest)
-        self.mean = None if tangent is None else self.xp.zeros(total.shape[:3], total.dtype)  # the tangent of lse
-        total[...] = 0
-        if tangent is not None:
-            tangent[...] = 0
-        for of_heads, of_tangent in scores:
-            rows = [self.xp.zeros(total.shape[:3], total.dtype) for _ in ("lse", "tlse")]
-            rows[0][...] = of_heads[:, None]
-            if of_tangent is not None:
-                rows[1][...] = of_tangent[:, None]
-            self._weigh(slice(None), *rows[: 1 if tangent is None else 2])
-
-    def add(self, out: Array, lse: Array, rows: slice, tout: Array | None = None, tlse: Array | None = None) -> None:
-        """Add a partial result of some rows, in the dtype of lse."""
-        total = self.total[:, :, rows]
-        factor, own_factor, *shifts = self._weigh(rows, lse, *([] if tlse is None else [tlse]))
-        tangent = None if self.tangent is None else self.tangent[:, :, rows]
-        if self.xp is not np:
-            merging.rescale_and_add(total, out, factor, own_factor, (tangent, tout, *shifts) if shifts else ())
-            return
-        factor, own_factor, *shifts = (x[..., None] for x in (factor, own_factor, *shifts))
-        with np.errstate(all="ignore"):
-            if tangent is not None:
-                tangent += shifts[0] * total
-                tangent *= factor
-                tangent += np.where(own_factor == 0, 0, own_factor * (tout + shifts[1] * out))
-            total *= factor
-            total += np.where(own_factor == 0, 0, own_factor * out)
-
-    def _weigh(self, rows: slice, lse: Array, *tlse: Array) -> tuple[Array, ...]:
-        """Take a partial lse into account; returns the factors of the sum so far, and of the partial output.
-
-        With its tangent, returns how far the tangents of lse so far, and of the partial one, lie above the new one.
-        """
-        largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
-        mean = None if self.mean is None else self.mean[:, :, rows]
-        if self.xp is not np:
-            found = tuple(self.xp.empty_like(lse) for _ in range(2 + 2 * len(tlse)))
-            of_tangents = (mean, *found[2:], *tlse) if tlse else ()
-            merging.softmax_step(largest, weight, found[0], found[1], lse, of_tangents)
-            return found
-        with np.errstate(all="ignore"):
-            top = np.maximum(largest, lse)
-            offset = np.where(top == -np.inf, 0, top)
-            factor, own_factor = np.exp(largest - offset), np.exp(lse - offset)
-            largest[...], weight[...] = top, weight * factor + own_factor
-            if mean is None:
-                return factor, own_factor
-            moved = mean + np.where(own_factor == 0, 0, own_factor / weight * (tlse[0] - mean))
-            shifts = mean - moved, tlse[0] - moved
-            mean[...] = moved
-        return factor, own_factor, *shifts
-
-    def finish(self, out: Array, lse: Array, tout: Array | None = None, tlse: Array | None = None) -> None:
-        """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""
-        pairs = [(out, self.total)] if self.tangent is None else [(out, self.total), (tout, self.tangent)]
-        if tlse is not None:
-            tlse[...] = self.mean
-        if self.xp is not np:
-            for result, total in pairs:
-                merging.normalize(result, lse, total, self.largest, self.weight)
-            return
-        with np.errstate(all="ignore"):
-            lse[...] = self.largest + np.log(self.weight)
-            self.weight[self.weight == 0] = 1
-            for result, total in pairs:
-                np.divide(total, self.weight[..., None], out=total)
-                if result is not total:
-                    result[...] = total
-
-
-class LargeRows:
-    """Merges partial results once more, in the rows whose merged lse is large, as they come.
-
-    `lse` is that of all splits, `bound` that from which |lse| on rows are large; `scores` are as `RunningMerge` takes
-    them. Such rows are rare, so that all of this is in host memory.
-    """
-
-    def __init__(
-        self, lse: Array, bound: float, head_dim_v: int, scores: Sequence[tuple[Array, Array | None]] = ()
-    ) -> None:
-        lse = dlpack.on_host(lse)
-        self.is_large = row_sums.is_large(lse, bound)
-        self.total, self.tangent = np.zeros((*lse.shape, head_dim_v)), np.zeros((*lse.shape, head_dim_v))
-        self.mean = np.zeros(lse.shape)  # the tangent of lse
-        self.entropy = np.zeros(lse.shape)
-        self.sums = row_sums.to_fill(lse, bound)
-        for of_heads, tangent in scores:
-            self.sums = row_sums.with_score(self.sums, dlpack.on_host(of_heads))
-            if tangent is not None:
-                self.mean[...] = dlpack.on_host(tangent)[:, None]
-
-    def add(
-        self,
-        sums: Array,
-        rows: slice,
-        out: Array | None = None,
-        tout: Array | None = None,
-        tlse: Array | None = None,
-        entropy: Array | None = None,
-    ) -> None:
-        """Add a partial result of some rows: the row sums that it has of large rows, and its results."""
-        large = self.is_large[:, :, rows]
-        so_far = self.sums[:, :, rows]
-        found, fractions = row_sums.merged([so_far[large], sums[large]])
-        so_far[large] = found
-        if out is None:
-            return
-        if entropy is not None:
-            entropies = self.entropy[:, :, rows][large], dlpack.on_host(entropy)[large]
-            self.entropy[:, :, rows][large] = entropy_of(fractions, entropies)
-        outs = self.total[:, :, rows][large], dlpack.on_host(out)[large].astype(np.float64)
-        if tout is not None:
-            tlses = self.mean[:, :, rows][large], dlpack.on_host(tlse)[large]
-            touts = self.tangent[:, :, rows][large], dlpack.on_host(tout)[large]
-            tangents = Tangents(self.tangent[:, :, rows], self.mean[:, :, rows], touts, tlses)
-            tangents.tout[large], tangents.tlse[large] = _tangents_of(fractions, outs, tangents, np.float64)
-        self.total[:, :, rows][large] = _weighted_sum(fractions, outs)
-
-    def finish(self, **results: Array) -> None:
-        """Write these rows to the merged results: out, lse, and the others that there are."""
-        lse = results["lse"]
-        found = {"out": self.total, "lse": row_sums.lse_of(self.sums), "tout": self.tangent, "tlse": self.mean}
-        found["entropy"] = self.entropy
-        for name, target in results.items():
-            values = found[name]
-            wide = dlpack.on_host(target.astype(lse.dtype))
-            wide[self.is_large] = values[self.is_large]
-            target[...] = dlpack.module_of(target).asarray(wide)
+        for target, split_max in zip(gradients, maxes, strict=True):
+            max_backward(target["maxes"], left, split_max, largest)
 
 
 class _Call(NamedTuple):

@@ -72,11 +72,11 @@ class RunningReductions:
             apply(_kernel("finish", moment.dtype.name), (weight,), (moment,))
 
     def _add_max(self, split: Mapping[str, Array], rows: slice) -> None:
-        own, total = split["max"], self.results["max"][:, :, rows]
+        split_max, total = split["max"], self.results["max"][:, :, rows]
         if dlpack.module_of(total) is np:
-            np.maximum(total, own, out=total)
+            np.maximum(total, split_max, out=total)
         else:
-            apply(_kernel("max", total.dtype.name), (own,), (total,))
+            apply(_kernel("max", total.dtype.name), (split_max,), (total,))
 
     def _add_entropy_of(self, split: Mapping[str, Array], rows: slice) -> None:
         pairs = split.get("lse_pairs")
@@ -88,20 +88,22 @@ class RunningReductions:
             rest = pairs[..., 1]
         self._add_entropy(lse, rest, split["entropy"], [x[:, :, rows] for x in self.sums])
 
-    def _add_entropy(self, lse: Array, rest: Array, own: Array, sums: Sequence[Array]) -> None:
+    def _add_entropy(self, lse: Array, rest: Array, split_entropy: Array, sums: Sequence[Array]) -> None:
         largest, largest_rest, weight, moment = sums
         if dlpack.module_of(moment) is not np:
-            apply(_kernel("entropy", moment.dtype.name), (lse, rest, own), sums)
+            apply(_kernel("entropy", moment.dtype.name), (lse, rest, split_entropy), sums)
             return
         with np.errstate(all="ignore"):
             distance = np.where(largest == -np.inf, np.inf, (lse - largest) + (rest - largest_rest))
             is_empty, is_above = lse == -np.inf, distance > 0
             factor = np.where(is_above, np.exp(-distance), 1)
             moved = np.where(factor == 0, 0, factor * (moment + np.where(is_above, distance, 0) * weight))
-            own_factor = np.where(is_above, 1, np.exp(distance))
-            own_moment = np.where(own_factor == 0, 0, own_factor * (own - np.where(is_above, 0, distance)))
-            np.copyto(moment, moved + own_moment, where=~is_empty)
-            np.copyto(weight, factor * weight + own_factor, where=~is_empty)
+            split_factor = np.where(is_above, 1, np.exp(distance))
+            split_moment = np.where(
+                split_factor == 0, 0, split_factor * (split_entropy - np.where(is_above, 0, distance))
+            )
+            np.copyto(moment, moved + split_moment, where=~is_empty)
+            np.copyto(weight, factor * weight + split_factor, where=~is_empty)
             np.copyto(largest, lse, where=is_above & ~is_empty)
             np.copyto(largest_rest, rest, where=is_above & ~is_empty)
 
@@ -109,72 +111,78 @@ class RunningReductions:
 def entropy_of(fractions: Sequence[Array], entropies: Sequence[Array]) -> Array:
     """The entropy of all keys from those of splits, and their fractions of the row sum."""
     return sum(
-        np.where(fraction == 0, 0, fraction * (own - np.log(np.where(fraction == 0, 1, fraction))))
-        for fraction, own in zip(fractions, entropies, strict=True)
+        np.where(fraction == 0, 0, fraction * (entropy - np.log(np.where(fraction == 0, 1, fraction))))
+        for fraction, entropy in zip(fractions, entropies, strict=True)
     )
 
 
-def max_backward(own_dmax: Array, left: Array, own: Array, largest: Array) -> None:
+def max_backward(split_dmax: Array, left: Array, split_max: Array, largest: Array) -> None:
     """Fill the gradient of the maxima of a split with what earlier splits left of that of the `largest` ones."""
     if dlpack.module_of(left) is not np:
-        apply(_kernel("max_backward", left.dtype.name), (own, largest), (left, own_dmax))
+        apply(_kernel("max_backward", left.dtype.name), (split_max, largest), (left, split_dmax))
         return
-    has_it = (own == largest) & (largest != -np.inf)
-    own_dmax[...] = np.where(has_it, left, 0)
+    has_it = (split_max == largest) & (largest != -np.inf)
+    split_dmax[...] = np.where(has_it, left, 0)
     left[has_it] = 0
 
 
 def entropy_backward(
-    own_dentropy: Array, own_dlse: Array, own: Array, own_lse: Array, entropy: Array, lse: Array, dentropy: Array
+    split_dentropy: Array,
+    split_dlse: Array,
+    split_entropy: Array,
+    split_lse: Array,
+    entropy: Array,
+    lse: Array,
+    dentropy: Array,
 ) -> None:
     """Fill the gradient of the entropies of a split, and add to that of its lse, by that of all entropies.
 
     With the weight w_i of a split, these are w_i dentropy and w_i dentropy (H_i - log w_i - H).
     """
     if dlpack.module_of(lse) is not np:
-        reads = (own, own_lse, entropy, lse, dentropy)
-        apply(_kernel("entropy_backward", lse.dtype.name), reads, (own_dentropy, own_dlse))
+        reads = (split_entropy, split_lse, entropy, lse, dentropy)
+        apply(_kernel("entropy_backward", lse.dtype.name), reads, (split_dentropy, split_dlse))
         return
-    weight = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
-    own_dentropy[...] = np.where(weight == 0, 0, weight * dentropy)
-    own_dlse += np.where(weight == 0, 0, own_dentropy * (own - (own_lse - lse) - entropy))
+    weight = np.where(split_lse == -np.inf, 0, np.exp(split_lse - lse))
+    split_dentropy[...] = np.where(weight == 0, 0, weight * dentropy)
+    split_dlse += np.where(weight == 0, 0, split_dentropy * (split_entropy - (split_lse - lse) - entropy))
 
 
 # Arguments and code of kernels: what they read, and what they read and write. LOWEST is the least finite number.
 _KERNELS = {
-    "max": ("T own", "T total", "if (own > total || own != own) total = own;"),
-    "sum": ("T own", "T total", "total += own;"),
+    "max": ("T split", "T total", "if (split > total || split != split) total = split;"),
+    "sum": ("T split", "T total", "total += split;"),
     "entropy": (
-        "T lse, T rest, T own",
+        "T lse, T rest, T split",
         "T largest, T largest_rest, T weight, T moment",
         """if (!(lse < LOWEST)) {
           const T distance = (lse - largest) + (rest - largest_rest);
           if (largest < LOWEST) {
-            largest = lse, largest_rest = rest, weight = 1, moment = own;
+            largest = lse, largest_rest = rest, weight = 1, moment = split;
           } else if (distance > 0) {
             const T factor = exp(-distance);
-            moment = factor * (moment + distance * weight) + own, weight = factor * weight + 1;
+            moment = factor * (moment + distance * weight) + split, weight = factor * weight + 1;
             largest = lse, largest_rest = rest;
           } else {
             const T factor = exp(distance);
-            if (!(factor == 0)) moment += factor * (own - distance);
+            if (!(factor == 0)) moment += factor * (split - distance);
             weight += factor;
           }
         }""",
     ),
     "max_backward": (
-        "T own, T largest",
+        "T split, T largest",
         "T left, T result",
-        """const bool has_it = own == largest && !(largest < LOWEST);
+        """const bool has_it = split == largest && !(largest < LOWEST);
         result = has_it ? left : (T)0;
         if (has_it) left = 0;""",
     ),
     "entropy_backward": (
-        "T own, T own_lse, T entropy, T lse, T upstream",
+        "T split, T split_lse, T entropy, T lse, T upstream",
         "T result, T dlse",
-        """const T log_weight = own_lse < LOWEST ? own_lse : own_lse - lse, weight = exp(log_weight);
+        """const T log_weight = split_lse < LOWEST ? split_lse : split_lse - lse, weight = exp(log_weight);
         result = weight == 0 ? (T)0 : weight * upstream;
-        if (!(weight == 0)) dlse += result * (own - log_weight - entropy);""",
+        if (!(weight == 0)) dlse += result * (split - log_weight - entropy);""",
     ),
     "finish": ("T weight", "T moment", "moment = weight == 0 ? (T)0 : moment / weight + log(weight);"),
 }
@@ -187,14 +195,14 @@ def _kernel(name: str, dtype: str) -> Any:
     return importlib.import_module("cupy").ElementwiseKernel(reads, writes, code, f"cuflash_reduce_{name}")
 
 
-def merge_top_keys(indices: Array, weights: Array, own_indices: Array, own_weights: Array) -> None:
+def merge_top_keys(indices: Array, weights: Array, split_indices: Array, split_weights: Array) -> None:
     """Take the strongest keys of a split into account, in place; indices are those of all keys.
 
     Of equal weights the lower index comes first.
     """
     xp, count = dlpack.module_of(weights), weights.shape[-1]
-    every = xp.concatenate([indices, own_indices], axis=-1)
-    both = xp.concatenate([weights, own_weights], axis=-1)
+    every = xp.concatenate([indices, split_indices], axis=-1)
+    both = xp.concatenate([weights, split_weights], axis=-1)
     by_index = xp.argsort(every, axis=-1)
     every, both = (xp.take_along_axis(x, by_index, axis=-1) for x in (every, both))
     order = xp.argsort(xp.where(every < 0, 1, -both), axis=-1, kind="stable")[..., :count]
@@ -204,11 +212,11 @@ def merge_top_keys(indices: Array, weights: Array, own_indices: Array, own_weigh
 
 def indices_in(indices: Array, spans: Sequence[Span], xp: Any) -> Array:
     """The indices among all keys of those of a call, which has the keys of some spans, one after the other."""
-    found, before = xp.where(indices < 0, -1, indices + spans[0][0]), 0
+    of_all, before = xp.where(indices < 0, -1, indices + spans[0][0]), 0
     for (start, stop), (after, _) in itertools.pairwise(spans):
         before += stop - start
-        found = xp.where(indices >= before, indices - before + after, found)
-    return found
+        of_all = xp.where(indices >= before, indices - before + after, of_all)
+    return of_all
 
 
 def reduce_columns(target: Array, partials: Sequence[Array], *, is_max: bool) -> None:

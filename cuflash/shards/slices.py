@@ -124,11 +124,11 @@ class Slices:
         pass_: Pass = FORWARD,
         reductions: Collection[str] = (),
     ) -> dict[str, Array]:
-        """out and lse of a slice, and `reductions` of its rows; out has the dtype of the softmax if `arrays` has an out
-        of this dtype.
+        """out and lse of a slice, and `reductions` of its rows.
 
-        The pass `jvp` gives their tangents, too, where tout is as out is. On a device, `arrays` may have memory for the
-        pairs of lse and what its rounding leaves, in place of lse.
+        out has the dtype of the softmax if `arrays` has an out of this dtype. The pass `jvp` gives their tangents, too;
+        tout has the dtype of out. On a device, `arrays` may have memory for the pairs of lse and what its rounding
+        leaves, in place of lse.
         """
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         wide, pairs = self._wide(("out",), arrays), arrays.pop("lse_pairs", None)

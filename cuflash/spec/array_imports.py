@@ -26,10 +26,9 @@ def is_cupy(x: object) -> bool:
 
 
 def are_cupy(arrays: Mapping[str, Any], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `import_arguments`
-    would take as they are.
+    """Whether `import_arguments` would take all arguments as they are, as CuPy arrays or fp8 arrays on the GPU.
 
-    This is the common case, decided first and fast.
+    Arguments that are not `required` may be absent. This is the common case, decided first and fast.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None:
@@ -98,8 +97,10 @@ def import_arguments(arrays: Mapping[str, Any], *, required: Iterable[str], writ
 
 
 def _on_device_of(q: Any, array: np.ndarray[Any, Any]) -> Any:
-    """A CuPy array of the element of an array without axes. A kernel writes it: no copy from host memory is waited for,
-    and a CUDA graph repeats it."""
+    """A CuPy array of the element of an array without axes.
+
+    A kernel writes it: no copy from host memory is waited for, and a CUDA graph repeats it.
+    """
     cupy = importlib.import_module("cupy")
     with cupy.cuda.Device(q.data.device_id):
         if array.dtype == BFLOAT16:  # which CuPy may not fill an array with

@@ -1,6 +1,6 @@
 """What modules that compute with arrays of one backend have in common: their functions, as type checkers compare them.
 
-`cuflash.preparation.backend_of` and `reductions_of` give these modules.
+`cuflash.dispatch.backend_of` and `reductions_of` give these modules.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class Computes(Protocol):
 
 
 class PassBackend(Protocol):
-    """Runs, plans, compiles and tunes passes: `cuflash.cpu.backend`, `cuflash.gpu.backend` and
-    `cuflash.streaming.calls`.
-    """
+    """Runs, plans, compiles and tunes passes: `cpu.backend`, `gpu.backend` and `streaming.calls` of cuflash."""
 
     def compute(
         self, pass_: Pass, options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: Random = ..., /

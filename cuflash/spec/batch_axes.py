@@ -136,12 +136,12 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
     batch = q[0] if len(q) == 4 else 1
     is_plain = len(q) == len(k) == len(v) <= 4 and (len(q) < 4 or batch == k[0] == v[0])
     for name, shape in others:
-        own = _OF_ENTRIES[name]
-        if own is None:
+        own_axes = _OF_ENTRIES[name]
+        if own_axes is None:
             return True
         if name in _FULL:
-            is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
-        elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes an axis of length 1 if that is the batch
+            is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own_axes and shape[0] == batch))
+        elif len(shape) == 1 + own_axes and shape[0] == 1:  # one pass takes an axis of length 1 if that is the batch
             is_plain = is_plain and batch == 1 and name not in _SHARED
         elif name == "kv_lengths":
             is_plain = is_plain and len(shape) > 0
@@ -160,10 +160,10 @@ def _axes_of(
     full = _full_shapes(shapes, layout, lengths)
     _check(shapes, layout, lengths, full, results)
     all_steps = {name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in signature}
-    steps = {name: own for name, own in all_steps.items() if name in _OWN_AXES and name not in results}
-    given_results = {name: own for name, own in all_steps.items() if name in results}
+    steps = {name: x for name, x in all_steps.items() if name in _OWN_AXES and name not in results}
+    given_results = {name: x for name, x in all_steps.items() if name in results}
     small = _small_inputs(shapes, steps)
-    iterated = {name: own for name, own in (steps | given_results).items() if name not in small}
+    iterated = {name: x for name, x in (steps | given_results).items() if name not in small}
     split = _Split.of(lengths, iterated.values(), is_whole=counts_entries or 0 in lengths)
     copied = _not_merging(steps, lengths, split.merged)
     scattered = _not_merging(given_results, lengths, split.merged)
@@ -218,16 +218,16 @@ def _is_sum(model: str, lacks: Mapping[str, set[int]], split: _Split, copied: Co
     return not over.isdisjoint(lacked)
 
 
-def _merges(own: tuple[int, ...], lengths: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> bool:
+def _merges(strides: tuple[int, ...], lengths: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether an array with these strides steps through the two axes of each pair by one stride."""
-    return all(own[a] == own[b] * lengths[b] for a, b in pairs)
+    return all(strides[a] == strides[b] * lengths[b] for a, b in pairs)
 
 
 def _not_merging(
     steps: Mapping[str, tuple[int, ...]], lengths: tuple[int, ...], pairs: Collection[tuple[int, int]]
 ) -> tuple[str, ...]:
     """The arrays that do not step through the two axes of each pair by one stride."""
-    return tuple(name for name, own in steps.items() if not _merges(own, lengths, pairs))
+    return tuple(name for name, strides in steps.items() if not _merges(strides, lengths, pairs))
 
 
 def _longest_run(
@@ -236,7 +236,7 @@ def _longest_run(
     """Of the axes that are longer than 1, the longest run that all arrays step through by one stride; the last one."""
     runs = [list(long)[:1]]
     for a, b in itertools.pairwise(long):
-        if all(_merges(own, lengths, [(a, b)]) for own in steps):
+        if all(_merges(strides, lengths, [(a, b)]) for strides in steps):
             runs[-1].append(b)
         else:
             runs.append([b])
@@ -253,8 +253,8 @@ def _small_inputs(shapes: Mapping[str, tuple[int, ...]], names: Collection[str])
 def _axes_that_it_lacks(name: str, shapes: Mapping[str, tuple[int, ...]], count: int) -> set[int]:
     """The batch axes, of so many, that an array does not have, or that have length 1 in it."""
     batch_axes = len(shapes[name]) - _OWN_AXES[name] if name in shapes else 0
-    own = _aligned(shapes[name][:batch_axes] if batch_axes > 0 else (), count)
-    return {axis for axis, n in enumerate(own) if n == 1}
+    aligned = _aligned(shapes[name][:batch_axes] if batch_axes > 0 else (), count)
+    return {axis for axis, n in enumerate(aligned) if n == 1}
 
 
 def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -264,12 +264,12 @@ def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         if len(shapes[name]) < 2:
             expected = "an array of two axes or more, (..., heads, seqlen, head_dim)"
             raise value_error(name, f"{len(shapes[name])}-D shape {shapes[name]}", expected)
-        own = shapes[name][:-3]
-        count = max(len(own), len(lengths))
-        pairs = list(zip(_aligned(own, count), _aligned(lengths, count), strict=True))
+        batch_axes = shapes[name][:-3]
+        count = max(len(batch_axes), len(lengths))
+        pairs = list(zip(_aligned(batch_axes, count), _aligned(lengths, count), strict=True))
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             expected = f"batch axes that broadcast with {lengths}, which those before it have"
-            raise value_error(name, f"batch axes {own} in shape {shapes[name]}", expected)
+            raise value_error(name, f"batch axes {batch_axes} in shape {shapes[name]}", expected)
         lengths = tuple(b if a == 1 else a for a, b in pairs)
     return lengths
 
@@ -319,8 +319,8 @@ def _check(
         if name[1:] in MOVABLE and name[1:] in shapes:  # a tangent
             check_shape(name, shape, shapes[name[1:]])
             continue
-        own = _OWN_AXES[name]
-        lead = shape[: max(len(shape) - own, 0)]
+        own_axes = _OWN_AXES[name]
+        lead = shape[: max(len(shape) - own_axes, 0)]
         if name in _BROADCAST:
             of_scores = name in ("bias", "mask")
             target = (*heads, full["lse"][-1], seqlen_k) if of_scores else shape[len(lead) :]
@@ -329,8 +329,8 @@ def _check(
             hint = how_to_give_keys(name, shape, whole) if of_scores else ""
             expected = f"a shape that broadcasts to {whole}{hint}"
         else:
-            is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
-            expected = f"{(*lengths, *heads[:own])}, of which batch axes may be 1 or missing"
+            is_right = shape[len(shape) - own_axes :] == heads[:own_axes] and len(shape) >= own_axes
+            expected = f"{(*lengths, *heads[:own_axes])}, of which batch axes may be 1 or missing"
         fits = broadcasts(lead, lengths)
         if name in _SHARED and fits and any(n != 1 for n in lead):
             fits, expected = False, f"{heads}, and batch axes of size 1: a head has one {name.removesuffix('s')}"
@@ -346,14 +346,14 @@ def _size(name: str, shape: tuple[int, ...]) -> int:
 def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Strides along the batch axes; 0 along axes that the array does not have, or that have length 1 in it."""
     batch_axes = max(len(shape) - _OWN_AXES.get(name, len(shape)), 0)
-    own = tuple(0 if n == 1 else stride for n, stride in zip(shape[:batch_axes], strides, strict=False))
-    return (0,) * (count - batch_axes) + own
+    steps = tuple(0 if n == 1 else stride for n, stride in zip(shape[:batch_axes], strides, strict=False))
+    return (0,) * (count - batch_axes) + steps
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
-class Calls:
+class BatchCalls:
     """The calls that make up one call on arrays with batch axes.
 
     `arrays` are those of the pass, including results to write to. `gives_partials` says whether passes can give dq, dk
@@ -412,15 +412,15 @@ class Calls:
 
     def inputs(self, index: tuple[int, ...]) -> dict[str, Array]:
         """The arrays of one call by name, without results."""
-        found = {}
+        arrays = {}
         for name, array in self._arrays.items():
             if array is not None:
                 take = self._copy if name in self.axes.copied else self._view
                 array = on_bits(functools.partial(take, name, index=index), array)
                 if name in self._widened and array.dtype.itemsize == 2:
                     array = array.astype(self._wide)
-            found[name] = array
-        return found
+            arrays[name] = array
+        return arrays
 
     def run(self, call: Callable[[Options, dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Make all calls in order, each by `call`, and return their results together."""
@@ -429,37 +429,37 @@ class Calls:
     @np.errstate(all="ignore")  # sums over calls and their rounding
     def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
-        found = {name: self._result(name) for name in self.results}
+        results = {name: self._result(name) for name in self.results}
         check_no_overlap({**self._arrays, **self._given}, self.results)
         totals = {
             name: self._module(x).zeros(x.shape, self._wide) if name in self.axes.sums else x
-            for name, x in found.items()
+            for name, x in results.items()
         }
         for index in self.indices():
-            own = {
+            targets = {
                 name: None if name in self._indirect or x.size == 0 else self._view(name, x, index)
                 for name, x in totals.items()
             }
-            for name, partial in zip(self.results, call(index, own), strict=True):
+            for name, partial in zip(self.results, call(index, targets), strict=True):
                 if name in self._indirect:
                     self._add(name, totals[name], partial, index)
         for name in self.axes.sums:
-            found[name][...] = totals[name]
-        return tuple(found.values())
+            results[name][...] = totals[name]
+        return tuple(results.values())
 
     def _add(self, name: str, total: Array, partial: Array, index: tuple[int, ...]) -> None:
         """Write what one call gave to its slice of the result, or add it to the sum."""
-        into = self._at(name, total, index, slice(None))
-        if partial.size != into.size:
+        target = self._at(name, total, index, slice(None))
+        if partial.size != target.size:
             lengths = [self.axes.lengths[axis] for axis in self.axes.inner]
             first = len(self.axes.lengths) - self._batch_axes(name, total)
-            own = [total.shape[axis - first] if axis >= first else 1 for axis in self.axes.inner]
-            short = tuple(i for i, n in enumerate(own) if n == 1)
+            in_total = [total.shape[axis - first] if axis >= first else 1 for axis in self.axes.inner]
+            short = tuple(i for i, n in enumerate(in_total) if n == 1)
             partial = partial.reshape(*lengths, *partial.shape[1:]).sum(axis=short)
         if name in self.axes.sums:
-            into += partial.reshape(into.shape)
+            target += partial.reshape(target.shape)
         else:
-            into[...] = partial.reshape(into.shape)
+            target[...] = partial.reshape(target.shape)
 
     # ---- arrays
 
@@ -525,16 +525,16 @@ class Calls:
     def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
         """As `_view`, but a copy with all entries of the batch."""
         view = self._at(name, array, index, slice(None))
-        own = view.shape[view.ndim - _OWN_AXES[name] :]
+        own_shape = view.shape[view.ndim - _OWN_AXES[name] :]
         lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
         xp = self._module(array)
-        whole = xp.broadcast_to(view, (*lengths, *own))
-        return xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
+        whole = xp.broadcast_to(view, (*lengths, *own_shape))
+        return xp.ascontiguousarray(whole).reshape(self.axes.batch, *own_shape)
 
 
 def as_one_call(
     options: Options, arrays: Mapping[str, Array], results: Collection[str], xp: ModuleType
-) -> Calls | None:
+) -> BatchCalls | None:
     """A single call with all batch axes as its batch, which gives all results as new arrays; None without such axes.
 
     So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
@@ -552,7 +552,7 @@ def as_one_call(
         if x is not None
     )
     axes = _axes_of(options.layout, True, signature, tuple(results))
-    return Calls(replace(axes, indirect=tuple(results)), options, arrays, tuple(results), xp, gives_partials=False)
+    return BatchCalls(replace(axes, indirect=tuple(results)), options, arrays, tuple(results), xp, gives_partials=False)
 
 
 class FirstCall(NamedTuple):
@@ -576,5 +576,5 @@ def first_call(
     axes = axes_of(options, arrays, names)
     if axes is None:
         return FirstCall(options, dict(arrays), "")
-    calls = Calls(axes, options, arrays, names, xp, gives_partials=gives_partials)
+    calls = BatchCalls(axes, options, arrays, names, xp, gives_partials=gives_partials)
     return FirstCall(calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe())

@@ -218,11 +218,11 @@ def _check_row_reductions(pass_: Pass, problem: Problem, given: Collection[str])
 
 
 def _operands(problem: Problem, memory: _Memory) -> dict[str, Operand]:
-    """How the arrays of a pass lie, but for optional inputs; those over head dimensions with their alignment."""
+    """How the arrays of a pass lie, but for optional inputs; those that TMA may read or write with their alignment."""
     numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
     no_operands = (*NAMES, *numbers, *dict(problem.score_args))
     operands = {name: _operand(name, x, problem) for name, x in memory.arrays.items() if name not in no_operands}
-    for name in operands.keys() & set(_over_head_dim(problem)):
+    for name in operands.keys() & {*_over_head_dim(problem), "dbias"}:
         operands[name] = replace(operands[name], alignment=math.gcd(16, memory.addresses[name]))
     return operands
 
@@ -263,10 +263,15 @@ def widest_accesses(
 ) -> tuple[int, int]:
     """The widest accesses that are aligned for all arrays that a pass reads, and for all that it writes."""
     written = [name for name in pass_.written if name in need]
-    read = (*pass_.read, *(f"t{name}" for name in INPUTS if name in (problem.moved or ())))
-    both = (_found(names, problem, operands) for names in (read, written))
+    both = (_found(names, problem, operands) for names in (read_rows(pass_, operands), written))
     load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
     return load, store
+
+
+def read_rows(pass_: Pass, operands: Collection[str]) -> tuple[str, ...]:
+    """The arrays over a head dimension that a pass reads, with those of its tangents that there are."""
+    tangents = (name for name in pass_.takes if name in operands and name in MOVABLE_OVER_HEAD_DIM)
+    return tuple(dict.fromkeys((*pass_.read, *tangents)))
 
 
 def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
@@ -459,8 +464,7 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
 
 
 def _with_all_strides(array: Shaped) -> Operand:
-    """An array of four axes as it lies, of which axes of length 1 have strides, too: one of them says how long rows
-    are."""
+    """An array of four axes as it lies, with the strides of axes of length 1, too: one says how long rows are."""
     missing = 4 - len(array.shape)
     strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
     return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)

@@ -156,8 +156,7 @@ class Problem(Given):
 
     @property
     def hoisted(self) -> Program:
-        """The program with tables in place of subexpressions of the score that take few values. It does not depend on
-        lengths.
+        """The program with tables in place of subexpressions of the score that take few values, for any lengths.
 
         Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
         each is.
@@ -472,8 +471,9 @@ def make_problem(
     score_args: Any = None,
     **optional_inputs: Unpack[OptionalArrays],
 ) -> Problem:
-    """Validate the inputs of one call against each other; `score_args` maps names to the arrays that its functions
-    read.
+    """Validate the inputs of one call against each other.
+
+    `score_args` maps names to the arrays that score_mod and mask_mod read.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.

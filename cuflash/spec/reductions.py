@@ -157,7 +157,7 @@ def group_of(k: Array, rows: Array, layout: str) -> int:
     return max(1, heads // heads_kv) if heads_kv else 1
 
 
-def as_rows_of_values(factors: Array, group: int, columns: int, layout: str, dtype: Any) -> Array:
+def dout_from_factors(factors: Array, group: int, columns: int, layout: str, dtype: Any) -> Array:
     """dout: the factor of each row in the column of its head within the group, and zeros."""
     by_group = _by_group(factors, group)
     whole = module_of(factors).zeros((*by_group.shape, columns), factors.dtype)
@@ -166,7 +166,7 @@ def as_rows_of_values(factors: Array, group: int, columns: int, layout: str, dty
     return _as_caller(whole.reshape(*_with_heads(factors).shape, columns), factors.ndim > 1, layout, dtype)
 
 
-def as_values(sums: Array, group: int, columns: int, layout: str, dtype: Any) -> Array:
+def v_from_sums(sums: Array, group: int, columns: int, layout: str, dtype: Any) -> Array:
     """v: a column of values for each query head that shares the key/value head, and zeros up to so many columns."""
     by_group = _by_group(sums, group)
     *others, _, keys = by_group.shape
@@ -175,8 +175,8 @@ def as_values(sums: Array, group: int, columns: int, layout: str, dtype: Any) ->
     return _as_caller(whole, sums.ndim > 1, layout, dtype)
 
 
-def of_values(dv: Array, group: int, layout: str) -> Array:
-    """The sums (..., heads, keys) of `as_values`."""
+def sums_from_dv(dv: Array, group: int, layout: str) -> Array:
+    """The sums (..., heads, keys) of `v_from_sums`."""
     sums = _by_heads(dv, layout)[..., :group].swapaxes(-2, -1)
     if dv.ndim < 3:
         return sums[0]
@@ -184,7 +184,7 @@ def of_values(dv: Array, group: int, layout: str) -> Array:
     return sums.reshape(*others, heads_kv * group, keys)
 
 
-def of_rows(out: Array, group: int, layout: str) -> Array:
+def rows_from_out(out: Array, group: int, layout: str) -> Array:
     """The column (..., heads, seqlen_q) of each row that belongs to its head."""
     whole = _by_heads(out, layout)
     if out.ndim < 3:
@@ -258,7 +258,7 @@ class ColumnSums:
         if weights is not None:
             check_weights(weights, lse)
         self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
-        v = as_values(dsums, self.group, self.columns, self.layout, k.dtype)
+        v = v_from_sums(dsums, self.group, self.columns, self.layout, k.dtype)
         self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
         self.call, self.backend = call, backend
 
@@ -269,7 +269,7 @@ class ColumnSums:
     @property
     def given(self) -> dict[str, Any]:
         """The arrays of these passes, without results of the forward pass."""
-        dout = as_rows_of_values(self.factors, self.group, self.columns, self.layout, self.inputs["q"].dtype)
+        dout = dout_from_factors(self.factors, self.group, self.columns, self.layout, self.inputs["q"].dtype)
         return {**self.inputs, "dout": dout}
 
     @np.errstate(all="ignore")
@@ -278,8 +278,8 @@ class ColumnSums:
         found: list[Any] = []
         if self.call.need:
             given = self.given
-            of_rows = {"lse": self.lse, "out": module_of(given["q"]).zeros_like(given["dout"])}
-            arrays = {**given, **of_rows, **self._absent("dlse")}
+            row_arrays = {"lse": self.lse, "out": module_of(given["q"]).zeros_like(given["dout"])}
+            arrays = {**given, **row_arrays, **self._absent("dlse")}
             found += self.backend.compute(BACKWARD, self.call.options, arrays, self.call.need)
         if own:
             means = self._means()
@@ -291,13 +291,13 @@ class ColumnSums:
         return module_of(means).where(self.lse == -np.inf, 0, -self.factors * means)
 
     def _absent(self, *names: str) -> dict[str, None]:
-        """What a call on a GPU is told that it has not."""
+        """Absent arrays, which the GPU backend needs as None and the others do without."""
         return dict.fromkeys(names) if self.call.backend == "cupy" else {}
 
     def _means(self) -> Array:
         """``sum_j P[i, j] * dsums[j]`` of each row."""
         arrays = {**self.inputs, **self._absent("out", "lse")}
         out, lse = self.backend.compute(FORWARD, self.call.options, arrays, OUTPUTS)
-        xp, means = module_of(out), of_rows(out, self.group, self.layout).astype(self.lse.dtype)
+        xp, means = module_of(out), rows_from_out(out, self.group, self.layout).astype(self.lse.dtype)
         is_empty = self.lse == -xp.inf
         return xp.where(is_empty, 0, means * xp.exp(xp.where(is_empty, -xp.inf, lse) - xp.where(is_empty, 0, self.lse)))

@@ -17,7 +17,7 @@ from cuflash.arrays.memory_ranges import Band
 from cuflash.cpu import backend as cpu_backend
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.slices import Slices, steps_of
-from cuflash.spec.batch_axes import Calls, axes_of
+from cuflash.spec.batch_axes import BatchCalls, axes_of
 from cuflash.spec.inputs import MOVABLE_BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import (
@@ -50,7 +50,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class StreamedCall:
     """A call whose arguments are checked against each other."""
 
     options: Options
@@ -217,7 +217,7 @@ def _copied(array: Host, xp: Any) -> Array:
     return xp.asarray(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")).view(array.dtype)
 
 
-def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls | None:
+def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> BatchCalls | None:
     """The calls of one with batch axes that are not one batch axis; None of any other call."""
     _check_served(arrays)
     hosts = {name: arrays[name].array for name in ("k", "v")}
@@ -230,7 +230,7 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
         if name in results and name not in given:  # pinned, if its input is
             like = hosts[model_of(name)]
             given[name] = _new_host(like, like.shape, like.dtype, device)
-    return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
+    return BatchCalls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
 
 
 def _streamed(found: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
         )
 
 
-def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Call:
+def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> StreamedCall:
     """The arguments of a call, checked against each other."""
     _check_served(arrays)
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
@@ -283,7 +283,7 @@ def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: t
     if sums_softmax(results):  # the first call gives these, for all queries
         keys_of_first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
-    return Call(
+    return StreamedCall(
         options=options,
         backend=backend,
         given=own,

@@ -16,7 +16,7 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
-from cuflash.shards.merge import LargeRows, RunningMerge
+from cuflash.shards.partial_results import LargeRows, RunningMerge
 from cuflash.shards.reductions import RunningReductions, merge_top_keys
 from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
@@ -121,9 +121,7 @@ class StreamedPass:
         return row_sums.explaining(merge.sums, dlpack.on_host(lse))
 
     def _forward_of(self, step: ChunkStep, pass_: Pass, reductions: tuple[str, ...] = ()) -> dict[str, Array]:
-        """out and lse of a chunk, in the dtype of the softmax, and their tangents, if the pass makes them, or
-        reductions.
-        """
+        """out and lse of a chunk in the dtype of the softmax, with their tangents or with row reductions."""
         slices = self.slices
         arrays = self.arrays_of(step, of_softmax=False) if pass_.has_tangents else self._inputs_of(step)
         results = {}

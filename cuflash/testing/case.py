@@ -319,26 +319,36 @@ class Case(Numbers):
         return arrays
 
     def _values(self) -> dict[str, Array]:
+        """All arrays, C-contiguous."""
         rng = np.random.default_rng(self.seed)
-        dtype, softmax_dtype = numpy_dtype(self.dtype), reference.compute_dtype(self.dtype)
-        scores_shape = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+        values = self._qkv_and_dout(rng)
+        values |= self._optional_inputs(rng)
+        if self.hidden_keys and self.mask is not None and self.axes is None and not self.page_size:
+            self._fill_hidden_keys(values)
+        return values | self._gradients_of_rows(rng) | self._cu_seqlens()
 
-        def normal(*shape: int) -> Array:
-            return rng.standard_normal(shape, np.float64 if self.dtype == "float64" else np.float32)
+    def _normal(self, rng: np.random.Generator, *shape: int) -> Array:
+        return rng.standard_normal(shape, np.float64 if self.dtype == "float64" else np.float32)
 
-        batch = self.batch if self.cu_seqlens_q is None else 1  # of the arrays
+    def _entries(self, name: str) -> int:
+        """The length of the first of an array's four axes."""
+        if self._has_axes(name):
+            return math.prod(self._batch_axes(name))
+        return self.batch if self.cu_seqlens_q is None else 1
+
+    def _qkv_and_dout(self, rng: np.random.Generator) -> dict[str, Array]:
+        """q, k, v and dout, with the table of pages and the scales of float8, in the shapes and dtypes of the case."""
         scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
         spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
-
-        def entries(name: str) -> int:
-            return math.prod(self._batch_axes(name)) if self._has_axes(name) else batch
-
-        values = {
-            "q": normal(entries("q"), self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
-            "k": normal(entries("k"), self.num_heads_kv, self.seqlen_k, self.head_dim) * spread**0.5,
-            "v": normal(entries("v"), self.num_heads_kv, self.seqlen_k, self.head_dim_v),
-            "dout": normal(entries("dout"), self.num_heads, self.seqlen_q, self.head_dim_v),
+        sizes = {
+            "q": (self.num_heads, self.seqlen_q, self.head_dim),
+            "k": (self.num_heads_kv, self.seqlen_k, self.head_dim),
+            "v": (self.num_heads_kv, self.seqlen_k, self.head_dim_v),
+            "dout": (self.num_heads, self.seqlen_q, self.head_dim_v),
         }
+        values = {name: self._normal(rng, self._entries(name), *shape) for name, shape in sizes.items()}
+        for name in ("q", "k"):
+            values[name] = values[name] * spread**0.5
         self._shape_scores(values, scale)
         self._hide_keys(values)
         if self.page_size and self.cu_seqlens_q is not None:
@@ -349,41 +359,51 @@ class Case(Numbers):
             values |= self._float8(values)
         if self.kv_dtype or self.page_size:
             del values["dout"]
-        for name in values.keys() & {"q", "k", "v", "dout"}:
+        dtype, factors = numpy_dtype(self.dtype), dict(self.factors)
+        for name in values.keys() & sizes.keys():
             x = self._as_caller(name, values[name])
-            of_bytes = self.kv_dtype and (name in "kv" or (name == "q" and self.q_float8))
-            if name in dict(self.factors):
-                x = _within(dtype, x.astype(np.float64) * dict(self.factors)[name])
-            values[name] = x.astype(numpy_dtype(self.kv_dtype) if of_bytes else dtype)
+            is_float8 = self.kv_dtype and (name in ("k", "v") or (name == "q" and self.q_float8))
+            if name in factors:
+                x = _within(dtype, x.astype(np.float64) * factors[name])
+            values[name] = x.astype(numpy_dtype(self.kv_dtype) if is_float8 else dtype)
+        return values
+
+    def _optional_inputs(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Bias, masks, lengths, slopes and sinks, as far as the case has them."""
+        softmax_dtype, values = reference.compute_dtype(self.dtype), {}
         if self.bias is not None:
-            bias_dtype = dtype if self.bias_dtype == "input" else softmax_dtype
-            values["bias"] = self._masked(normal(*self.bias), bias_dtype, rng)
+            bias_dtype = numpy_dtype(self.dtype) if self.bias_dtype == "input" else softmax_dtype
+            values["bias"] = self._masked(self._normal(rng, *self.bias), bias_dtype, rng)
         if self.mask is not None:
             mask = rng.random(self.mask) < 0.7
             mask[rng.random(self.mask[:-1]) < 0.2] = False
             values["mask"] = _with_whole_blocks(mask, rng)
-            if self.hidden_keys and self.axes is None and not self.page_size:
-                self._fill_hidden_keys(values)
         if self.kv_lengths is not None:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
             if self.axes is not None:
                 values["kv_lengths"] = values["kv_lengths"].reshape(self._batch_axes("kv_lengths"))
         if self.alibi_slopes is not None:
-            values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
+            values["alibi_slopes"] = np.abs(self._normal(rng, *self.alibi_slopes)).astype(softmax_dtype) / 4
         if self.sinks:
             shape = (*dict(self.batch_axes).get("sinks", ()), self.num_heads)
-            values["sinks"] = (self.score_spread * normal(*shape)).astype(softmax_dtype)
+            values["sinks"] = (self.score_spread * self._normal(rng, *shape)).astype(softmax_dtype)
         if self.block_mask is not None:
-            num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
+            lengths = (self.seqlen_q, self.seqlen_k)
+            num_blocks = [-(-n // size) for n, size in zip(lengths, self.block_size, strict=True)]
             values["block_mask"] = rng.random((*self.block_mask, *num_blocks)) < self.blocks_kept
-        reduced = (row.gradient for row in ROW_REDUCTION_ROWS if row.upstream and row.name in self.row_reductions)
-        for name in (*("dlse",) * self.dlse, *reduced):
-            rows = normal(entries(name), self.num_heads, self.seqlen_q)
-            values[name] = self._as_caller(name, rows[..., None])[..., 0].astype(softmax_dtype)
-        for name, starts in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
-            if starts is not None:
-                values[name] = np.array(starts, np.int32)
         return values
+
+    def _gradients_of_rows(self, rng: np.random.Generator) -> dict[str, Array]:
+        """dlse, and the gradients with respect to the row reductions of the case."""
+        names = ["dlse"] if self.dlse else []
+        names += [row.gradient for row in ROW_REDUCTION_ROWS if row.upstream and row.name in self.row_reductions]
+        rows = {name: self._normal(rng, self._entries(name), self.num_heads, self.seqlen_q, 1) for name in names}
+        dtype = reference.compute_dtype(self.dtype)
+        return {name: self._as_caller(name, x)[..., 0].astype(dtype) for name, x in rows.items()}
+
+    def _cu_seqlens(self) -> dict[str, Array]:
+        starts = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
+        return {name: np.array(x, np.int32) for name, x in starts.items() if x is not None}
 
     def _hide_keys(self, values: dict[str, Array]) -> None:
         """Fill rows that belong to nothing with NaN."""

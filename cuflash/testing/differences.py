@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from cuflash.spec.scalars import array_of, is_scalar
 
 _DERIVATIVE_BY = {"tout": "dout", "tlse": "dlse"}  # tangents of results are derivatives by what `backward` takes
 ROUNDING = 16  # units in the last place of the sum of absolute values by which a sum may be off
-STEP = 1e-5  # of each element, times a number of a normal distribution
+STEP = 1e-5  # by which each element moves, times a number of a normal distribution
 
 
 class Change(NamedTuple):
@@ -36,7 +37,7 @@ class Change(NamedTuple):
 
     by_differences: float
     by_gradient: float
-    scale: float  # root of the sum of squares of what each element contributes
+    scale: float
 
 
 def check_gradients(
@@ -100,6 +101,77 @@ def check_gradients(
     check : Holds results against the oracle.
     cuflash.double_backward : What ``order=2`` checks.
     """
+    _require_what_can_be_checked(q, order)
+    random = _random_of(attn, arrays)
+    for name in [name for name, x in arrays.items() if is_scalar(x)]:
+        arrays[name] = module_of(q).asarray(array_of(name, arrays[name], "float64"))
+    inputs = {"q": q, "k": k, "v": v, **arrays}
+    passes = _Passes(attn, tuple(inputs), _need_of(attn, inputs, need), random)
+    numbers = np.random.default_rng(seed)
+
+    def normal(x: Any) -> Any:
+        return None if x is None else module_of(x).asarray(numbers.standard_normal(x.shape))
+
+    out, lse = passes.forward(inputs)
+    attends = lse > -math.inf
+    point = inputs | {"dout": normal(out), "dlse": normal(lse)}
+
+    def terms_of_results(point: dict[str, Any]) -> list[Any]:
+        out, lse = passes.forward(point)
+        return [*([] if out is None else [point["dout"] * out]), (point["dlse"] * lse)[attends]]
+
+    def terms_of_gradients(point: dict[str, Any]) -> list[Any]:
+        return [weights[name] * x for name, x in passes.backward(point).items() if x is not None]
+
+    if order == 1:
+        terms, gradients = terms_of_results, passes.backward(point)
+    else:
+        weights = {name: normal(inputs[name[1:]]) for name in passes.need}
+        terms, gradients = terms_of_gradients, passes.double_backward(point, weights)
+    changes = {
+        name: _change_along(normal(gradient), name, gradient, point, terms)
+        for name, gradient in gradients.items()
+        if gradient is not None  # of v or out, which are None
+    }
+    size = sum(float(abs(x).sum()) for x in terms(point))
+    unresolved = ROUNDING * float(np.finfo(np.float64).eps) * size / STEP
+    _require_agreement(changes, rtol, unresolved)
+    return changes
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of a function at points: a point is the inputs by name, with dout and dlse."""
+
+    attn: Any
+    inputs: tuple[str, ...]
+    need: tuple[str, ...]
+    random: dict[str, Any]
+
+    def forward(self, point: dict[str, Any]) -> Any:
+        return self.attn.forward(**self._inputs_at(point), **self.random)
+
+    def backward(self, point: dict[str, Any]) -> dict[str, Any]:
+        """The gradients of the sum of dout * out and dlse * lse."""
+        out, lse = self.forward(point)
+        upstream = {name: x for name, x in point.items() if name in ("dout", "dlse")}
+        arrays = {**self._inputs_at(point), **upstream, "out": out, "lse": lse}
+        gradients: dict[str, Any] = self.attn.backward(**arrays, need=self.need, **self.random)._asdict()
+        return gradients
+
+    def double_backward(self, point: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+        """The gradients of the sum of all gradients times their weights: by dout, dlse and the inputs in `need`."""
+        tangents = {f"t{name[1:]}": x for name, x in weights.items()}
+        results = self.attn.jvp(**self._inputs_at(point), **tangents, **self.random)._asdict()
+        need = tuple(f"t{name}" for name in self.need)
+        gradients = self.attn.backward_jvp(**point, **results, **tangents, **self.random, need=need)._asdict()
+        return {name: results[name] for name in _DERIVATIVE_BY} | gradients
+
+    def _inputs_at(self, point: dict[str, Any]) -> dict[str, Any]:
+        return {name: point[name] for name in self.inputs}
+
+
+def _require_what_can_be_checked(q: Any, order: int) -> None:
     if order == 3:
         remedy = DIFFERENCES_OF.format("second derivatives")
         raise NotImplementedError(f"order: got 3, expected 1 or 2: there are no third derivatives; {remedy}")
@@ -107,71 +179,43 @@ def check_gradients(
         raise value_error("order", repr(order), "1 or 2")
     if q.dtype != np.float64:
         raise value_error("q", f"dtype {q.dtype}", "float64, of which differences leave enough digits")
-    random = _random_of(attn, arrays)
-    for name in [name for name, x in arrays.items() if is_scalar(x)]:
-        arrays[name] = module_of(q).asarray(array_of(name, arrays[name], "float64"))
-    inputs = {"q": q, "k": k, "v": v, **arrays}
+
+
+def _need_of(attn: Any, inputs: dict[str, Any], need: Collection[str] | None) -> tuple[str, ...]:
+    """The gradients to check: those given, or those of all inputs that have one."""
     if need is None:
-        of_terms = [gradient for gradient, name in INPUT_OF_GRADIENT.items() if name in arrays]
-        of_functions = [name for name in attn.options.score_gradients if arrays[name[1:]].dtype.kind == "f"]
-        need = (*DEFAULT_NEED, *of_terms, *of_functions)
+        of_terms = [gradient for gradient, name in INPUT_OF_GRADIENT.items() if name in inputs]
+        of_functions = [name for name in attn.options.score_gradients if inputs[name[1:]].dtype.kind == "f"]
+        return (*DEFAULT_NEED, *of_terms, *of_functions)
     for name in need:
         if name[1:] not in inputs:
             raise value_error("need", repr(name), "gradients of arrays of the call")
-    numbers = np.random.default_rng(seed)
+    return tuple(need)
 
-    def normal(x: Any) -> Any:
-        return None if x is None else module_of(x).asarray(numbers.standard_normal(x.shape))
 
-    def forward(moved: dict[str, Any]) -> Any:
-        return attn.forward(**{name: moved[name] for name in inputs}, **random)
+def _change_along(
+    direction: Any, name: str, gradient: Any, point: dict[str, Any], terms: Callable[[dict[str, Any]], list[Any]]
+) -> Change:
+    """How the sum of the terms changes where what has this gradient moves along a direction."""
+    moved = _DERIVATIVE_BY.get(name) or model_of(name)
+    after, before = (
+        sum(float(y.sum()) for y in terms(point | {moved: _sum_of(point[moved], sign * STEP * direction)}))
+        for sign in (1, -1)
+    )
+    products = gradient * direction
+    return Change((after - before) / (2 * STEP), float(products.sum()), float((products * products).sum()) ** 0.5)
 
-    def backward(moved: dict[str, Any]) -> dict[str, Any]:
-        out, lse = forward(moved)
-        others = {name: x for name, x in moved.items() if name in ("dout", "dlse")}
-        own = {name: moved[name] for name in inputs}
-        found: dict[str, Any] = attn.backward(**others, **own, out=out, lse=lse, need=need, **random)._asdict()
-        return found
 
-    out, lse = forward(inputs)
-    attends = lse > -math.inf
-    point = inputs | {"dout": normal(out), "dlse": normal(lse)}
-
-    def of_results(moved: dict[str, Any]) -> list[Any]:
-        out, lse = forward(moved)
-        return [*([] if out is None else [moved["dout"] * out]), (moved["dlse"] * lse)[attends]]
-
-    def of_gradients(moved: dict[str, Any]) -> list[Any]:
-        return [weights[name] * x for name, x in backward(moved).items() if x is not None]
-
-    if order == 1:
-        summands, gradients = of_results, backward(point)
-    else:
-        weights = {name: normal(inputs[name[1:]]) for name in need}
-        summands, gradients = of_gradients, _double_backward(attn, point, weights, need, random)
-    size = sum(float(abs(x).sum()) for x in summands(point))
-    unresolved = ROUNDING * float(np.finfo(np.float64).eps) * size / STEP
-    found: dict[str, Change] = {}
-    for name, gradient in gradients.items():
-        if gradient is None:  # of v or out, which are None
-            continue
-        model = _DERIVATIVE_BY.get(name) or model_of(name)
-        direction, x = normal(gradient), point[model]
-        after, before = (
-            sum(float(y.sum()) for y in summands(point | {model: _moved(x, sign * STEP * direction)}))
-            for sign in (1, -1)
-        )
-        terms = gradient * direction
-        found[name] = Change((after - before) / (2 * STEP), float(terms.sum()), float((terms * terms).sum()) ** 0.5)
+def _require_agreement(changes: dict[str, Change], rtol: float, unresolved: float) -> None:
+    """Raise AssertionError where a gradient and differences disagree by more than `rtol` and what these leave open."""
     wrong = [
-        f"{name}: got {own.by_gradient:.9g} by the gradient, expected {own.by_differences:.9g} by differences "
-        f"(scale {own.scale:.3g})"
-        for name, own in found.items()
-        if not abs(own.by_gradient - own.by_differences) <= rtol * own.scale + unresolved
+        f"{name}: got {change.by_gradient:.9g} by the gradient, expected {change.by_differences:.9g} by differences "
+        f"(scale {change.scale:.3g})"
+        for name, change in changes.items()
+        if not abs(change.by_gradient - change.by_differences) <= rtol * change.scale + unresolved
     ]
     if wrong:
         raise AssertionError("\n".join(wrong))
-    return found
 
 
 def _random_of(attn: Any, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -183,20 +227,8 @@ def _random_of(attn: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     return random
 
 
-def _double_backward(
-    attn: Any, point: dict[str, Any], weights: dict[str, Any], need: Collection[str], random: dict[str, Any]
-) -> dict[str, Any]:
-    """The gradients of the sum of all gradients times their weights: by dout, dlse and what is needed."""
-    inputs = {name: x for name, x in point.items() if name not in ("dout", "dlse")}
-    tangents = {f"t{name[1:]}": x for name, x in weights.items()}
-    results = attn.jvp(**inputs, **tangents, **random)._asdict()
-    wanted = tuple(f"t{name}" for name in need)
-    found = attn.backward_jvp(**point, **results, **tangents, **random, need=wanted)._asdict()
-    return {name: results[name] for name in _DERIVATIVE_BY} | found
-
-
-def _moved(x: Any, step: Any) -> Any:
-    """The sum, as an array: of arrays without axes NumPy makes a number."""
+def _sum_of(x: Any, step: Any) -> Any:
+    """x + step as an array: of arrays without axes NumPy makes a number."""
     moved = x.copy()
     moved += step
     return moved

@@ -370,26 +370,11 @@ def each_head(
     terms: OptionalArrays = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
     q, k, v = (view_4d(_with_dtype(x), problem.layout) for x in (q, k, v))
     q, k, v = (xp.asarray(dequantised(problem, name, x, terms)) for name, x in (("q", q), ("k", k), ("v", v)))
-    scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
-    alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
     score_args = {name: on_host(arrays[name]) for name, _ in problem.score_args}
-    block_mask, block_table = terms.get("block_mask"), terms.get("block_table")
-    cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
-    bias = None if bias is None else xp.broadcast_to(bias, scores_shape)
-    mask = None if mask is None else xp.broadcast_to(mask, scores_shape)
-    if block_mask is not None:
-        in_blocks = xp.broadcast_to(pairs_of_blocks(problem, block_mask), scores_shape)
-        mask = in_blocks if mask is None else mask & in_blocks
-    slopes = None if alibi_slopes is None else xp.broadcast_to(alibi_slopes, scores_shape[:2])
-    for b, h in np.ndindex(scores_shape[:2]) if heads is None else heads:
-        rows, keys, entry, own = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), b, problem
-        if kv_lengths is not None:
-            keys = slice(0, min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
-            own = problem.aligned_to(keys.stop)
-        if cu_seqlens_q is not None and cu_seqlens_k is not None:
-            rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_seqlens_q, cu_seqlens_k))
-            entry, own = 0, problem.of_sequence(rows.stop - rows.start, keys.stop - keys.start)
+    bias, mask, slopes = _broadcast(problem, terms)
+    sinks, block_table = terms.get("sinks"), terms.get("block_table")
+    for b, h in np.ndindex(problem.batch, problem.num_heads) if heads is None else heads:
+        entry, rows, keys, entry_problem = _part_of(problem, terms, b)
         index_kv = (entry, h // problem.group_size, keys)
         if block_table is None:
             K, V = k[index_kv], v[index_kv]
@@ -405,14 +390,14 @@ def each_head(
             with np.errstate(all="ignore"):
                 QK = product(Q, K.T)
                 S, cap_slope, derivatives = scores(
-                    own,
+                    entry_problem,
                     problem.scale * QK,
                     first_row,
                     slope=None if slopes is None else cast(slopes[b, h], compute),
                     bias=None if bias is None else cast(bias[b, h][here, keys], compute),
                     mask=None if mask is None else mask[b, h][here, keys],
                 )
-                S, cap_slope, reads = _by_functions(own, S, first_row, cap_slope, score_args, b, h)
+                S, cap_slope, reads = _by_functions(entry_problem, S, first_row, cap_slope, score_args, b, h)
                 P, P_sink, L = softmax(S.copy(), -np.inf if sinks is None else cast(sinks[h], compute))
                 if problem.has_functions:  # a pair without a gradient contributes nothing, whatever its derivative
                     has_none = _has_no_gradient(P, S, None if dmax is None else view_rows(dmax)[index][:, None])
@@ -423,6 +408,34 @@ def each_head(
             indices = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
             Z = _kept(problem, seed, offset, b, h, first_row, P)
             yield Head(derivatives=derivatives, reads=reads, Z=Z, **indices, **operands)  # type: ignore[arg-type]
+
+
+def _broadcast(problem: Problem, terms: OptionalArrays) -> tuple[Array | None, Array | None, Array | None]:
+    """bias, mask (with the block mask) and slopes, each of every head; None where there is none."""
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+
+    def broadcast(name: str, shape: tuple[int, ...]) -> Array | None:
+        x = terms.get(name)
+        return None if x is None else module_of(x).broadcast_to(x, shape)
+
+    mask = broadcast("mask", shape)
+    if (block_mask := terms.get("block_mask")) is not None:
+        in_blocks = module_of(block_mask).broadcast_to(pairs_of_blocks(problem, block_mask), shape)
+        mask = in_blocks if mask is None else mask & in_blocks
+    return broadcast("bias", shape), mask, broadcast("alibi_slopes", shape[:2])
+
+
+def _part_of(problem: Problem, terms: OptionalArrays, b: int) -> tuple[int, slice, slice, Problem]:
+    """Where batch entry b lies: the index of the arrays' first axis, rows and keys; and the problem of these alone."""
+    cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_seqlens_q, cu_seqlens_k))
+        return 0, rows, keys, problem.of_sequence(rows.stop - rows.start, keys.stop - keys.start)
+    rows, kv_lengths = slice(0, problem.seqlen_q), terms.get("kv_lengths")
+    if kv_lengths is None:
+        return b, rows, slice(0, problem.seqlen_k), problem
+    length = min(max(int(kv_lengths[b]), 0), problem.seqlen_k)
+    return b, rows, slice(0, length), problem.aligned_to(length)
 
 
 def _has_no_gradient(P: Array, S: Array, dm: Array | None) -> Array:

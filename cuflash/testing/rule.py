@@ -317,62 +317,109 @@ def _yardsticks(
     problem: Problem, arrays: Mapping[str, Array], random: Mapping[str, Any], spread: Spread | None
 ) -> dict[str, Yardstick]:
     """Where problem and arrays are those of a `spread`, the yardsticks are of results for its natural arrays."""
-    expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
-    plain = _compute(problem, arrays, arrays["q"].dtype, random)
-    scales = scales_of(problem, arrays, expected, random)
-    dv_sums = scales.dv_sums and _at_first_key(problem, scales.dv_sums)
+    dtype = arrays["q"].dtype
+    exact = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
+    plain_formula = _compute(problem, arrays, dtype, random)
+    scales = scales_of(problem, arrays, exact, random)
+    squares_of_dv_sums = scales.dv_sums and _at_first_key(problem, scales.dv_sums)
 
     def folded(name: str, x: Array) -> Array:
         return x if spread is None else spread.fold(name, x)
 
-    factor = 1 if problem.dtype == "float32" else 2
-
-    def yardstick(name: str, own: Array, of_plain: Array, squares: Squares, zero: Array | None = None) -> Yardstick:
-        """Of sums, errors of the result count too: the formula divides weights by their sum, so they have few."""
-        unit = ulp(problem.softmax_dtype if name in OVER_ROWS else arrays["q"].dtype)
-        with np.errstate(invalid="ignore"):  # -inf in both
-            errors = np.abs(of_plain.astype(own.dtype) - own)
-        of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
-        scale = np.maximum(of_terms, _largest(name, own))
-        if name not in RESULTS:  # equal rows are rounded alike: then what adds up is no random walk
-            # There is noise without terms: the logarithm of the one weight of a row, in the gradient of its entropy.
-            noise = noise * np.where(of_terms > 0, scale / np.where(of_terms > 0, of_terms, 1), 1)
-        least = 1.0 if name in OVER_ROWS else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
-        scale = np.maximum(scale, least)
-        errors = np.where(np.isfinite(errors), errors, 0)
-        units = np.broadcast_to(unit * scale, errors.shape)
-        own_fractions, before = reference.error_fractions(errors, units, noise), fractions.get(name, (0.0, 0.0))
-        of_unit, of_noise = fractions[name] = (max(own_fractions[0], before[0]), max(own_fractions[1], before[1]))
-        plain_error = of_unit * units + of_noise * noise
-        extra = 0.0
-        if name == "dq" and problem.dtype in ("float32", "bfloat16"):
-            extra = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
-        extra += of_fixed_point(problem, name[1:], scale)
-        return Yardstick(
-            name=name,
-            expected=own,
-            zero=np.zeros(own.shape, bool) if zero is None else zero,
-            plain_error=plain_error,
-            scale=scale,
-            strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
-            tolerance=factor * plain_error + units + noise + extra,
-        )
-
-    found, fractions = {}, dict[str, tuple[float, float]]()
-    for name, x in expected.items():
-        own, of_plain = folded(name, x), folded(name, plain[name])
-        of_plain = of_plain if spread is None else spread.rounded(name, of_plain)
+    found = {}
+    for name in exact:
+        expected, plain = folded(name, exact[name]), folded(name, plain_formula[name])
+        plain = plain if spread is None else spread.rounded(name, plain)
         squares = Squares(*(folded(name, total) for total in vars(scales.squares[name]).values()))
         zero = folded(name, (~scales.zeros[name]).astype(np.int64)) == 0
-        found[name] = yardstick(name, own, of_plain, squares, zero)
-        if name == "dv" and dv_sums is not None:
-            axis = -3 if problem.layout == "bshd" and own.ndim > 2 else -2
-            terms, noise = (folded(name, total).sum(axis=axis, keepdims=True) for total in vars(dv_sums).values())
+        found[name], fractions = _yardstick(problem, dtype, name, expected, plain, squares, zero)
+        if name == "dv" and squares_of_dv_sums is not None:
+            axis = -3 if problem.layout == "bshd" and expected.ndim > 2 else -2
+            terms, noise = (folded(name, x).sum(axis=axis, keepdims=True) for x in vars(squares_of_dv_sums).values())
             terms = terms + (found[name].scale ** 2).sum(axis=axis, keepdims=True)  # each of them is rounded
-            sums = (total.sum(axis=axis, keepdims=True, dtype=own.dtype) for total in (own, of_plain))
-            summed = Summed(axis=axis, of=yardstick("dv", next(sums), next(sums), Squares(terms, noise)))
-            found[name] = replace(found[name], summed=summed)
+            exact_sums, plain_sums = (x.sum(axis=axis, keepdims=True, dtype=expected.dtype) for x in (expected, plain))
+            squares, zero = Squares(terms, noise), np.zeros(exact_sums.shape, bool)
+            of_sums, _ = _yardstick(problem, dtype, name, exact_sums, plain_sums, squares, zero, at_least=fractions)
+            found[name] = replace(found[name], summed=Summed(axis=axis, of=of_sums))
     return found
+
+
+def _yardstick(
+    problem: Problem,
+    dtype: np.dtype[Any],
+    name: str,
+    expected: Array,
+    plain: Array,
+    squares: Squares,
+    zero: Array,
+    *,
+    at_least: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Yardstick, tuple[float, float]]:
+    """The yardstick of one result, and the largest errors of the plain formula as fractions of units and of noise.
+
+    Errors of the plain formula count as `at_least` the fractions given: those of the entries of a sum, since the plain
+    formula divides weights by their sum, so that its sums have few.
+    """
+    scale, noise = _scale_and_noise(name, dtype, expected, squares)
+    extra = of_fixed_point(problem, name[1:], scale)
+    if name == "dq" and problem.dtype in ("float32", "bfloat16"):
+        extra += FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
+    unit = ulp(problem.softmax_dtype if name in OVER_ROWS else dtype)
+    factor = factor_of(problem)
+    return yardstick_of(name, expected, plain, zero, factor, unit, scale, noise, extra=extra, at_least=at_least)
+
+
+def factor_of(problem: Problem) -> int:
+    """The factor by which errors of the plain formula count."""
+    return 1 if problem.dtype == "float32" else 2
+
+
+def yardstick_of(
+    name: str,
+    expected: Array,
+    plain: Array,
+    zero: Array,
+    factor: int,
+    unit: float,
+    scale: Array,
+    noise: Array,
+    *,
+    extra: float,
+    at_least: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Yardstick, tuple[float, float]]:
+    """``tolerance = factor * plain_error + unit * scale + noise + extra``, where `plain` is off by plain_error.
+
+    The second result has the largest errors of `plain` as fractions of units and of noise, which are those given
+    `at_least`.
+    """
+    with np.errstate(invalid="ignore"):  # -inf in both
+        errors = np.abs(plain.astype(expected.dtype) - expected)
+    errors = np.where(np.isfinite(errors), errors, 0)
+    units = np.broadcast_to(unit * scale, errors.shape)
+    fractions = reference.error_fractions(errors, units, noise)
+    of_units, of_noise = fractions = (max(fractions[0], at_least[0]), max(fractions[1], at_least[1]))
+    plain_error = of_units * units + of_noise * noise
+    yardstick = Yardstick(
+        name=name,
+        expected=expected,
+        zero=zero,
+        plain_error=plain_error,
+        scale=scale,
+        strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
+        tolerance=factor * plain_error + units + noise + extra,
+    )
+    return yardstick, fractions
+
+
+def _scale_and_noise(name: str, dtype: np.dtype[Any], expected: Array, squares: Squares) -> tuple[Array, Array]:
+    """What `Yardstick` calls scale and noise, of the sums of squares that add up in each entry."""
+    terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
+    scale = np.maximum(terms, _largest(name, expected))
+    if name not in RESULTS:  # equal rows are rounded alike: then what adds up is no random walk
+        # There is noise without terms: the logarithm of the one weight of a row, in the gradient of its entropy.
+        noise = noise * np.where(terms > 0, scale / np.where(terms > 0, terms, 1), 1)
+    least = 1.0 if name in OVER_ROWS else float(ml_dtypes.finfo(dtype).smallest_normal)
+    return np.maximum(scale, least), noise
 
 
 def of_fixed_point(problem: Problem, name: str, scale: Array) -> float:

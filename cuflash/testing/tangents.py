@@ -30,7 +30,15 @@ from cuflash.testing.arrays import lay_out
 from cuflash.testing.case import Case, optional
 from cuflash.testing.reference import BroadcastSum, Head
 from cuflash.testing.reference_tangents import HeadTangents
-from cuflash.testing.rule import Report, Yardstick, gradients_of, measure, of_fixed_point
+from cuflash.testing.rule import (
+    Report,
+    Yardstick,
+    factor_of,
+    gradients_of,
+    measure,
+    of_fixed_point,
+    yardstick_of,
+)
 from cuflash.testing.scales import Collector, Squares, finite, ulp
 
 Array = NDArray[Any]
@@ -155,31 +163,20 @@ def _compute(
 
 
 def _yardstick(
-    problem: Problem, name: str, own: Array, plain: Array, squares: Squares, zero: Array | None
+    problem: Problem, name: str, expected: Array, plain: Array, squares: Squares, zero: Array | None
 ) -> Yardstick:
     """As `cuflash.testing.rule` makes those of the first order."""
     dtype = numpy_dtype(problem.dtype)
-    factor = 1 if problem.dtype == "float32" else 2
-    unit = ulp(problem.softmax_dtype if name == "tlse" else dtype)
-    errors = np.abs(plain.astype(own.dtype) - own)
-    errors = np.where(np.isfinite(errors), errors, 0)
     terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
-    largest = np.where(np.isfinite(own), np.abs(own), 0)
+    largest = np.where(np.isfinite(expected), np.abs(expected), 0)
     if name[1:] in OVER_HEAD_DIM:
         largest = largest.max(axis=-1, keepdims=True, initial=0)
     scale = np.maximum(np.maximum(terms, largest), float(ml_dtypes.finfo(dtype).smallest_normal))
-    units = np.broadcast_to(unit * scale, errors.shape)
-    of_unit, of_noise = reference.error_fractions(errors, units, noise)
-    plain_error = of_unit * units + of_noise * noise
-    return Yardstick(
-        name=name,
-        expected=own,
-        zero=np.zeros(own.shape, bool) if zero is None else zero,
-        plain_error=plain_error,
-        scale=scale,
-        strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
-        tolerance=factor * plain_error + units + noise + of_fixed_point(problem, name[2:], scale),
-    )
+    unit, extra = ulp(problem.softmax_dtype if name == "tlse" else dtype), of_fixed_point(problem, name[2:], scale)
+    zero = np.zeros(expected.shape, bool) if zero is None else zero
+    factor = factor_of(problem)
+    yardstick, _ = yardstick_of(name, expected, plain, zero, factor, unit, scale, noise, extra=extra)
+    return yardstick
 
 
 class _TangentCollector(Collector):

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from cuflash.flash_attention import FlashAttention
 from cuflash.frameworks import (
-    Call,
+    PassCall,
     call,
     call_of,
     check_movable,
@@ -84,7 +84,7 @@ def _is_recorded(tensors: Tensors) -> bool:
     return False
 
 
-def _compute(which: str, call: Call, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _compute(which: str, call: PassCall, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
         return run(which, call, seed, offset, tensors)
     with torch._C._AutoDispatchBelowAutograd():
@@ -95,7 +95,7 @@ def _compute(which: str, call: Call, seed: int | None, offset: int | None, *tens
 
 
 class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types are left out
-    """A pass as a differentiable function of a `Call`, seed and offset, and the tensors that the call names.
+    """A pass as a differentiable function of a `PassCall`, seed and offset, and the tensors that the call names.
 
     Of tensors that have no gradient, and of those that are results of an earlier pass, gradients are None.
     """
@@ -172,7 +172,7 @@ def _inputs(ctx: Any) -> dict[str, Tensor]:
 
 
 def _moved(ctx: Any, tangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """The tangents that there are, by the names of what they are tangents of (`Call.moved`)."""
+    """The tangents that there are, by the names of what they are tangents of (`PassCall.moved`)."""
     named = zip(ctx.call.names, tangents[3:], strict=True)
     return ctx.call.moved({name: t for name, t in named if t is not None})  # type: ignore[no-any-return]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cuflash.arrays.fp8 import fp8
 from cuflash.arrays.packages import INSTALL_CUPY
-from cuflash.frameworks import Call, cupy_stream, result_shapes
+from cuflash.frameworks import PassCall, cupy_stream, result_shapes
 from cuflash.spec.outputs import DEFAULT_NEED, model_of
 
 Tensors = Sequence[Tensor]
@@ -106,7 +106,7 @@ def _allocator() -> Any:
     return _cupy().cuda.PythonFunctionAllocator(allocate, free).malloc
 
 
-def run(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+def run(which: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass."""
     if not tensors[0].is_cpu:
         return _run_cuda(which, call, seed, offset, tensors)
@@ -121,7 +121,7 @@ def run(which: str, call: Call, seed: int | None, offset: int | None, tensors: T
     return tuple([from_numpy(x) for x in found])
 
 
-def _keywords(call: Call, seed: int | None, offset: int | None) -> dict[str, Any]:
+def _keywords(call: PassCall, seed: int | None, offset: int | None) -> dict[str, Any]:
     """Those of a pass besides its arrays."""
     keywords: dict[str, Any] = {"seed": seed, "offset": offset}
     if call.need and call.need != DEFAULT_NEED:  # to which the pass has a shorter way
@@ -139,7 +139,7 @@ def device_error(q: Tensor) -> TypeError:
     return TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
 
 
-def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+def _run_cuda(which: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass. For tensors whose signature was seen before, addresses are enough to launch it."""
     q = tensors[0]
     if not q.is_cuda:
@@ -172,7 +172,7 @@ def _run_cuda(which: str, call: Call, seed: int | None, offset: int | None, tens
     return tuple(results.values())
 
 
-def _signature_of(which: str, call: Call, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
+def _signature_of(which: str, call: PassCall, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
     """What a launch depends on besides the addresses of tensors, and these. It is computed before every launch."""
     signature: list[Any] = [which, call]
     addresses = []
@@ -184,7 +184,7 @@ def _signature_of(which: str, call: Call, tensors: Tensors) -> tuple[tuple[Any, 
     return tuple(signature), addresses
 
 
-def _is_repeatable(call: Call, tensors: Tensors, results: Mapping[str, Tensor]) -> bool:
+def _is_repeatable(call: PassCall, tensors: Tensors, results: Mapping[str, Tensor]) -> bool:
     """Whether addresses say where the numbers of these tensors are, and results are aligned as later ones will be."""
     if call.names[:3] != _FIRST_NAMES or any(x.is_neg() for x in tensors):
         return False
@@ -195,7 +195,7 @@ def _is_repeatable(call: Call, tensors: Tensors, results: Mapping[str, Tensor]) 
 _Models = tuple[tuple[int, torch.Size | None, torch.dtype], ...]
 
 
-def _models_of(call: Call, tensors: Tensors, results: Mapping[str, Tensor]) -> _Models:
+def _models_of(call: PassCall, tensors: Tensors, results: Mapping[str, Tensor]) -> _Models:
     models = []
     for name, x in results.items():
         number = call.names.index(model_of(name)) if call.need else 0
@@ -225,11 +225,11 @@ def _repeat(
 
 
 @functools.lru_cache(maxsize=1024)
-def _shapes(which: str, call: Call, shapes: tuple[torch.Size, ...]) -> dict[str, tuple[int, ...]]:
+def _shapes(which: str, call: PassCall, shapes: tuple[torch.Size, ...]) -> dict[str, tuple[int, ...]]:
     return result_shapes(which, call, dict(zip(call.names, shapes, strict=True)))
 
 
-def empty_results(call: Call, tensors: Tensors, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+def empty_results(call: PassCall, tensors: Tensors, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
     """Tensors for the results of a pass, by name, not yet written."""
     given = dict(zip(call.names, tensors, strict=True))
     if call.need:

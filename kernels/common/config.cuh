@@ -62,7 +62,7 @@ constexpr bool kStoresByRows = CUFLASH_STORES_BY_ROWS;  // the layout of the res
 constexpr int kNumThreads = 32 * kNumWarps;
 
 constexpr bool kPairs = CUFLASH_PAIRS;                 // persistent blocks take tiles of queries in pairs
-constexpr bool kDynamicTiles = CUFLASH_DYNAMIC_TILES;  // they claim one tile of queries after another
+constexpr bool kDynamicTiles = CUFLASH_DYNAMIC_TILES;  // persistent blocks claim one tile of queries after another
 // Whether the batch entries of a head are neighbours in the launch order. Otherwise the heads of a batch entry are.
 constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 
@@ -93,9 +93,9 @@ constexpr bool kHasWindow = kHasLeftBound && kHasRightBound;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries: a value for each key
-constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;  // it and all else that hides pairs are read as bits
-constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // it is read pair by pair
+constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // the mask hides keys from all queries: a value for each key
+constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;  // the mask and all else that hides pairs are read as bits
+constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // the mask is read pair by pair
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries per block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // keys per block
@@ -104,18 +104,17 @@ constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // d score / d scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
 constexpr bool kHasBlockIndex = CUFLASH_HAS_BLOCK_INDEX;  // a block-sparse index, by helpers/block_index.cu
-constexpr bool kHasTileClasses =
-    CUFLASH_HAS_TILE_CLASSES;  // tile classes, by helpers/mask_tiles.cu, for the main kernel
-constexpr bool kHasBiasTileClasses =
-    CUFLASH_HAS_BIAS_TILE_CLASSES;  // tile classes (empty, partial, full) under the bias, for the kernel
-constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;    // whether the kernel runs depends on what the bias leaves
+// Tile classes (empty, partial, full) that the kernel reads: of the mask, by helpers/mask_tiles.cu, and of the bias.
+constexpr bool kHasTileClasses = CUFLASH_HAS_TILE_CLASSES;
+constexpr bool kHasBiasTileClasses = CUFLASH_HAS_BIAS_TILE_CLASSES;
+constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;    // whether the kernel runs depends on how much the bias hides
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;         // forward pass only: in the backward pass, lse includes them
-constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;  // whether it does
+constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;  // backward pass: whether lse includes sinks
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;     // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;   // each has its own diagonal, which ends at the last key
 constexpr int kBiasBytes = CUFLASH_BIAS_BYTES;      // size of a bias element: 0 (no bias), 2 (Element) or sizeof(Real)
-constexpr bool kBiasOfRows = CUFLASH_BIAS_OF_ROWS;  // it differs from query to query only, and is contiguous
+constexpr bool kBiasOfRows = CUFLASH_BIAS_OF_ROWS;  // the bias differs from query to query only, and is contiguous
 constexpr int kKvLengthsBytes = CUFLASH_KV_LENGTHS_BYTES;  // 0 (none), 4 (i32) or 8 (i64)
 constexpr int kPageSize = CUFLASH_PAGE_SIZE;               // keys per page; 0 if keys are contiguous
 constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;  // the diagonal of a batch entry depends on its length

@@ -258,8 +258,8 @@ struct Consumer {
     return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
-  // Takes the tile of queries of this step, where there is a block-sparse index. What few steps do takes it again, so
-  // that it is in no register in the others.
+  // Takes the tile of queries of this step, where there is a block-sparse index. Code that few steps run takes it
+  // again, so that the other steps keep it in no register.
   CUFLASH_DEVICE void take_tile() { m_tile.take(shared.listed_at(listed)); }
 
   // Hides pairs of a tile that needs a mask.
@@ -281,8 +281,8 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) make_relative(p[0][n], n, row_sums(), weights.exponent_scale);
   }
 
-  // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight: with kEntropyInDp, its exponents.
-  // `derivative` gets the derivatives of the scores in the scaled products.
+  // [3] P' = exp(S' - lse), or with kEntropyInDp its exponents, once at most `pending` groups of wgmma are in flight.
+  // `derivative` gets the derivatives of the scores by the scaled products.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int head = m_tile.head, first_row = m_tile.m_block * kBlockM;
@@ -377,7 +377,7 @@ struct Consumer {
     p_at.advance();
   }
 
-  // P' of exponents.
+  // Replaces exponents by P'.
   CUFLASH_DEVICE static void exponentiate(float (&p)[kQueryTiles][4]) {
 #pragma unroll
     for (auto& n_tile : p)
@@ -583,7 +583,7 @@ struct Consumer {
     // With a split of the queries, or with a block-sparse index, the block may have no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockIndex)) sums().leave_zeros();
     double dscale = 0;
-    // Summed from rows of the index, it would be in a register of each thread, of which none is left at head_dim 128.
+    // Made of rows of the index, the number would take a register of each thread; at head_dim 128 none is left.
     const int num_steps = kHasBlockIndex ? (int)ptx::to_uniform_register((u32)work.num_steps) : work.num_steps;
     if (num_steps > 0) {
       if constexpr (makes_dv && !kKeepsWeightsOfCap) may_be_large = work.has_large_rows(common);

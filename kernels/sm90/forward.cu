@@ -54,16 +54,18 @@ constexpr int kOutColumns = kHasValues ? min_of(kDimV, 128) : 8;  // columns of 
 // Whether dropout waits until the product O of the previous tile is done. It can then use the registers of that
 // product's weights.
 constexpr bool kDropsLate = kDimV > 192;
-// Whether the maxima of a tile are computed only if a sum became too large. Where registers do not suffice for doing a
-// tile again, the maxima are always computed first.
+// Whether the maxima of a tile are computed only if a sum became too large. Where registers do not suffice for
+// computing a tile again, the maxima always come first.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
-// Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no row max.
+// Whether this holds for tiles with hidden pairs, too. Under a causal mask alone they come first, at the diagonal, when
+// rows have no row max yet.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
-// Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. O takes them otherwise.
+// Whether consumers keep Q in registers, so that a product S reads K alone from shared memory. With values, O takes
+// these registers.
 constexpr bool kHoldsQ = !kHasValues && kDim <= 64;
-// The largest row max that all exponents of its row subtract in one instruction with the score. A natural one is
-// multiplied by log2(e) before; rounded so, it moves exponents by at most 2^-13.5, less than what weights of 16 bits
-// are rounded by.
+// The largest row max that is subtracted from scores in one instruction with their scaling. A natural row max is
+// multiplied by log2(e) before. This rounding moves exponents by at most 2^-13.5, less than the rounding of weights to
+// 16 bits does.
 constexpr float kLargestFolded = kNaturalRowMax ? 1024.0f : kLargestFused;
 
 // Shared memory: the ring of Q, a slice of the output, the rings of K, V, bias and per-key values, and barriers.
@@ -85,8 +87,8 @@ constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
 // The largest sum of exponentials of a tile for which the tile is not done again. Up to this sum, weights fit the
-// element type, and sums and products fit float32. The entropy is the difference of a logarithm and a mean exponent,
-// which are as large as a maximum lies above the row max: there it follows the maximum more closely.
+// element type, and sums and products fit float32. The entropy is the difference of a logarithm and a mean exponent.
+// Both grow with the distance of the maximum from the row max, so with the entropy the row max follows more closely.
 CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
 constexpr float kMaxSum = kReducesEntropy ? 1024.0f : max_sum(Element{});
@@ -427,7 +429,7 @@ struct Consumer {
     for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
     if constexpr (kHasLeftBound) {
 #pragma unroll 1
-      for (; n_block >= keys.start; --n_block) step(n_block, InFront{});
+      for (; n_block >= keys.start; --n_block) step(n_block, MaskedAtLeft{});
     }
     release_by_warp(empty);
     issue_o(key);

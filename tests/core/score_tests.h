@@ -48,11 +48,11 @@ template <class T> void test_finished_scores(const Options &options) {
     const Entry entry = {b, b, 0, 0, ROWS, KEYS, options.diagonal};
     const long num_heads = 1 + random_below(2);  // of a block: rows of the second follow those of the first
     const Block block = {0, 0, random_below(HEADS - 1), num_heads, 10, 30, 0, KEYS, 0, 1};
-    const long r0 = random_below(rows_of(block) - FEW_OF_GROUP), first = random_bits() % 2 ? 0 : 48;
-    const long num_rows = 1 + random_below(FEW_OF_GROUP);
+    const long r0 = random_below(rows_of(block) - SUBGROUP), first = random_bits() % 2 ? 0 : 48;
+    const long num_rows = 1 + random_below(SUBGROUP);
     const long count = random_bits() % 2 ? KEYS - first : 64, padded = round_up(count, LANES<T>);
     Memory<T> products(num_rows * SCORES_STRIDE<T>), scores(products.count), tanhs(products.count),
-        copies(FEW_OF_GROUP * MAX_KEYS);
+        copies(SUBGROUP * MAX_KEYS);
     for (long x = 0; x < products.count; ++x) scores[x] = products[x] = T(random_normal() * 5);
     const Scaling<T> scaling(call);
     const ScoreTile tile = {call, entry, block, r0, num_rows, first, count, padded, 0};
@@ -152,8 +152,8 @@ void test_softmax_steps(double spread, double scale, long hidden_tiles, bool has
             kept[j] = random_below(4) ? 0xFF : 0;
             all.push_back(double(s[j]) * scale);
         }
-        FewRows<T> rows = {scaling, 1,        num_keys,    DIM,       s.data,  &row_max, l.data,
-                           o.data,  &largest, moment.data, kept.data, T(1.25), {}};
+        Subgroup<T> rows = {scaling, 1,        num_keys,    DIM,       s.data,  &row_max, l.data,
+                            o.data,  &largest, moment.data, kept.data, T(1.25), {}};
         auto step = [&](auto drops, auto reduces) {
             raise_row_maxima(reduces, rows);
             exponentials(drops, reduces, rows);

@@ -12,7 +12,7 @@ from cuflash.emulator import Schedule, guarded
 from cuflash.emulator.passes import Allocate, backward, forward, jvp, plan_for, run
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.tiles import Tile
-from cuflash.spec.batch_axes import Calls, axes_of, is_plain
+from cuflash.spec.batch_axes import BatchCalls, axes_of, is_plain
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
@@ -128,7 +128,7 @@ def by_calls(
                 given[name][...] = x
         return found
 
-    calls = axes and Calls(axes, static, given, names, np, gives_partials=True)
+    calls = axes and BatchCalls(axes, static, given, names, np, gives_partials=True)
     return dict(zip(names, calls.run(call) if calls else call(static, given), strict=True))
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from cuflash import preparation
+from cuflash import bound, dispatch
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import tensor_map
@@ -202,7 +202,7 @@ def device(arch: str, *, computes: bool = False) -> Iterator[Launcher]:
         cuda = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
         cuda.alloc = functools.cache(cuda.alloc)
         backend_of = {"cupy": backend}.__getitem__
-        with mock.patch.object(preparation, "backend_of", backend_of):
+        with mock.patch.object(dispatch, "backend_of", backend_of):
             yield launches
 
 
@@ -210,7 +210,8 @@ def arguments_of(launches: Launcher, call: Any) -> tuple[list[int], list[bytes],
     """The kernels that a call launches, with their arguments; and whether its arrays were looked at anew."""
     launches.launched.clear()
     launches.arguments.clear()
-    with mock.patch.object(preparation, "prepare", wraps=prepare) as prepared:
+    prepared = mock.Mock(wraps=prepare)
+    with mock.patch.object(dispatch, "prepare", prepared), mock.patch.object(bound, "prepare", prepared):
         results = call()
     assert all(type(x) is DeviceArray for x in results)
     return list(map(hash, launches.launched)), list(launches.arguments), prepared.called

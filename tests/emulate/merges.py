@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from cuflash.gpu import merging
-from cuflash.shards import merge as shards_merge
+from cuflash.shards import partial_results
 from tests.emulate.launcher import DeviceArray, launcher
 
 ROWS = (2, 3, 5)
@@ -27,7 +27,7 @@ def check(columns: int, kernels: Path | None = None) -> None:
     lses[2][1, 0, 0] = lses[0][1, 0, 0] + 200
     dout, dlse = outs[0] + outs[2], random.standard_normal(ROWS).astype(np.float32)
     out, lse = np.empty_like(dout), np.empty_like(dlse)
-    shards_merge.merge_into(outs, lses, out, lse)
+    partial_results.merge_into(outs, lses, out, lse)
     with launcher("8.0", computes=True) as found, np.errstate(all="ignore"):
         found.kernels = kernels
         got_out, got_lse = on_device(out), on_device(lse)
@@ -44,7 +44,7 @@ def check(columns: int, kernels: Path | None = None) -> None:
         close(got_lse, dlse - (dout * outs[2]).sum(-1))
         gradients = np.empty_like(out), np.empty_like(lse)
         reads = (dout, outs[2], out, lses[2], lse, dlse)
-        shards_merge._merge_backward(gradients[0], gradients[1], *reads)
+        partial_results.merge_backward_into(gradients[0], gradients[1], *reads)
         merging.merge_backward(got_out, got_lse, *map(on_device, reads))
         close(got_out, gradients[0])
         close(got_lse, gradients[1])
@@ -91,7 +91,7 @@ def _check_tangents(outs: list[np.ndarray], lses: list[np.ndarray]) -> None:
     partials = dict(zip(("out", "lse", "tout", "tlse"), (outs, lses, touts, tlses), strict=True))
     merged = {name: np.zeros_like(own[0]) for name, own in partials.items()}
     tangents = merging.Tangents(merged["tout"], merged["tlse"], touts, tlses)
-    shards_merge.merge_into(outs, lses, merged["out"], merged["lse"], (), tangents)
+    partial_results.merge_into(outs, lses, merged["out"], merged["lse"], (), tangents)
     there = {name: list(map(on_device, own)) for name, own in partials.items()}
     got = {name: on_device(x) for name, x in merged.items()}
     results = merging.Tangents(got["tout"], got["tlse"], there["tout"], there["tlse"])
@@ -120,8 +120,8 @@ def _check_tangents_of_gradients(partials: dict[str, list[np.ndarray]], merged: 
         own = [partials[name][i] for name in ("out", "lse", "tout", "tlse")]
         right = [np.zeros_like(x) for x in own]
         both = (dout, own[0], merged["out"], own[1], merged["lse"], optional["dlse"])
-        shards_merge._merge_backward(right[0], right[1], *both)
-        shards_merge._merge_backward_tangents(right, own, given)
+        partial_results.merge_backward_into(right[0], right[1], *both)
+        partial_results.merge_backward_tangents_into(right, own, given)
         got = [on_device(x) for x in right[2:]]
         names = ("out", "tout", "lse", "tlse")
         reads = (there["dout"], *(x for name in names for x in (on_device(partials[name][i]), there[name])))

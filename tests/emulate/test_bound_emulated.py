@@ -136,7 +136,7 @@ def test_calls_that_are_more_than_a_launch_are_looked_up_once():
         q, k, v = (case.arrays()[name].view(DeviceArray) for name in "qkv")
         bound = cuflash.FlashAttention().bind(q, k, v)
         assert not is_one_launch(bound, {"q": q, "k": k, "v": v})
-        with mock.patch.object(backend, "_found", wraps=backend._found) as found:
+        with mock.patch.object(backend, "find_launch", wraps=backend.find_launch) as found:
             for number in (1, 2):
                 bound(q, k, v)
                 assert found.call_count == number

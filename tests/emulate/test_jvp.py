@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.emulator import passes
-from cuflash.spec.batch_axes import Calls, axes_of
+from cuflash.spec.batch_axes import BatchCalls, axes_of
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, cases
-from cuflash.testing.tangents import Moved, everything
+from cuflash.testing.tangents import Moved, assert_tangents, everything
+from tests.calls import shifted
 from tests.cuda_scores import CUDA_SCORES
+from tests.emulate import attention
 from tests.emulate.tangents import check, check_functions, check_jvp, check_partials, movable_of
 from tests.sampling import examples, sample
 from tests.scored import CONDITIONED, SCORES, STEEP, Scored, few_tiles, scored, steep
@@ -116,6 +118,61 @@ def test_functions_where_the_chain_rule_meets_0_times_infinity(score):
     check_functions(case, movable_of(case))
 
 
+@pytest.mark.parametrize(
+    "lay_out",
+    [lambda x: np.ascontiguousarray(x[::-1])[::-1], attention.far_apart],
+    ids=["reversed", "far apart"],
+)
+def test_tangents_of_what_functions_read_lie_anyhow(lay_out):
+    """Offsets in the arrays themselves are never negative, and take 32 bits."""
+    case = few_tiles(("distance", None), "float32")
+    dout, point = case.arrays["dout"], {name: x for name, x in case.arrays.items() if name != "dout"}
+    score_args = case.problem.score_arg_gradients
+
+    def results(lay_out):
+        given = point | {f"t{name[1:]}": lay_out(np.cos(point[name[1:]])) for name in score_args}
+        found = passes.jvp(case.problem, given, arch="8.0", allocate=lambda x: x)
+        given |= dict(zip(("out", "lse", "tout", "tlse"), found, strict=True)) | {"dout": dout}
+        need = ("tdq", *(f"t{name}" for name in score_args))
+        return (*found, *passes.backward_jvp(case.problem, given, need=need, arch="8.0", allocate=lambda x: x))
+
+    for x, y in zip(results(lay_out), results(np.asarray), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@settings(max_examples=examples(6))
+@example(steps={"tq": 0, "tout": 1, "tdout": 0}, dtype="float16", arch="9.0")
+@example(steps={"tq": 0, "tout": 0, "tdout": 1}, dtype="float32", arch="8.0")
+@given(
+    steps=st.fixed_dictionaries({name: st.sampled_from((0, 1, 2, 4)) for name in ("tq", "tout", "tdout")}),
+    dtype=st.sampled_from(("float16", "float32")),
+    arch=st.sampled_from(("8.0", "9.0")),
+)
+def test_tangents_at_any_address(steps, dtype, arch):
+    """They begin so many elements past a multiple of 64 bytes; kernels load as much at once as all of them allow."""
+    case, moved = Case(seqlen_q=40, seqlen_k=50, num_heads=2, head_dim=32, dtype=dtype), Moved(cotangents=("tdout",))
+
+    def placed(arrays):
+        return {name: shifted(x, steps[name]) if name in steps else x for name, x in arrays.items()}
+
+    arrays, tangents = case.arrays(), placed(moved.arrays(case))
+    given = {name: x for name, x in (arrays | tangents).items() if name not in ("dout", "tdout")}
+    of_forward = dict(zip(("out", "lse", "tout", "tlse"), passes.jvp(case.problem, given, arch=arch), strict=True))
+    need = ("tdq", "tdk", "tdv")
+    found = passes.backward_jvp(case.problem, arrays | tangents | placed(of_forward), need=need, arch=arch)
+    results = {name: of_forward[name] for name in ("tout", "tlse")} | dict(zip(need, found, strict=True))
+    assert_tangents(case, moved, results)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_offsets_take_64_bits(dtype, arch):
+    """Of arrays of which rows, heads and batch entries are far apart."""
+    sizes: dict[str, Any] = {"seqlen_q": 18, "seqlen_k": 20, "batch": 2, "num_heads": 2, "head_dim": 16, "dtype": dtype}
+    case = Case(**sizes, bias=(2, 2, 18, 20), alibi_slopes=(2, 2), kv_lengths=(20, 11), sinks=True, dlse=True)
+    check(case, everything(case), arch, allocate=attention.far_apart)
+
+
 def test_sinks_with_functions():
     """The kernel of sinks has no functions."""
     case = few_tiles(("distance", None), "float32")
@@ -150,7 +207,7 @@ def by_calls(options, arrays, results, compute):
     given = dict.fromkeys((*NAMES, *results)) | arrays
     axes = axes_of(options, given, results)
     assert axes is not None
-    calls = Calls(axes, options, given, results, np, gives_partials=True)
+    calls = BatchCalls(axes, options, given, results, np, gives_partials=True)
     return dict(zip(results, calls.run(call), strict=True))
 
 

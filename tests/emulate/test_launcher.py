@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import preparation
+from cuflash import dispatch
 from cuflash.emulator import Statistics, passes
 from cuflash.spec.passes import FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
@@ -106,7 +106,7 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
         return {"out": out, "lse": lse, **attn.backward(dout, q, k, v, out, lse, need=need, **optional)._asdict()}
 
     with launcher(arch, computes=True):
-        monkeypatch.setattr(preparation, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
+        monkeypatch.setattr(dispatch, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
         on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
         found = results(on_device, np.array(starts, np.int64).view(DeviceArray))
         assert all(type(x) is DeviceArray for x in found.values())

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cuflash.distributed import reduce
 from cuflash.gpu import merging
-from cuflash.shards import merge as shards_merge
-from cuflash.shards import reductions
+from cuflash.shards import partial_results, reductions
 from tests.emulate.device import ElementwiseKernel, OnDevice
 from tests.emulate.launcher import DeviceArray, launcher
 from tests.sampling import examples
@@ -104,7 +103,7 @@ def test_partial_results_are_merged_as_numpy_does(seed, count, shape, dtype, lay
             hidden = random.integers(0, 2, shape[:3]).astype(bool)
             out[hidden], lse[hidden] = np.nan, -np.inf
     out, lse = np.empty(shape, of_sums), np.empty(shape[:3], of_sums)
-    shards_merge.merge_into(outs, lses, out, lse)
+    partial_results.merge_into(outs, lses, out, lse)
     got = on_device(np.zeros(shape, DTYPES[dtype]), layout), on_device(np.zeros(shape[:3], of_sums), layout)
     merging.merge(*got, [on_device(x, layout) for x in outs], [on_device(x, layout) for x in lses])
     np.testing.assert_allclose(np.asarray(got[1]), lse, rtol=1e-6)
@@ -166,11 +165,11 @@ def test_gradients_of_a_merge_are_those_of_numpy(seed, shape, dtype, has_dlse, i
         lses[0][..., 0] = -np.inf
     dout, dlse = random.standard_normal(shape).astype(DTYPES[dtype]), random.standard_normal(shape[:3]).astype(of_sums)
     out, lse = np.empty_like(outs[0]), np.empty_like(lses[0])
-    shards_merge.merge_into(outs, lses, out, lse)
+    partial_results.merge_into(outs, lses, out, lse)
     reads = (dout, outs[0], out, lses[0], lse, dlse if has_dlse else None)
     right = np.zeros(shape, DTYPES[dtype]), np.zeros(shape[:3], of_sums)
     with np.errstate(all="ignore"):
-        shards_merge._merge_backward(right[0], right[1], *reads)
+        partial_results.merge_backward_into(right[0], right[1], *reads)
     got = on_device(right[0]), on_device(right[1])
     merging.merge_backward(got[0], got[1], *(None if x is None else on_device(x) for x in reads))
     resolution = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
@@ -212,7 +211,7 @@ def test_steps_of_online_softmax_merge_one_after_the_other(seed, count, shape, d
     outs = [random.standard_normal(shape).astype(dtype) for _ in range(count)]
     lses = [(9 * random.standard_normal(shape[:3])).astype(dtype) for _ in range(count)]
     out, lse = np.empty(shape, dtype), np.empty(shape[:3], dtype)
-    shards_merge.merge_into(outs, lses, out, lse)
+    partial_results.merge_into(outs, lses, out, lse)
     total, row_max, row_sum = (
         on_device(np.full(own, value, dtype)) for own, value in ((shape, 0), (shape[:3], -np.inf), (shape[:3], 0))
     )
@@ -264,7 +263,7 @@ def test_tangents_are_merged_as_numpy_does(seed, count, shape, dtype, layout, hi
     outs, lses, touts, tlses = given_partials.values()
     zeros = {name: np.zeros_like(own[0]) for name, own in given_partials.items()}
     right = {name: x.copy() for name, x in zeros.items()}
-    shards_merge.merge_into(
+    partial_results.merge_into(
         outs, lses, right["out"], right["lse"], (), merging.Tangents(right["tout"], right["tlse"], touts, tlses)
     )
     got = {name: on_device(x, layout) for name, x in zeros.items()}
@@ -281,7 +280,7 @@ def test_tangents_of_gradients_of_a_merge_are_those_of_numpy(seed, shape, dtype,
     outs, lses, touts, tlses = partials.values()
     random, sums = np.random.default_rng(seed + 1), softmax_dtype(dtype)
     merged = {name: np.zeros_like(own[0]) for name, own in partials.items()}
-    shards_merge.merge_into(
+    partial_results.merge_into(
         outs, lses, merged["out"], merged["lse"], (), merging.Tangents(merged["tout"], merged["tlse"], touts, tlses)
     )
     merged["dout"], tdout = (random.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(2))
@@ -291,10 +290,10 @@ def test_tangents_of_gradients_of_a_merge_are_those_of_numpy(seed, shape, dtype,
     own = [partials[name][0] for name in PARTIALS]
     right = [np.zeros_like(partials[name][0]) for name in PARTIALS]
     with np.errstate(all="ignore"):
-        shards_merge._merge_backward(
+        partial_results.merge_backward_into(
             right[0], right[1], merged["dout"], own[0], merged["out"], own[1], merged["lse"], merged.get("dlse")
         )
-        shards_merge._merge_backward_tangents(right, own, merged)
+        partial_results.merge_backward_tangents_into(right, own, merged)
     there = {name: on_device(x) for name, x in merged.items()}
     got = [on_device(np.zeros_like(x)) for x in right]
     both = ("out", "tout", "lse", "tlse")
@@ -309,7 +308,7 @@ def test_steps_of_online_softmax_merge_tangents_one_after_the_other(seed, count,
     partials = partials_with_tangents(seed, count, shape, dtype, hides)
     right = {name: np.zeros_like(own[0]) for name, own in partials.items()}
     outs, lses, touts, tlses = partials.values()
-    shards_merge.merge_into(
+    partial_results.merge_into(
         outs, lses, right["out"], right["lse"], (), merging.Tangents(right["tout"], right["tlse"], touts, tlses)
     )
     rows = {name: on_device(np.zeros(shape[:3], dtype)) for name in ("row_sum", "factor", "weight", "a", "b")}

@@ -3,9 +3,9 @@
 import pytest
 
 from cuflash.gpu.compiler import kernel_directory
-from tests.each import each
 from tests.emulate import mutants
 from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS
+from tests.many_cases import each
 from tests.sampling import sample
 
 KERNELS = kernel_directory()

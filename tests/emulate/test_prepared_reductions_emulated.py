@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import preparation
-from cuflash import reductions as interface
+from cuflash import dispatch, preparation
 from cuflash.spec import reductions as spec
 from cuflash.spec import without_values
 from cuflash.spec.passes import COLUMN_MAX, COLUMN_SUMS, REDUCTIONS, TOP_KEYS
@@ -57,9 +56,8 @@ def device(arch, monkeypatch, *, computes):
     with launcher(arch, computes=computes) as launches, monkeypatch.context() as patch:
         backend = sys.modules["cuflash.gpu.backend"]
         reductions = pytest.importorskip("cuflash.gpu.reductions")
-        for module in (preparation, interface):
-            patch.setattr(module, "backend_of", {"cupy": backend}.__getitem__)
-            patch.setattr(module, "reductions_of", {"cupy": reductions}.__getitem__)
+        patch.setattr(dispatch, "backend_of", {"cupy": backend}.__getitem__)
+        patch.setattr(dispatch, "reductions_of", {"cupy": reductions}.__getitem__)
         for module in (preparation, spec, without_values, reductions):
             patch.setattr(module, "module_of", lambda array: XP)
         yield launches, reductions

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import preparation
+from cuflash import dispatch
 from cuflash.spec.binding import of_pass
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.passes import BACKWARD_JVP, JVP, PASSES_WITH_TANGENTS
@@ -32,7 +32,7 @@ def on_device(array: np.ndarray) -> DeviceArray:
 def device(arch, monkeypatch, *, computes):
     """The launcher, which the interface takes for that of CuPy's arrays."""
     with launcher(arch, computes=computes) as launches, monkeypatch.context() as patch:
-        patch.setattr(preparation, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
+        patch.setattr(dispatch, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
         yield launches, sys.modules["cuflash.gpu.backend"]
 
 

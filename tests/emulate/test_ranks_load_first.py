@@ -26,9 +26,9 @@ from cuflash.distributed.transports import Threads
 from tests.emulate import device
 from tests.emulate.device import Memory, OnDevice, extend, get_current_stream
 from tests.emulate.launcher import launcher
+from tests.nccl_stand_ins import Wires, communicators, memory
 from tests.ranks import Shards, Whole
 from tests.sampling import examples
-from tests.wires import Wires, communicators, memory
 
 SIZES: dict[str, Any] = {"seqlen_q": 96, "seqlen_k": 96, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
 CASES = {

@@ -14,7 +14,7 @@ from cuflash.plan import DeviceSpec
 from cuflash.plan.key_splits import DECODE_ROWS, rows_of
 from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES
 from cuflash.spec.passes import FORWARD
-from tests import wide
+from tests import wide_heads
 from tests.emulate import attention
 from tests.sampling import examples
 
@@ -45,7 +45,7 @@ def assert_right(case, num_sms=132, schedule=SCHEDULES[0]):
 
 
 @settings(max_examples=examples(8))
-@given(wide.cases_of_few(), st.sampled_from((2, 6, 132)), st.sampled_from(SCHEDULES))
+@given(wide_heads.decode_cases(), st.sampled_from((2, 6, 132)), st.sampled_from(SCHEDULES))
 def test_any_problem(case, num_sms, schedule):
     assert_right(replace(case, head_dim_v=min(case.head_dim, case.head_dim_v), v_in_k=True), num_sms, schedule)
 

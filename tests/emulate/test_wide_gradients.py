@@ -13,7 +13,7 @@ from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.wide_tiles import BACKWARD_WIDE_SM90_TILES, DQ_WIDE_SM90_TILES
 from cuflash.spec.passes import BACKWARD
-from tests import wide
+from tests import wide_heads
 from tests.emulate import attention
 from tests.judging import bits
 
@@ -74,7 +74,7 @@ def test_oracle(case):
 
 
 @settings(max_examples=6)
-@given(wide.cases(dims=(320, 512, 576, 704, 768, 1024)), st.sampled_from((1, 5, 132)), st.sampled_from(SCHEDULES))
+@given(wide_heads.cases(dims=(320, 512, 576, 704, 768, 1024)), st.sampled_from((1, 5, 132)), st.sampled_from(SCHEDULES))
 def test_any_problem(case, num_sms, schedule):
     """On devices of which few tiles fill some, so that blocks share others."""
     assert_right(case, arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms), schedule=schedule)
@@ -102,7 +102,7 @@ def test_every_tile(row, schedule):
 
 @settings(max_examples=6)
 @given(
-    wide.cases(dims=(320, 576, 640)).map(lambda case: replace(case, causal=True)),
+    wide_heads.cases(dims=(320, 576, 640)).map(lambda case: replace(case, causal=True)),
     st.sampled_from((1, 6, 132)),
     st.sampled_from(SCHEDULES),
 )

@@ -17,7 +17,7 @@ from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
 from cuflash.spec.passes import FORWARD
-from tests import wide
+from tests import wide_heads
 from tests.emulate import attention
 from tests.sampling import examples
 
@@ -81,13 +81,13 @@ def test_decode(case):
 
 
 @settings(max_examples=examples(8))
-@given(wide.cases_of_few(), st.sampled_from((2, 6, 132)))
+@given(wide_heads.decode_cases(), st.sampled_from((2, 6, 132)))
 def test_decode_of_any_problem(case, num_sms):
     assert_right(case, types=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
 
 
 @settings(max_examples=examples(12))
-@given(wide.cases())
+@given(wide_heads.cases())
 def test_any_problem(case):
     """Some have few queries and many keys."""
     assert_right(case, types=(ForwardWideSm90Tile, DecodeWideSm90Tile))

@@ -13,6 +13,7 @@ from cuflash.emulator import SCHEDULES
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_TF32_SM90_TILES
 from cuflash.spec.passes import BACKWARD
+from tests.calls import shifted
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, inputs_of, problem_of
 from tests.emulate.checks import FEW
@@ -214,6 +215,24 @@ def test_offsets_take_64_bits():
     forward = forward_by_oracle(problem, arrays)
     far: dict[str, Any] = {"need": NEED, "tiles": (NARROW,), "allocate": attention.far_apart}
     found = attention.backward(problem, arrays, *forward, **far)
+    ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
+
+
+@pytest.mark.parametrize("by", [1, 2, 4])
+def test_dbias_at_any_address(by):
+    """It begins so many elements past a multiple of 64 bytes; TMA writes from multiples of 16 bytes on."""
+    case = case_of()
+    problem, arrays = inputs_of(case)
+    out, lse = forward_by_oracle(problem, arrays)
+    plan = plan_of(problem, arrays | {"dbias": shifted(arrays["bias"], by)}, out)
+    why_not = f"dbias: not by sm90/backward_fp32: dbias is aligned to {4 * by} bytes only, not 16"
+    assert is_written(plan) == (by == 4) == (why_not not in plan.reason)
+
+    def allocate(array):
+        is_dbias = array.shape == arrays["bias"].shape and array is not arrays["bias"]
+        return attention.guarded(shifted(array, by) if is_dbias else array)
+
+    found = attention.backward(problem, arrays, out, lse, need=NEED, allocate=allocate)
     ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
 
 

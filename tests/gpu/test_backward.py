@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.passes import BACKWARD, PASSES_WITHOUT_TANGENTS, Pass
-from tests import bias_terms, wide
+from tests import bias_terms, wide_heads
 from tests.gpu.planned import is_sm90, plan_of
 from tests.sampling import examples
 
@@ -90,7 +90,7 @@ def test_wide_heads(cupy, head_dim):
     """Right, the same bits again, and by kernels that are meant for them."""
 
     @settings(max_examples=examples(80))
-    @given(wide.cases(longest=1500, dims=(head_dim,)))
+    @given(wide_heads.cases(longest=1500, dims=(head_dim,)))
     def every_case(case):
         arguments, optional = arguments_of(cupy, case)
         attn = cuflash.FlashAttention(**case.keywords)

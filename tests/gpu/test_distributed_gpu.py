@@ -22,7 +22,7 @@ import pytest
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.reduce import add_up, minus_delta
-from cuflash.shards.merge import merge_into
+from cuflash.shards.partial_results import merge_into
 from cuflash.testing.tangents import everything
 from tests.backends import DEVICE
 from tests.features.test_ranks_on_backends import CASES as CASES_OF_RANKS

@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
-from tests import bias_terms, wide
+from tests import bias_terms, wide_heads
 from tests.gpu.planned import is_sm90, plan_of
 from tests.sampling import examples
 
@@ -329,7 +329,8 @@ def test_decoding_takes_its_own_kernel(cupy):
 
 # ---- wide heads ------------------------------------------------------------------------------------------------------
 
-by_dims = pytest.mark.parametrize("head_dim", wide.DIMS)  # separate tests, whose kernels are compiled at the same time
+# Separate tests, whose kernels are compiled at the same time.
+by_dims = pytest.mark.parametrize("head_dim", wide_heads.DIMS)
 
 
 def check_wide(cupy, case, *own):
@@ -347,7 +348,7 @@ def check_wide(cupy, case, *own):
 @by_dims
 def test_wide_heads(cupy, head_dim):
     @settings(max_examples=examples(120))
-    @given(wide.cases(longest=1500, dims=(head_dim,)))
+    @given(wide_heads.cases(longest=1500, dims=(head_dim,)))
     def every_case(case):
         check_wide(cupy, case, "sm90/forward_wide.cu", "sm90/decode_wide.cu")
 
@@ -357,7 +358,7 @@ def test_wide_heads(cupy, head_dim):
 @by_dims
 def test_decode_with_wide_heads(cupy, head_dim):
     @settings(max_examples=examples(120))
-    @given(wide.cases_of_few(longest=5000, dims=(head_dim,)))
+    @given(wide_heads.decode_cases(longest=5000, dims=(head_dim,)))
     def every_case(case):
         check_wide(cupy, case, "sm90/decode_wide.cu")
 

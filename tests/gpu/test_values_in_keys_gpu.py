@@ -9,7 +9,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.plan.key_splits import DECODE_ROWS
 from cuflash.spec.passes import FORWARD
-from tests import wide
+from tests import wide_heads
 from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +37,10 @@ def check(cupy, case):
     ct.assert_forward(case, *attn.forward(*ct.qkv(arrays), **ct.optional(arrays)))
 
 
-@pytest.mark.parametrize("head_dim", wide.DIMS)
+@pytest.mark.parametrize("head_dim", wide_heads.DIMS)
 def test_any_problem(cupy, head_dim):
     @settings(max_examples=4)
-    @given(wide.cases_of_few(4000, dims=(head_dim,)))
+    @given(wide_heads.decode_cases(4000, dims=(head_dim,)))
     def every_case(case):
         check(cupy, replace(case, head_dim_v=min(case.head_dim, case.head_dim_v), v_in_k=True))
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench import ceiling
 from cuflash.cpu import core
-from tests.fakes import FakeEvent, FakeMemory, raw_memory
+from tests.fake_cupy import FakeEvent, FakeMemory, raw_memory
 from tests.toolchain import FILES, write_files
 from tests.ways import CORE, FALLBACK
 

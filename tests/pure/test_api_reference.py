@@ -13,7 +13,7 @@ import pytest
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from tests.each import each
+from tests.many_cases import each
 from tests.pure.test_docstrings import documented_parameters, parameters
 
 PROPERTY = (property, functools.cached_property)

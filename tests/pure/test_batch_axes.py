@@ -340,7 +340,7 @@ def test_keys_in_host_memory_beside_queries_on_a_device_stay_there(case):
     axes = batch_axes.axes_of(attn.options, given, names)
     if axes is None:
         return
-    calls = batch_axes.Calls(axes, attn.options, given, names, DEVICE, gives_partials=False)
+    calls = batch_axes.BatchCalls(axes, attn.options, given, names, DEVICE, gives_partials=False)
 
     def call(options, own):
         for name, x in own.items():

@@ -100,10 +100,10 @@ def launch(monkeypatch):
             last_call=0,
         ),
     )
-    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(module, "_launch_on_arrays", start)
     monkeypatch.setattr(module, "device_spec", lambda device_id: DeviceSpec.for_arch("9.0"))
     monkeypatch.setattr(module, "with_resources", lambda plan: plan)
-    monkeypatch.setattr("cuflash.preparation.backend_of", lambda kind: module)
+    monkeypatch.setattr("cuflash.dispatch.backend_of", lambda kind: module)
     yield module
     sys.modules.pop("cuflash.gpu.backend", None)
 

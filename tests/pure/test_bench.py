@@ -15,7 +15,7 @@ from bench.inputs import RANDOM, Inputs, make_inputs, problem_of
 from bench.suites import FA2, GROUPED, SUITES
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.testing import reference
-from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract
+from tests.bench_records import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 # Cases
 

@@ -23,7 +23,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
-from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL, abstract
+from tests.bench_records import BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
     *BIASED,

@@ -16,7 +16,7 @@ from bench.check import Check
 from bench.contender import Absent
 from bench.inputs import make_inputs
 from bench.suites import SUITES
-from tests.benched import PLAIN, synthetic
+from tests.bench_records import PLAIN, synthetic
 
 CASE = Case(head_dim=32, seqlen_q=40, batch=2, num_heads=4, num_heads_kv=2)
 

@@ -9,7 +9,7 @@ from bench import accuracy, evidence, report
 from bench.__main__ import ROOT, main
 from bench.cases import Case
 from bench.suites import FA2, SUITES
-from tests.benched import ALL_CASES, synthetic, write
+from tests.bench_records import ALL_CASES, synthetic, write
 
 
 def test_table_of_a_synthetic_run():

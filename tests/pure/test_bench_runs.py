@@ -36,8 +36,8 @@ from bench.timing import (
 from cuflash.gpu.compiler import CompileError
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
-from tests.benched import OPTIONAL, PLAIN, SMALL, by_contender, tiny_suite
-from tests.fakes import FakeEvent
+from tests.bench_records import OPTIONAL, PLAIN, SMALL, by_contender, tiny_suite
+from tests.fake_cupy import FakeEvent
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from bench.inputs import make_inputs
 from bench.run import run_suite
 from bench.suites import SUITES, Suite
 from cuflash.spec.passes import PASSES as PASSES_OF_CUFLASH
-from tests.benched import PLAIN, SMALL
+from tests.bench_records import PLAIN, SMALL
 from tests.pure.test_evidence import HostMeter, writer
 from tests.sampling import examples
 

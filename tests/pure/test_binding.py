@@ -1,12 +1,13 @@
 """What calls bind: how arrays lie in memory, what is copied first, where scratch lies, which lengths share a plan."""
 
 import itertools
+import math
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import cuflash
@@ -17,8 +18,8 @@ from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
 from cuflash.spec.binding import FIXED, Contiguous, bind, growing_keys, planned_length
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
-from tests.calls import address, calls
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES_WITHOUT_TANGENTS
+from tests.calls import address, calls, shifted
 from tests.problems import is_served
 
 WIDEST = 16  # bytes that a kernel reads or writes at once, in scratch memory and in arrays of a tensor map
@@ -66,6 +67,33 @@ def test_every_array_is_as_aligned_as_kernels_want(pass_):
             assert all(stride % WIDEST == 0 for stride in spec.strides_bytes), spec.name
 
     every_call()
+
+
+TANGENTS = ("tq", "tk", "tv", "tout", "tdout")
+
+
+@example(steps=dict.fromkeys(TANGENTS, 0) | {"tout": 1}, dtype="float16", arch="8.0")
+@example(steps=dict.fromkeys(TANGENTS, 0) | {"tdout": 2}, dtype="float32", arch="9.0")
+@given(
+    steps=st.fixed_dictionaries({name: st.sampled_from((None, 0, 0, 1, 2, 4, 8)) for name in TANGENTS}),
+    dtype=st.sampled_from(("float16", "float32", "float64")),
+    arch=st.sampled_from(ARCHS),
+)
+def test_tangents_are_as_aligned_as_kernels_want(steps, dtype, arch):
+    """Wherever they begin, so many elements past a multiple of 64 bytes; None for a tangent that is not given."""
+    rows = shifted(np.ones((2, 2, 40, 32), dtype), 0)
+    arrays = dict.fromkeys(("q", "k", "v", "out", "dout"), rows)
+    arrays["lse"] = arrays["tlse"] = np.ones((2, 2, 40), np.float64 if dtype == "float64" else np.float32)
+    arrays |= {name: shifted(rows, by) for name, by in steps.items() if by is not None}
+    arrays.setdefault("tout", rows)
+    for pass_ in (JVP, BACKWARD_JVP):
+        given = {name: x for name, x in arrays.items() if name in ("q", "k", "v", *pass_.takes)}
+        binding = bind(pass_, Options(), given, address_of=address)
+        for name in given.keys() - {"lse", "tlse"}:
+            assert address(given[name]) % binding.load_bytes == 0, name
+        assert binding.load_bytes == math.gcd(16, *(address(x) for x in given.values() if x.ndim == 4))
+        for kernel in choose_plan(binding.problem, DeviceSpec.for_arch(arch), pass_, **binding.layout).kernels:
+            assert dict(kernel.defines)["CUFLASH_LOAD_BYTES"] == binding.load_bytes, kernel.name
 
 
 @given(st.lists(st.integers(0, 5000), max_size=6))

@@ -6,8 +6,9 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 import cuflash.testing as ct
@@ -16,6 +17,7 @@ from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import fallback
 from cuflash.plan import DeviceSpec, choose_plan, draft
 from cuflash.plan.draft import LOOK_FLOPS, LOOK_KEYS
+from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
@@ -419,6 +421,32 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     tile = plan.tiles[0]
     tile_classes = bias[0] * bias[1] * -(-1000 // tile.block_m) * -(-2100 // tile.block_n)
     assert plan.scratch_sizes["bias_blocks"] * (8 if dtype == "float64" else 4) >= tile_classes
+
+
+@example(log_heads=8, log_seqlens=(20, 20), dtype="float16", arch="9.0", pass_=FORWARD, head_dim=40)
+@given(
+    log_heads=st.integers(0, 8),
+    log_seqlens=st.tuples(*[st.integers(17, 21)] * 2),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    arch=st.sampled_from(["7.0", "8.0", "9.0", "12.0"]),
+    pass_=st.sampled_from(PASSES_WITHOUT_TANGENTS),
+    head_dim=st.sampled_from([40, 192]),
+)
+def test_tiles_of_a_bias_are_counted_in_32_bits(log_heads, log_seqlens, dtype, arch, pass_, head_dim):
+    """A view, such as the diagonals of a Toeplitz matrix, has any number of pairs."""
+    heads, (seqlen_q, seqlen_k) = 1 << log_heads, (1 << n for n in log_seqlens)
+    number = np.zeros((), ct.numpy_dtype(dtype))
+
+    def view(shape, *strides):  # nothing is read of it
+        return as_strided(number, shape, [stride * number.itemsize for stride in strides])
+
+    q, k = (view((heads, n, head_dim), head_dim * n, head_dim, 1) for n in (seqlen_q, seqlen_k))
+    bias = view((heads, seqlen_q, seqlen_k), seqlen_q + seqlen_k, 1, 1)
+    plan = choose_plan(make_problem(Options(), q, k, k, bias=bias), DeviceSpec.for_arch(arch), pass_)
+    assert plan.scratch_sizes.get("bias_blocks", 0) < 2**32
+    few = heads * seqlen_q * seqlen_k < 2**40
+    assert ("bias_blocks" in plan.scratch_sizes) == few or "the order of dq counts them" in plan.reason
+    assert few or "bias: tiles that it hides are computed: it has 1099511627776 pairs or more" in plan.reason
 
 
 def test_usual_biases_are_not_looked_at():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import preparation
+from cuflash import dispatch
 from cuflash.cpu import backend as cpu_backend
 from cuflash.spec.passes import BACKWARD, FORWARD, JVP
 
@@ -48,7 +48,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuflash.gpu.backend", launch)
     monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
     backends = {"cupy": launch, "numpy": cpu_backend}
-    monkeypatch.setattr(preparation, "backend_of", backends.__getitem__)
+    monkeypatch.setattr(dispatch, "backend_of", backends.__getitem__)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)
 
 

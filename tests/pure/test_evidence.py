@@ -21,8 +21,8 @@ from bench.suites import RUNTIME
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
-from tests.benched import synthetic
-from tests.benched import write as write_records
+from tests.bench_records import synthetic
+from tests.bench_records import write as write_records
 
 TINY = training.Study(
     curve={"steps": 3, "batch": 2, "length": 12, "width": 16, "blocks": 1, "heads": 2},

@@ -15,7 +15,7 @@ from tests.interrupts import Interrupt, of_package
 
 FILES = of_package("distributed/", "shards/", "gpu/replay.py")
 # The lines around a call: a rank that is interrupted there does not come to it, or has done its part.
-AROUND = ("carry_out", "forward", "backward", "decode", "_forward", "telling", "__init__")
+AROUND = ("carry_out", "forward", "backward", "decode", "_forward", "reporting_failures", "__init__")
 SPLIT = cd.zigzag(24, 3)
 ARRAYS = np.random.default_rng(0).standard_normal((4, 2, 24, 8))
 LSE = cuflash.FlashAttention(causal=True).forward(*ARRAYS[:3])

@@ -10,7 +10,7 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.each import each
+from tests.many_cases import each
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cuflash"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.shards import merge as merging
+from cuflash.shards import partial_results
 from cuflash.testing.rule import yardsticks_of
 from tests.row_reductions import gap_is_clear
 from tests.sampling import examples
@@ -399,7 +399,7 @@ def test_splits_merge_one_after_the_other(seed, count, has_scores):
     lses[random.random(lses.shape) < 0.4] = -np.inf
     scores = [(random.standard_normal(2), None)] if has_scores else []
     found, lse = np.empty((1, 2, 7, 3)), np.empty((1, 2, 7))
-    running = merging.RunningMerge(found, scores)
+    running = partial_results.RunningMerge(found, scores)
     for partial_out, partial_lse in zip(outs, lses, strict=True):
         first = int(random.integers(0, 4))
         partial_lse[:, :, :first] = -np.inf

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.gpu.merging import Tangents
-from cuflash.shards import merge as merging
+from cuflash.shards import partial_results
 from cuflash.testing.tangents import assert_tangents
 from tests.pure.test_merge import PLAIN, splits
 from tests.sampling import examples
@@ -174,7 +174,7 @@ def test_splits_with_tangents_merge_one_after_the_other(seed, count, has_scores)
     outs, lses, touts, tlses = example(seed, shape=(1, 2, 7, 3), count=count)
     scores = [(random.standard_normal(2), random.standard_normal(2))] if has_scores else []
     found: dict[str, Any] = {name: np.empty((1, 2, 7, 3) if "out" in name else (1, 2, 7)) for name in RESULTS}
-    running = merging.RunningMerge(found["out"], scores, found["tout"])
+    running = partial_results.RunningMerge(found["out"], scores, found["tout"])
     for partials in zip(outs, lses, touts, tlses, strict=True):
         first = int(random.integers(0, 4))
         partials[1][:, :, :first] = -np.inf
@@ -207,11 +207,11 @@ def test_splits_of_large_rows_merge_by_row_sums(seed, count):
         sums.append(own)
     found = {name: np.empty((1, 2, 7, 3) if "out" in name else (1, 2, 7), np.float32) for name in RESULTS}
     tangents = Tangents(found["tout"], found["tlse"], touts, tlses)
-    merging.merge_into(outs, lses, found["out"], found["lse"], sums, tangents)
+    partial_results.merge_into(outs, lses, found["out"], found["lse"], sums, tangents)
     wide = [[x.astype(np.float64) for x in own] for own in (outs, [x + 1e9 for x in exact], touts, tlses)]
     expected = cuflash.merge(*wide[:2], touts=wide[2], tlses=wide[3])
     later = {name: x.copy() for name, x in found.items()}
-    one_by_one = merging.LargeRows(found["lse"], 128.0, 3)
+    one_by_one = partial_results.LargeRows(found["lse"], 128.0, 3)
     for i in range(count):
         one_by_one.add(sums[i], slice(None), outs[i], touts[i], tlses[i])
     with np.errstate(all="ignore"):

@@ -16,7 +16,7 @@ from cuflash.arrays import dlpack
 from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.transports import RankFailed
 from cuflash.spec import array_imports
-from tests.wires import Wires, communicators, memory
+from tests.nccl_stand_ins import Wires, communicators, memory
 
 
 class Event:

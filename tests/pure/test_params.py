@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
@@ -28,7 +28,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.argument import PARAMS_BYTES, ROW_REDUCTION_ARRAYS, TANGENT_ARRAYS, maps_offset
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.score_mod.program import Traced
-from cuflash.spec.options import Options
+from cuflash.spec.options import MAX_SEQLEN, Options
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
 
@@ -315,6 +315,21 @@ def test_bounds_that_do_not_exist_are_zero():
     assert params["left_offset"] == params["right_offset"] == params["softcap"] == 0
     assert params["scale"] == np.float32(24**-0.5)
     assert params["scale_float64"] == 24**-0.5
+
+
+@example((None, 2**31 - 1), False)
+@example((2**70, 0), True)
+@given(st.tuples(*[st.none() | st.integers(0, 2**70)] * 2), st.sampled_from([False, True, "top_left"]))
+def test_kernels_add_positions_to_bounds_of_any_number(window, causal):
+    """In 32 bits. With batch_invariant, bounds stay that hide nothing in this call and may do so in another one."""
+    params, plan, _ = filled(window=window, causal=causal, batch_invariant=True)
+    bounds = {"left": window[0], "right": 0 if causal else window[1]}
+    for side, given_bound in bounds.items():
+        bound = getattr(plan.problem, f"window_{side}")
+        assert bound == (None if given_bound is None or given_bound >= MAX_SEQLEN else given_bound)
+        # Of as many keys as there may be, the last of which the diagonal has in the last row.
+        most = abs(params[f"{side}_offset"].item()) + plan.problem.seqlen_q - 1
+        assert most - plan.problem.seqlen_k + MAX_SEQLEN < 2**31
 
 
 def test_matrices_have_one_head_and_one_batch_entry():

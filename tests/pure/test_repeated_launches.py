@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.gpu
-from cuflash import preparation
+from cuflash import dispatch
 from cuflash.frameworks import call
 from cuflash.gpu.replay import of_thread
 from tests.emulate.launcher import launcher
@@ -177,13 +177,13 @@ class Machine:
         }.items():
             self._patch.setattr(torch._C, name, function, raising=False)
         self._patch.setattr(of_torch, "cupy_stream", self._on_stream)
-        usual = self.backend._start
+        usual = self.backend._launch_on_arrays
 
         def count(*args, **keywords):
             self.calls += 1
             return usual(*args, **keywords)
 
-        self._patch.setattr(self.backend, "_start", count)
+        self._patch.setattr(self.backend, "_launch_on_arrays", count)
         self._forget()
         return self
 
@@ -192,7 +192,7 @@ class Machine:
         self._forget()
 
     def _forget(self):
-        for cached in (preparation.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
+        for cached in (dispatch.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
             cached.cache_clear()
 
     def _empty(self, shape, dtype):

@@ -7,7 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.each import each
+from tests.many_cases import each
 
 ROOT = Path(__file__).parents[2]
 LONGEST_FILE, LONGEST_FUNCTION = 800, 100  # lines; those of docstrings count in files alone

@@ -24,7 +24,7 @@ from cuflash.shards.slices import Slices
 from cuflash.spec.passes import BACKWARD, FORWARD, PASS_NAMES
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
-from tests.fakes import FakeDevice, FakeStream
+from tests.fake_cupy import FakeDevice, FakeStream
 from tests.interrupts import Interrupt, of_package
 from tests.ranks import judge
 from tests.sampling import examples

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.streaming import calls
-from tests.fakes import FakeDevice
+from tests.fake_cupy import FakeDevice
 from tests.pure.test_streamed import DEVICES, SMALL, chunks_for
 from tests.reductions import attention_of, gradient_problem, inputs_of, judge, judge_gradients, lse_of
 from tests.row_reductions import BEHIND_SINKS, gap_is_clear, maxima_are_clear

@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.streaming import calls
 from cuflash.testing.tangents import Moved, movable
-from tests.fakes import FakeDevice
+from tests.fake_cupy import FakeDevice
 from tests.pure.test_streamed import CASE, DEVICES, SMALL, chunks_for
 from tests.sampling import examples
 from tests.second_derivatives import moved_by

@@ -67,8 +67,8 @@ inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv,
         load_and_transpose({tangents, K, entry, head_kv, first, count}, buffers.tk, buffers.tk_t, buffers.keys_stride);
 }
 
-// What a row knows of all of its keys.
-template <class T> struct JvpRowNumbers {
+// The same with their tangents.
+template <class T> struct JvpRowStats {
     T lse, delta, tlse, tdelta;
     RowSum<T> sum;
 };
@@ -92,7 +92,7 @@ template <class T> struct JvpSums {
 // gradients ds of weights by those of products, times the scale, and their tangents tds by the tangents of these.
 template <class T>
 NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const BackwardJvpBuffers<T> &buffers,
-                          const JvpRowNumbers<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
+                          const JvpRowStats<T> &row, int64_t columns, const JvpScores<T> &of, JvpSums<T> *sums) {
     if (row.lse == T(-__builtin_inf())) {
         for (T *x : {of.p, of.ts, of.ds, of.tds}) clear(x, columns);
         if (of.dbias) clear(of.dbias, columns);
@@ -145,7 +145,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     const bool has_sums = !for_bias && buffers.scores.has_sums;
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (!for_bias && buffers.bias == BiasGradient::PAIRS)
@@ -177,8 +177,8 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
         for (int64_t r = 0; r < n; ++r) {
             const int64_t own = r0 + r, in_group = r * STRIDE;
             const Row row = row_of(block, own);
-            const JvpRowNumbers<T> numbers = {buffers.lse[own], buffers.delta[own], buffers.tlse[own],
-                                              buffers.tdelta[own], buffers.row_sums[own]};
+            const JvpRowStats<T> stats = {buffers.lse[own], buffers.delta[own], buffers.tlse[own], buffers.tdelta[own],
+                                          buffers.row_sums[own]};
             JvpScores<T> of = {p + in_group, ts + in_group, ds + in_group, tds + in_group};
             if (is_wanted(tangents, DBIAS)) of.dbias = buffers.dbias + at + in_group;
             of.products = buffers.scores.products + in_group;
@@ -190,7 +190,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             of.kept = buffers.kept + own * MAX_KEYS + keys.first;
             of.start = splat(T(first + keys.first - row.i - entry.diagonal)) + iota<T>();
             JvpSums<T> sums;
-            softmax_row(call, scaling, buffers, numbers, columns, of, has_sums ? &sums : nullptr);
+            softmax_row(call, scaling, buffers, stats, columns, of, has_sums ? &sums : nullptr);
             if (for_bias) continue;
             if (of.dbias) put_bias_gradients(tangents, entry, block, row, first, count, keys, of.dbias, buffers);
             if (!has_sums) continue;

@@ -90,7 +90,7 @@ template <class T> struct BackwardBuffers {
         ds = scratch.template take<T>(scores);
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
-        added = scratch.template take<T>(call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
+        added = scratch.template take<T>(call.arrays[BIAS] ? SUBGROUP * MAX_KEYS : 0);
         bias = bias_gradient<T>(work);
         total = scratch.template take<T>(wants_bias ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
@@ -117,7 +117,7 @@ NOINLINE T dot_with_out(const Call &call, const Entry &entry, Row row, const T *
     return sum_of_lanes<T>(sum);
 }
 
-// What gradients with respect to numbers of a row add to its delta: -dlse, and dentropy times the entropy.
+// What gradients with respect to lse and entropy of a row add to its delta: -dlse, and dentropy times the entropy.
 template <class T> inline T of_row_gradients(const Call &call, const Entry &entry, Row row, T lse) {
     if (lse == T(-__builtin_inf())) return 0;
     auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, row.head, entry.first_q + row.i); };
@@ -125,7 +125,7 @@ template <class T> inline T of_row_gradients(const Call &call, const Entry &entr
            (call.arrays[DLSE] ? of_row(DLSE) : T(0));
 }
 
-// The same with what gradients with respect to numbers of the row add.
+// The delta of a row: rowsum(dout o out), and what gradients with respect to its lse and entropy add.
 template <class T>
 NOINLINE T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, int64_t dim, T *values) {
     return dot_with_out(call, entry, row, dout, dim, values) + of_row_gradients(call, entry, row, lse);
@@ -334,8 +334,8 @@ inline void with_weights(const Scaling<T> &scaling, T lse, const RowSum<T> &row_
     }
 }
 
-// What a row knows of all of its keys.
-template <class T> struct RowNumbers {
+// Statistics of a row over all of its keys.
+template <class T> struct RowStats {
     T lse, delta;
     RowSum<T> sum;
     const T *dentropy;  // the gradient with respect to its entropy, if that is given
@@ -345,7 +345,7 @@ template <class T> struct RowNumbers {
 // both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products; no row with `dentropy` has them. A
 // row of lse -inf attends to no key: it has no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
-NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const RowNumbers<T> &row, int64_t columns,
+NOINLINE void softmax_row(const Call &call, const Scaling<T> &scaling, const RowStats<T> &row, int64_t columns,
                           const unsigned char *kept, const T *tanhs, T *p, T *ds) {
     const T lse = row.lse, delta = row.delta, *dentropy = row.dentropy;
     if (lse == T(-__builtin_inf())) {
@@ -454,7 +454,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const bool has_products = !for_bias && is_any_wanted(call, DSCALE, DSOFTCAP);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
-    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !needs_score_gradients(call);
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
@@ -475,12 +475,11 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
-            if (r % FEW_OF_GROUP == 0)
-                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(FEW_OF_GROUP, n - r)), p, buffers.added,
-                                           tanhs);
-            const RowNumbers<T> numbers = {buffers.lse[r0 + r], buffers.delta[r0 + r], buffers.row_sums[r0 + r],
-                                           call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr};
-            softmax_row(call, scaling, numbers, columns, buffers.kept + (r0 + r) * MAX_KEYS + keys.first,
+            if (r % SUBGROUP == 0)
+                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(SUBGROUP, n - r)), p, buffers.added, tanhs);
+            const RowStats<T> stats = {buffers.lse[r0 + r], buffers.delta[r0 + r], buffers.row_sums[r0 + r],
+                                       call.arrays[DENTROPY] ? buffers.dentropy + r0 + r : nullptr};
+            softmax_row(call, scaling, stats, columns, buffers.kept + (r0 + r) * MAX_KEYS + keys.first,
                         slopes_at_once ? tanhs : nullptr, p, ds);
             if (call.arrays[DMAX]) add_gradient_of_max(tile, r, ds, products, buffers);
             if (for_bias) continue;
@@ -514,7 +513,7 @@ template <class T> inline void pack_scores(const Block &block, const Visible &vi
 template <class T, class N, class F>
 inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                                int64_t first, int64_t count, BackwardBuffers<T> &buffers, N is_needed, F body) {
-    const int64_t next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     for (int64_t r0 = 0, n; r0 < rows_of(block); r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
@@ -526,9 +525,8 @@ inline void for_scores_of_tile(const Call &call, const Scaling<T> &scaling, cons
         T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, s);
         for (int64_t r = 0; r < n; ++r, s += SCORES_STRIDE<T>) {
-            if (r % FEW_OF_GROUP == 0)
-                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(FEW_OF_GROUP, n - r)), s, buffers.added,
-                                           nullptr);
+            if (r % SUBGROUP == 0)
+                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(SUBGROUP, n - r)), s, buffers.added, nullptr);
             body(r0 + r, s, columns, at);
         }
     }

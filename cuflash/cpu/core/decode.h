@@ -9,16 +9,16 @@
 
 namespace {
 
-// The most rows of a block that count as few, with many keys and with few keys. Their scores are dot products with rows
-// of k as they lie in memory.
-constexpr int64_t FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
-constexpr int FEW_KEYS = 4;  // whose products are summed at a time
+// Blocks of up to DECODE_ROWS rows are decode, with up to MANY_KEYS keys those of up to DECODE_ROWS_OF_FEW_KEYS. Their
+// scores are dot products with rows of k as they lie in memory.
+constexpr int64_t DECODE_ROWS = 8, DECODE_ROWS_OF_FEW_KEYS = 2, MANY_KEYS = 512;
+constexpr int KEYS_AT_ONCE = 4;  // keys whose products with a row of q are summed at a time
 
 // All rows of the entry that share keys decide it where the bits of a row must not depend on how rows are cut into
 // blocks.
 inline bool is_decode(const Call &call, const Entry &entry, const Block &block) {
     const int64_t rows = call.batch_invariant ? entry.seqlen_q * group_of(call) : rows_of(block);
-    return rows <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
+    return rows <= (entry.seqlen_k > MANY_KEYS ? DECODE_ROWS : DECODE_ROWS_OF_FEW_KEYS);
 }
 
 // sum + x y, where x was loaded as S.
@@ -35,7 +35,7 @@ struct KeyRows {
     const char *at[MAX_KEYS];
 };
 
-// Rows that are needed soon: they lie `offset` bytes after those of a tile.
+// Rows that are needed soon, and prefetched: they lie `offset` bytes after those of a tile.
 struct Coming {
     const KeyRows &rows;
     int64_t offset;
@@ -75,10 +75,10 @@ template <class T> inline void find_key_rows(const KeySlice &keys, T *copies, in
 }
 
 constexpr int MOST_PRODUCT_ROWS = 4;  // of q, at a time
-template <class T> constexpr int KEYS_OF_SUMS = LANES<T> > FEW_KEYS ? LANES<T> : FEW_KEYS;
+template <class T> constexpr int KEYS_OF_SUMS = LANES<T> > KEYS_AT_ONCE ? LANES<T> : KEYS_AT_ONCE;
 
-// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of the next row of q lie KEYS_OF_SUMS
-// vectors further. It is a function of its own so that the sums stay in registers.
+// Sums, lane by lane, of products of R rows of q and KEYS_AT_ONCE rows of k; those of the next row of q lie
+// KEYS_OF_SUMS vectors further. It is a function of its own so that the sums stay in registers.
 template <class T, class S, int R>
 __attribute__((noinline)) void lanes_of_products(const T *q, int64_t dim, const char *const *k, Vector<T> *lanes) {
     const S *k0 = (const S *)k[0], *k1 = (const S *)k[1], *k2 = (const S *)k[2], *k3 = (const S *)k[3];
@@ -111,10 +111,10 @@ NOINLINE void dot_products(void (*lanes_of)(const T *, int64_t, const char *cons
     Vector<T> lanes[MOST_PRODUCT_ROWS * KEYS_OF_SUMS<T>];
     for (int64_t j = 0; j < num_keys; j += KEYS_OF_SUMS<T>) {
 #pragma GCC unroll 4
-        for (int n = 0; n < KEYS_OF_SUMS<T>; n += FEW_KEYS) {
-            const char *rows[FEW_KEYS];
+        for (int n = 0; n < KEYS_OF_SUMS<T>; n += KEYS_AT_ONCE) {
+            const char *rows[KEYS_AT_ONCE];
 #pragma GCC unroll 4
-            for (int x = 0; x < FEW_KEYS; ++x) {
+            for (int x = 0; x < KEYS_AT_ONCE; ++x) {
                 const int64_t key = smaller(j + n + x, num_keys - 1);
                 rows[x] = k.at[key];
                 if (coming) coming->fetch(key);
@@ -174,8 +174,8 @@ NOINLINE void weighted_rows(const T *s, const KeyRows &v, int64_t num_keys, int6
     run(std::integral_constant<int, 1>());
 }
 
-// Takes up to MOST rows at a time, and calls `run` with the first of them and with their number, as a type.
-template <int MOST, class F> inline void for_decode(int64_t num_rows, F run) {
+// Calls run(r, count) for groups of up to MOST rows: `r` is the first row of a group, and `count` is a type.
+template <int MOST, class F> inline void for_groups_of_rows(int64_t num_rows, F run) {
     int64_t r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
     if constexpr (MOST > 4)
@@ -187,11 +187,11 @@ template <int MOST, class F> inline void for_decode(int64_t num_rows, F run) {
 
 // s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. The rows of `coming` are fetched meanwhile.
 template <class T>
-inline void scores_of_few(int64_t num_rows, const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, Coming coming,
+inline void decode_scores(int64_t num_rows, const T *q, int64_t dim, const KeyRows &k, int64_t num_keys, Coming coming,
                           T *s) {
-    with_numbers<T>(k.dtype, [&](auto *number) {
+    with_element_type<T>(k.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_decode<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
+        for_groups_of_rows<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
             dot_products<T>(lanes_of_products<T, S, rows>, rows, q + r * dim, dim, k, num_keys,
                             r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<T>);
         });
@@ -200,11 +200,11 @@ inline void scores_of_few(int64_t num_rows, const T *q, int64_t dim, const KeyRo
 
 // o += s V, likewise.
 template <class T>
-inline void add_values_of_few(int64_t num_rows, const T *s, const KeyRows &v, int64_t num_keys, int64_t dim,
+inline void add_decode_values(int64_t num_rows, const T *s, const KeyRows &v, int64_t num_keys, int64_t dim,
                               Coming coming, T *o) {
-    with_numbers<T>(v.dtype, [&](auto *number) {
+    with_element_type<T>(v.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_decode<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](int64_t r, auto rows) {
+        for_groups_of_rows<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](int64_t r, auto rows) {
             weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,
                                                        r == 0 ? &coming : nullptr, o + r * dim);
         });

@@ -57,7 +57,7 @@ inline void decode_scores_bf16(const float *q_t, int64_t dim, const KeyRows &k, 
 }
 
 // Whether all scores of `num_rows` rows are finite.
-inline bool are_numbers(int64_t num_rows, const float *s, int64_t num_keys) {
+inline bool are_finite(int64_t num_rows, const float *s, int64_t num_keys) {
     constexpr int N = LANES<float>;
     Vector<float> sum = {};  // of zeros or NaN; zeros follow the last key
     for (int64_t r = 0; r < num_rows; ++r)
@@ -86,7 +86,7 @@ inline void add_decode_values_bf16(const float *p, const KeyRows &v, int64_t num
 // Whether queries, keys and weights of a block of few rows are multiplied as bf16x2, in vectors. Keys have to lie in
 // memory as the product reads them, and enough rows have to share them that memory would wait for arithmetic otherwise.
 template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &block) {
-    return !HAS_TILES && rows_of(block) > VERY_FEW_ROWS && uses_bf16x2<T>(call) && call.dtype == BFLOAT16 &&
+    return !HAS_TILES && rows_of(block) > DECODE_ROWS_OF_FEW_KEYS && uses_bf16x2<T>(call) && call.dtype == BFLOAT16 &&
            call.strides[K][3] == 1 && call.strides[V][3] == 1 && call.head_dim % (2 * LANES<T>) == 0 &&
            call.head_dim_v % LANES<T> == 0;
 }
@@ -95,7 +95,7 @@ template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &
 [[maybe_unused]] NOINLINE void bf16x2_scores(int64_t num_rows, const float *q, int64_t dim, const KeyRows &k,
                                              int64_t num_keys, Coming coming, float *s) {
     const int64_t width = bf16x2_count(dim);
-    for_decode<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
+    for_groups_of_rows<MOST_PRODUCT_ROWS>(num_rows, [&](int64_t r, auto rows) {
         dot_products<float>(lanes_of_products<float, Bf16x2, rows>, rows, q + r * width, width, k, num_keys,
                             r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
     });
@@ -135,7 +135,7 @@ __attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows
 // o += P V, where weights are bf16x2.
 [[maybe_unused]] NOINLINE void add_bf16x2_values(int64_t num_rows, const float *p, const KeyRows &v, int64_t num_keys,
                                                  int64_t dim, Coming coming, float *o) {
-    for_decode<8>(num_rows, [&](int64_t r, auto rows) {
+    for_groups_of_rows<8>(num_rows, [&](int64_t r, auto rows) {
         constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
         const float *row = p + r * KEYS_BF16X2_STRIDE;
         int64_t d = 0;

@@ -8,12 +8,12 @@
 
 namespace {
 
-// Rows of a block, at most: the first of these that makes enough jobs, else the last. Unless blocks share tiles or
-// threads hold them, each block packs its keys: the smallest blocks are worth it only where some attend to fewer keys
-// than others, and where threads would wait for the largest.
+// Rows of a block, at most: the first of these that makes enough jobs, else the last. Unless blocks share packed tiles,
+// or threads hold them, each block packs its own keys. So the smallest blocks pay only where blocks attend to different
+// numbers of keys, and threads would wait for the one with the most.
 constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
-// The last bits of what tile registers multiply depend on the rows that are multiplied together, so there blocks have
-// this many rows, whatever else a call has, if bits must not depend on that.
+// With AMX the last bits of a product depend on which rows are multiplied together. If bits must not depend on that,
+// blocks have this many rows in every call.
 constexpr int64_t FIXED_BLOCK_ROWS[] = {128};
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
@@ -43,18 +43,17 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
         const ScoreTile scores = {call, entry, block, r0, n, first + keys.first, here, round_up(here, LANES<T>), here};
         softmax_rows<T>(scaling, scores, keys.first, buffers, buffers.s, nullptr, 0, DoNothing());
-        product<T, Order::ROWS, Numbers<T>, TALL_BLOCKS>(
+        product<T, Order::ROWS, ElementOps<T>, TALL_BLOCKS>(
             n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride, o, dim_v, true);
     }
 }
 
-// The same for decode. The keys of a job end with the last one that any of its rows attends to, and all of them are
-// computed. `columns` has the result of `load_decode_columns`, or is null. The tile after this one has `next_count`
-// keys.
+// The same for decode, where a job computes all keys up to the last one that any of its rows attends to. `columns` is
+// what `load_queries` returned. The tile after this one has `next_count` keys.
 template <class T>
-inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                                ForwardBuffers<T> &buffers, int64_t first, int64_t count, int64_t next_count,
-                                const T *columns) {
+inline void decode_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
+                        ForwardBuffers<T> &buffers, int64_t first, int64_t count, int64_t next_count,
+                        const T *columns) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
@@ -76,7 +75,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
             decode_scores_bf16(columns, call.head_dim, k, count, max_terms<T>(call), coming_v, buffers.rows,
                                buffers.k_t, buffers.s);
             is_bf16x2 = call.dtype == BFLOAT16;
-            has_scores = is_bf16x2 || are_numbers(num_rows, buffers.s, count);
+            has_scores = is_bf16x2 || are_finite(num_rows, buffers.s, count);
         }
     } else if constexpr (MAY_USE_BF16X2<T>) {
         if (decodes_in_bf16x2<T>(call, block)) {
@@ -84,7 +83,7 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
             has_scores = is_bf16x2 = true;
         }
     }
-    if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
+    if (!has_scores) decode_scores(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
     const ScoreTile scores = {call, entry, block, 0, num_rows, first, count, round_up(count, LANES<T>), count};
     softmax_rows<T>(scaling, scores, 0, buffers, buffers.s, buffers.p, is_bf16x2, DoNothing());
     if constexpr (MAY_USE_TILES<T>) {
@@ -92,10 +91,10 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     } else if constexpr (MAY_USE_BF16X2<T>) {
         if (is_bf16x2) return add_bf16x2_values(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
     }
-    add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
+    add_decode_values(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
 
-// Leaves what a job with a split of the keys has summed of each row.
+// Stores the partial results of a job with a split of the keys, for `merge_job`.
 template <class T>
 NOINLINE void leave_partial(const Work &work, int64_t job, const Block &block, const ForwardBuffers<T> &buffers) {
     const int64_t dim = buffers.sizes.dim_v;
@@ -110,10 +109,10 @@ NOINLINE void leave_partial(const Work &work, int64_t job, const Block &block, c
     }
 }
 
-// Writes the results of `count` rows of a block from r0 on, as many as a vector has lanes at most, whose l are `l`.
+// Writes the results of `count` rows of a block from r0 on, at most as many as a vector has lanes: `l` are theirs.
 template <class T>
-inline void finish_few_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
-                            const ForwardBuffers<T> &buffers, int64_t r0, int64_t count, Vector<T> l) {
+inline void finish_vector_of_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
+                                  const ForwardBuffers<T> &buffers, int64_t r0, int64_t count, Vector<T> l) {
     T logs[LANES<T>], factors[LANES<T>];
     store(factors, l);
     logs_of(factors, logs);
@@ -123,11 +122,11 @@ inline void finish_few_rows(const Call &call, const Entry &entry, const Block &b
                   T(buffers.row_max[r0 + i] * scaling.natural + double(logs[i])));
 }
 
-// The same with sinks and row reductions.
+// The same with sinks or row reductions.
 template <class T>
-NOINLINE void finish_few_rows_with_more(const Call &call, const Entry &entry, const Block &block,
-                                        const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t r0,
-                                        int64_t count, Vector<T> sums) {
+NOINLINE void finish_vector_of_rows_with_sinks(const Call &call, const Entry &entry, const Block &block,
+                                               const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t r0,
+                                               int64_t count, Vector<T> sums) {
     constexpr int N = LANES<T>;
     const double natural = scaling.natural;
     RowWithSink all[N];
@@ -151,7 +150,8 @@ NOINLINE void finish_few_rows_with_more(const Call &call, const Entry &entry, co
     }
 }
 
-// Writes the results of a block's rows: a vector of sums, logarithms and quotients takes as long as one.
+// Writes the results of a block's rows, as many at a time as a vector has lanes: their sums, logarithms and quotients
+// take as long as those of one row.
 template <class T>
 NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &block, const Scaling<T> &scaling,
                           const ForwardBuffers<T> &buffers) {
@@ -163,31 +163,31 @@ NOINLINE void finish_rows(const Call &call, const Entry &entry, const Block &blo
         for (int64_t i = 0; i < N; ++i) lanes[i] = load(buffers.l + (r0 + smaller(i, count - 1)) * N);
         const Vector<T> l = sums_of_lanes<T>(lanes);
         if (has_more) {
-            finish_few_rows_with_more(call, entry, block, scaling, buffers, r0, count, l);
+            finish_vector_of_rows_with_sinks(call, entry, block, scaling, buffers, r0, count, l);
         } else {
-            finish_few_rows(call, entry, block, scaling, buffers, r0, count, l);
+            finish_vector_of_rows(call, entry, block, scaling, buffers, r0, count, l);
         }
     }
 }
 
 // Loads the rows of q of a block, in `terms` terms. Returns them by columns where decode reads them so, or null.
 template <class T>
-NOINLINE T *load_queries(const Work &work, const Entry &entry, const Block &block, bool has_few, int64_t terms,
+NOINLINE T *load_queries(const Work &work, const Entry &entry, const Block &block, bool decodes, int64_t terms,
                          ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
-    if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
+    if (terms == 1 || (decodes && decodes_in_bf16x2<T>(call, block))) {
         load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
     } else if (terms == 2) {
         if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
-    } else if (has_few) {
+    } else if (decodes) {
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
     } else {
         buffers.q = find_queries(call, entry, block, buffers.q);
     }
     T *columns = nullptr;
     if constexpr (MAY_USE_TILES<T>)
-        if (has_few && rows_of(block) > VERY_FEW_ROWS && max_terms<T>(call)) {
-            columns = buffers.q + FEW_ROWS * buffers.sizes.dim;
+        if (decodes && rows_of(block) > DECODE_ROWS_OF_FEW_KEYS && max_terms<T>(call)) {
+            columns = buffers.q + DECODE_ROWS * buffers.sizes.dim;
             load_decode_columns(call, entry, block, buffers.rows, columns);
         }
     return columns;
@@ -214,9 +214,9 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];
     const Scaling<T> scaling(call);
-    const bool has_few = is_decode(call, entry, block);
-    const int64_t terms = has_few ? 0 : num_terms<T>(work);
-    const T *columns = load_queries(work, entry, block, has_few, terms, buffers);
+    const bool decodes = is_decode(call, entry, block);
+    const int64_t terms = decodes ? 0 : num_terms<T>(work);
+    const T *columns = load_queries(work, entry, block, decodes, terms, buffers);
     clear_sums(rows_of(block), has_row_reductions(call), buffers);
     const Keys visible = keys_visible_to(call, entry, block);
     const int64_t begin = larger(tile_begin(work, visible.first), block.first_key),
@@ -225,9 +225,9 @@ template <class T> void forward_job(Work &work, char *memory, int64_t job) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const int64_t count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
-        if (has_few) {
+        if (decodes) {
             const int64_t next_count = smaller(work.keys_per_tile, end - first - count);
-            forward_tile_of_few(work, block, entry, scaling, buffers, first, count, next_count, columns);
+            decode_tile(work, block, entry, scaling, buffers, first, count, next_count, columns);
         } else if (terms) {
             if constexpr (MAY_USE_BF16X2<T>) forward_tile_bf16(work, block, entry, scaling, buffers, first, count);
         } else {
@@ -274,12 +274,12 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
     }
 }
 
-// Keys of a tile, at most. Long tiles read rows of a bias or a mask, which have large strides, in longer pieces. And
-// products that add to out in tile registers load and store it less often, which matters where out is wide. Where
-// threads hold tiles, what each tile of a block takes counts; decode has more splits of short tiles.
+// Keys of a tile, at most. Long tiles read rows of a bias or a mask, which have large strides, in longer pieces; with
+// AMX they load and store the sums of out less often, which matters where out is wide; and where threads hold packed
+// tiles, the overhead of each tile counts. Short tiles give decode more splits.
 template <class T> int64_t most_keys_per_tile(const Call &call) {
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > FEW_ROWS;
+    const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > DECODE_ROWS;
     return call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
 }
 

@@ -1,6 +1,6 @@
-// The softmax of the forward pass inside its two products, where the scale alone acts on scores: the first finds row
-// maxima as it stores scores, and the second computes the weights of the next keys during the products of these.
-// Exponentials then take the slots of multiplications, and hardly any others.
+// The softmax of the forward pass inside its two products, where the scale alone acts on scores: QK^T finds row maxima
+// as it stores scores, and PV computes the weights of the next keys while it multiplies those of the keys before. What
+// is left of the time of exponentials is that of their own multiply-adds.
 #pragma once
 
 #include "decode.h"
@@ -8,8 +8,8 @@
 
 namespace {
 
-// Only with AVX-512 there are registers for it, and float32 alone has these exponentials. Blocks of the products have
-// so many rows and vectors.
+// Only AVX-512 has registers for it, and only float32 these exponentials. A block of a product has FUSED_ROWS rows and
+// FUSED_VECTORS vectors of columns.
 template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 
@@ -39,14 +39,14 @@ template <class T> struct FusedBlock {
     }
     // Adds the products of the next column of A.
     ALWAYS_INLINE void add_next() {
-        add_products<T, R, N, Numbers<T>>(sums, rows, row_stride, b);
+        add_products<T, R, N, ElementOps<T>>(sums, rows, row_stride, b);
         b += b_stride;
 #pragma GCC unroll 4
         for (int g = 0; g < R / 3; ++g) ++rows[g];
     }
 };
 
-// Scores of whole blocks of rows, and the largest of each lane of them. Those of a block are compared during the
+// Scores of whole blocks of rows, and the largest score of each lane. Scores of a block are compared during the
 // products of the next one.
 template <class T>
 NOINLINE void scores_with_maxima(int64_t num_rows, int64_t num_columns, int64_t length, const T *q, int64_t q_stride,
@@ -75,8 +75,8 @@ NOINLINE void scores_with_maxima(int64_t num_rows, int64_t num_columns, int64_t 
     for (int64_t r = 0; r < num_rows; ++r) compare(r, num_columns - WIDTH);
 }
 
-// Adds P V of a block of rows, and of FUSED_VECTORS vectors of V, to o. Scores become weights, which `sums_of_weights`
-// adds up lane by lane.
+// Adds P V of a block of rows, and of FUSED_VECTORS vectors of V, to o. Scores in `s` become weights, whose sums are
+// added to l, lane by lane. `minus` is what is subtracted from the scores of each row.
 template <class T>
 NOINLINE void add_values_by_scores(const Exp2ByTable &power, const T *minus, int64_t num_keys, T *s, const T *v,
                                    int64_t v_stride, T *o, int64_t o_stride, T *l) {
@@ -137,8 +137,8 @@ NOINLINE void fused_rows(const Scaling<T> &scaling, const Tile<T> &tile, int64_t
         add_values_by_scores<T>(power, minus, num_keys, s + r * SCORES_STRIDE<T>, v, tile.v_stride, o + r * dim_v,
                                 dim_v, buffers.l + (r0 + r) * L);
     }
-    product<T, Order::ROWS, Numbers<T>, TALL_BLOCKS>(num_rows, dim_v - FIRST, num_keys, s, SCORES_STRIDE<T>, v + FIRST,
-                                                     tile.v_stride, o + FIRST, dim_v, true);
+    product<T, Order::ROWS, ElementOps<T>, TALL_BLOCKS>(num_rows, dim_v - FIRST, num_keys, s, SCORES_STRIDE<T>,
+                                                        v + FIRST, tile.v_stride, o + FIRST, dim_v, true);
 }
 
 }  // namespace

@@ -7,8 +7,8 @@ namespace {
 
 enum class Order { ROWS, COLUMNS };  // of A: a[row * stride + k], or a[k * stride + row]
 
-// How an element of A is spread over a vector, and what is added to a sum of products.
-template <class T> struct Numbers {
+// How an element of A is spread over a vector, and how its products are added up. (`Bf16x2Ops` is the same for bf16x2.)
+template <class T> struct ElementOps {
     static Vector<T> spread(const T *p) { return splat(*p); }
     static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return add_product(sum, x, y); }
 };
@@ -124,7 +124,7 @@ NOINLINE void product_columns(int64_t num_rows, const T *a, int64_t a_stride, co
     auto run = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
         for (; num_rows >= R; num_rows -= R, a += R * step, c += R * c_stride) {
-            if constexpr (HAS_LANE_PRODUCTS && std::is_same_v<M, Numbers<T>> &&
+            if constexpr (HAS_LANE_PRODUCTS && std::is_same_v<M, ElementOps<T>> &&
                           (ORDER == Order::ROWS || R % LANES<T> == 0)) {
                 product_block_by_lanes<T, R, N, ORDER>(a, a_stride, b, b_stride, length, c, c_stride, adds);
             } else {
@@ -159,7 +159,7 @@ constexpr int TALL_BLOCKS = HAS_LANE_PRODUCTS ? 3 : 2;
 constexpr int WIDE_BLOCKS = NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 4 : TALL_BLOCKS;
 
 // A is (num_rows, length), B is (length, num_columns); num_columns is a multiple of the lanes of a vector.
-template <class T, Order ORDER, class M = Numbers<T>, int WIDTH = WIDE_BLOCKS>
+template <class T, Order ORDER, class M = ElementOps<T>, int WIDTH = WIDE_BLOCKS>
 inline void product(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride, const T *b,
                     int64_t b_stride, T *c, int64_t c_stride, bool adds) {
     for_columns<T, WIDTH>(num_columns, [&](int64_t j, auto vectors) {
@@ -172,7 +172,7 @@ inline void product(int64_t num_rows, int64_t num_columns, int64_t length, const
 // partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
 constexpr int64_t SUM_LENGTH = 64;
 
-template <class T, class M = Numbers<T>>
+template <class T, class M = ElementOps<T>>
 inline void product_of_rows(int64_t num_rows, int64_t num_columns, int64_t length, const T *a, int64_t a_stride,
                             const T *b, int64_t b_stride, T *c, int64_t c_stride, bool adds = false) {
     if (length == 0) {  // values without columns: dP is 0

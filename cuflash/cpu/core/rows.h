@@ -7,7 +7,7 @@
 namespace {
 
 // Calls `run` with a null pointer to numbers of a dtype that `load_as` loads.
-template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
+template <class T, class F> inline void with_element_type(int64_t dtype, F run) {
     if constexpr (sizeof(T) == 4) {
         if (dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
         if constexpr (SERVES_FLOAT16)

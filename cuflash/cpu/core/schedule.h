@@ -8,9 +8,9 @@ namespace {
 // Enough for all threads; with fewer blocks, several jobs split the keys of a block.
 constexpr int64_t ENOUGH_JOBS = 32;
 constexpr int64_t TILES_PER_SPLIT = 4;
-// Where splits of the keys must not depend on other entries, each has so many tiles: few rows read keys at the speed of
-// memory, where short splits cost nothing; of more rows than SPLIT_FEW_ROWS keys are not split.
-constexpr int64_t TILES_PER_LONG_SPLIT = 16, SPLIT_FEW_ROWS = 64;
+// Where splits of the keys must not depend on other entries, each has so many tiles. Splits of decode are short, which
+// costs nothing at the speed of memory. With more rows than MOST_ROWS_OF_SPLIT_KEYS, keys are not split.
+constexpr int64_t TILES_PER_LONG_SPLIT = 16, MOST_ROWS_OF_SPLIT_KEYS = 64;
 constexpr int64_t TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
 constexpr int64_t LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
@@ -141,8 +141,8 @@ inline Splits splits_of_call(const Work &work, int64_t num_blocks, int64_t bytes
 // Splits that follow from the entry alone.
 inline Splits splits_of_entry(const Work &work, const Entry &entry) {
     const int64_t rows = entry.seqlen_q * group_of(work.call);
-    if (rows > SPLIT_FEW_ROWS) return {};
-    const int64_t tiles = rows <= FEW_ROWS ? TILES_PER_SPLIT : TILES_PER_LONG_SPLIT;
+    if (rows > MOST_ROWS_OF_SPLIT_KEYS) return {};
+    const int64_t tiles = rows <= DECODE_ROWS ? TILES_PER_SPLIT : TILES_PER_LONG_SPLIT;
     return {larger(1, ceil_div(entry.seqlen_k, tiles * work.keys_per_tile)), tiles};
 }
 

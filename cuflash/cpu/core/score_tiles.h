@@ -10,10 +10,10 @@ namespace {
 
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr int64_t MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
-// Rows whose scores are computed at a time, and those that are finished at a time, in the first cache.
-constexpr int64_t GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, FEW_OF_GROUP = 16;
-// The same in the forward pass where no window hides keys from some of them, so that k and v come from the second cache
-// less often.
+// Rows whose scores are computed at a time, and rows of them whose softmax is computed at a time, in the first cache.
+constexpr int64_t GROUP = HAS_TILES ? 64 : NUM_REGISTERS == 32 && !HAS_LANE_PRODUCTS ? 12 : 24, SUBGROUP = 16;
+// Rows of a group in the forward pass without a window: more of them, so that k and v come from the second cache less
+// often. (A window hides other keys from each row.)
 constexpr int64_t WIDE_GROUP = VECTOR_BYTES == 64 && !HAS_TILES ? 48 : GROUP;
 
 // The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
@@ -32,7 +32,7 @@ template <class T> struct Sizes {
         : dim(round_up(call.head_dim, LANES<T>)), dim_v(round_up(call.head_dim_v, LANES<T>)) {}
 };
 
-// Hands out the memory of one thread, piece by piece; without memory it only counts.
+// Hands out the memory of one thread, piece by piece; without memory it only counts the bytes.
 struct Scratch {
     char *memory;
     int64_t used = 0;
@@ -286,7 +286,7 @@ template <class T> struct Scaling {
     T factor;
     T rise;          // the row max is raised if a score is above it by more than this: by a factor of e^8 of its weight
     T least;         // a score that is below the row max by more than this has no weight
-    double natural;  // a score times this is an exponent of e
+    double natural;  // a score times this is the exponent of e in its weight
     explicit Scaling(const Call &call) {
         acts_on_scores = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
         natural = acts_on_scores ? 1.0 : size_of_scale(call);
@@ -307,19 +307,19 @@ struct ScoreTile {
     int64_t next_bias;  // elements from their bias to the one that is needed next
 
     Row row(int64_t r) const { return row_of(block, r0 + r); }
-    // `few` of its rows, from r on.
-    ScoreTile rows(int64_t r, int64_t few) const {
-        return {call, entry, block, r0 + r, few, first, count, padded, next_bias};
+    // The tile of so many of its rows, from r on.
+    ScoreTile rows(int64_t r, int64_t rows) const {
+        return {call, entry, block, r0 + r, rows, first, count, padded, next_bias};
     }
 };
 
 // The bias of some rows of a block: where each begins, and what its numbers are.
 struct BiasRows {
     int64_t dtype;
-    const char *at[FEW_OF_GROUP];
+    const char *at[SUBGROUP];
 };
 
-// Finds the bias of a tile of at most FEW_OF_GROUP rows, which is `call`'s. It is read where it lies if it has whole
+// Finds the bias of a tile of at most SUBGROUP rows, which is `call`'s. It is read where it lies if it has whole
 // vectors of neighbours, and from `copies` otherwise.
 template <class T> inline void find_bias(const Call &call, const ScoreTile &tile, T *copies, BiasRows &rows) {
     const int64_t *strides = call.strides[BIAS];
@@ -342,7 +342,7 @@ template <class T> inline void find_bias(const Call &call, const ScoreTile &tile
     }
 }
 
-// Calls run(r, row, s) for each row, whose scores s are.
+// Calls run(r, row, s) for each row, with its scores s.
 template <class T, class F> inline void for_rows(const ScoreTile &tile, T *scores, F run) {
     for (int64_t r = 0; r < tile.num_rows; ++r) run(r, tile.row(r), scores + r * SCORES_STRIDE<T>);
 }
@@ -368,7 +368,7 @@ inline void add_bias_and_slopes(const Scaling<T> &scaling, const ScoreTile &tile
     };
     auto add_to_scaled = [&](auto has_slopes) {
         if (!has_bias) return add(has_slopes, [&](Vector<T> x, int64_t, int64_t) { return x * scale; });
-        with_numbers<T>(bias.dtype, [&](auto *numbers) {
+        with_element_type<T>(bias.dtype, [&](auto *numbers) {
             add(has_slopes, [&](Vector<T> x, int64_t r, int64_t j) {
                 return add_product(load_as<T>(decltype(numbers)(bias.at[r]) + j), x, scale);
             });
@@ -381,7 +381,7 @@ inline void add_bias_and_slopes(const Scaling<T> &scaling, const ScoreTile &tile
     }
 }
 
-// Hides scores of keys that the window and the length leave to not every row.
+// Hides the scores of pairs outside of the window, and past the length.
 template <class T> inline void hide_outside_window(const ScoreTile &tile, T *scores) {
     const int64_t first = tile.first, padded = tile.padded;
     const Vector<T> hidden = splat(T(-__builtin_inf()));

@@ -38,7 +38,7 @@ template <class T> struct ForwardBuffers {
         // other.
         s = scratch.template take<T>(larger((terms ? 2 : 1) * GROUP, WIDE_GROUP) * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * terms * GROUP * KEYS_BF16X2_STRIDE);
-        bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
+        bias = scratch.template take<T>(work.call.arrays[BIAS] ? SUBGROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
         k_t = scratch.template take<T>(dim * keys_stride);
         v = scratch.template take<T>(keys * sizes.dim_v);
@@ -73,8 +73,8 @@ template <class T> struct Kept {
 };
 
 // What the reductions of a row are made of: its largest score so far, and the sums, lane by lane, of p (s - largest)
-// over its weights p. Sums from the row max would be larger, by what it lags, and so would their rounding errors. Where
-// no reductions are wanted, nothing is added up.
+// over its weights p. In place of `largest`, the row max would make these sums, and their rounding errors, larger,
+// because it lags behind. Where no reductions are wanted, nothing is added up.
 template <class T> struct RowReductions {
     static constexpr bool IS_WANTED = true;
     T &largest;
@@ -84,7 +84,7 @@ struct NoReductions {
     static constexpr bool IS_WANTED = false;
 };
 
-// Moves to the largest score, before the row max does.
+// Sets the largest score, and moments relative to it. This comes before the row max changes.
 template <class T> __attribute__((noinline)) void set_largest(Vector<T> most, const T *l, RowReductions<T> reductions) {
     const T top = largest_lane<T>(most), rises = reductions.largest - top;
     if (reductions.largest > T(-__builtin_inf()))
@@ -100,8 +100,8 @@ __attribute__((noinline)) void rescale_moment(T factor, Vector<T> most, T row_ma
     store(reductions.moment, shrinks[0] > 0 ? load(reductions.moment) * shrinks : Vector<T>{});
 }
 
-// The largest number of each lane of a row of whole vectors. Every second vector is compared with its like alone: one
-// maximum that waits for the one before holds up as much of a row as its exponentials take.
+// The largest number of each lane of a row of whole vectors. Even and odd vectors have maxima of their own: a single
+// chain of maxima, each of which waits for the one before, would take as long as the exponentials of the row.
 template <class T> inline Vector<T> largest_of_each_lane(const T *s, int64_t count) {
     constexpr int N = LANES<T>;
     Vector<T> even = load(s), odd = count > N ? load(s + N) : even;
@@ -126,15 +126,15 @@ inline void raise_row_max(const Scaling<T> &scaling, Vector<T> most, const RowSo
     }
 }
 
-// Neighbouring rows of a block, at most FEW_OF_GROUP, and their scores of a tile, in whole vectors. `minus` is their
-// row max, or 0 where a row has attended to no key yet: then it has only scores of -inf.
-template <class T> struct FewRows {
+// Neighbouring rows of a block, at most SUBGROUP, and their scores of a tile, in whole vectors. `minus` is what is
+// subtracted from the scores of each: its row max, or 0 where all of its scores so far are -inf.
+template <class T> struct Subgroup {
     const Scaling<T> &scaling;
     int64_t count, columns, dim;
     T *s, *row_max, *l, *o, *largest, *moment;
     const unsigned char *are_kept;
     T kept_scale;
-    T minus[FEW_OF_GROUP];
+    T minus[SUBGROUP];
 
     T *scores(int64_t i) const { return s + i * SCORES_STRIDE<T>; }
     RowSoFar<T> row(int64_t i) const { return {row_max[i], l + i * LANES<T>, o + i * dim, dim}; }
@@ -145,7 +145,7 @@ template <class T> struct FewRows {
 };
 
 // Raises the row max of all rows before their exponentials, which wait for nothing then.
-template <class T, class Reduces> NOINLINE void raise_row_maxima(Reduces reduces, FewRows<T> &rows) {
+template <class T, class Reduces> NOINLINE void raise_row_maxima(Reduces reduces, Subgroup<T> &rows) {
     for (int64_t i = 0; i < rows.count; ++i) {
         const RowSoFar<T> row = rows.row(i);
         const Vector<T> most = largest_of_each_lane(rows.scores(i), rows.columns);
@@ -156,7 +156,7 @@ template <class T, class Reduces> NOINLINE void raise_row_maxima(Reduces reduces
 
 // Scores become weights; their sums, before dropout, go to l.
 template <class T, class Drops, class Reduces>
-NOINLINE void exponentials(Drops drops, Reduces reduces, const FewRows<T> &rows) {
+NOINLINE void exponentials(Drops drops, Reduces reduces, const Subgroup<T> &rows) {
     constexpr int N = LANES<T>;
     const int64_t columns = rows.columns, count = rows.count;
     const Exp2OfRow<T> power(rows.scaling.factor);
@@ -180,7 +180,7 @@ NOINLINE void exponentials(Drops drops, Reduces reduces, const FewRows<T> &rows)
 
 // The same of one of them, whose weights become bf16x2 of neighbours.
 template <class Drops, class Reduces>
-NOINLINE void exponentials_as_bf16x2(Drops drops, Reduces reduces, const FewRows<float> &rows, int64_t i,
+NOINLINE void exponentials_as_bf16x2(Drops drops, Reduces reduces, const Subgroup<float> &rows, int64_t i,
                                      float *packed) {
     constexpr int N = LANES<float>;
     const float *s = rows.scores(i);
@@ -264,10 +264,11 @@ NOINLINE RowWithSink finish_row(const Call &call, const Entry &entry, Row row, c
     return all;
 }
 
-// What remains of a row once all keys were seen: sums of its lanes, and of the jobs that split its keys.
+// A row after all of its keys, summed over lanes and over the jobs that split its keys. All but l are exponents of e.
 struct WholeRow {
-    // All but l in exponents of e. The largest score rises so far above the row max, and the moment is one from it.
-    double row_max, l, largest, rises, moment;
+    double row_max, l, largest;
+    double rises;   // largest - row_max
+    double moment;  // relative to the largest score
 };
 
 // Writes the row reductions that are wanted, after `finish_row` has found how the sink joins the row.
@@ -292,8 +293,7 @@ NOINLINE void write_row_reductions(const Call &call, const Entry &entry, Row row
     entropy = T(log_of(l) - moment / l);
 }
 
-// Where a job with a split of the keys of a block leaves its partial results: o of the rows and, after it, their
-// numbers.
+// Where a job with a split of the keys of a block leaves its partial results: for each row o and, after it, these.
 struct Partial {
     enum { ROW_MAX, L, LARGEST, MOMENT, COUNT };
 };
@@ -315,22 +315,22 @@ template <class F> inline void with_softmax_options(const Call &call, F run) {
     }
 }
 
-// `count` rows of a block from `own` on, whose scores `s` begin with key `at` of a tile.
+// `count` rows of a block from `first` on, whose scores `s` begin with key `at` of a tile.
 template <class T>
-inline FewRows<T> few_rows(const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t own, int64_t count,
-                           T *s, int64_t columns, int64_t at, double kept_scale) {
+inline Subgroup<T> subgroup_of(const Scaling<T> &scaling, const ForwardBuffers<T> &buffers, int64_t first,
+                               int64_t count, T *s, int64_t columns, int64_t at, double kept_scale) {
     const int64_t dim = buffers.sizes.dim_v;
     return {scaling,
             count,
             columns,
             dim,
             s,
-            buffers.row_max + own,
-            buffers.l + own * LANES<T>,
-            buffers.o + own * dim,
-            buffers.largest + own,
-            buffers.moment + own * LANES<T>,
-            buffers.kept + own * MAX_KEYS + at,
+            buffers.row_max + first,
+            buffers.l + first * LANES<T>,
+            buffers.o + first * dim,
+            buffers.largest + first,
+            buffers.moment + first * LANES<T>,
+            buffers.kept + first * MAX_KEYS + at,
             T(kept_scale),
             {}};
 }
@@ -342,12 +342,12 @@ NOINLINE void softmax_rows(const Scaling<T> &scaling, const ScoreTile &tile, int
                            T *s, T *p, int64_t terms, F between) {
     const Call &call = tile.call;
     // A cap takes long, and steps of products come between rows only.
-    const int64_t most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
+    const int64_t most = has_cap(call) ? SUBGROUP / 2 : SUBGROUP;
     for (int64_t r = 0; r < tile.num_rows; r += most) {
         const int64_t count = smaller(most, tile.num_rows - r);
         T *scores = s + r * SCORES_STRIDE<T> + at;
         finish_scores_if_needed<T>(scaling, tile.rows(r, count), scores, buffers.bias, nullptr);
-        FewRows<T> rows = few_rows(scaling, buffers, tile.r0 + r, count, scores, tile.padded, at, call.kept_scale);
+        Subgroup<T> rows = subgroup_of(scaling, buffers, tile.r0 + r, count, scores, tile.padded, at, call.kept_scale);
         with_softmax_options(call, [&](auto, auto reduces) { raise_row_maxima(reduces, rows); });
         if constexpr (MAY_USE_BF16X2<T>)
             if (terms == 1) {

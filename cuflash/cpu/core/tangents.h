@@ -40,7 +40,7 @@ template <class T> struct TangentBuffers {
         products = scratch.template take<T>(has_products ? scores : 0);
         tproducts = scratch.template take<T>(has_sums ? scores : 0);
         cap_slopes = scratch.template take<T>(has_cap(call) && call.is_backward ? scores : 0);
-        bias = scratch.template take<T>(has_tangent(tangents, BIAS) ? FEW_OF_GROUP * MAX_KEYS : 0);
+        bias = scratch.template take<T>(has_tangent(tangents, BIAS) ? SUBGROUP * MAX_KEYS : 0);
         if (!has_cap(call)) tanhs = nullptr;
         if (!has_cap(call) || !call.is_backward) cap_slopes = nullptr;
     }
@@ -110,7 +110,7 @@ __attribute__((noinline)) void finish_tangents(const Call &tangents, const Score
             store(ts + j, x);
         }
         if (has_bias)
-            with_numbers<T>(bias.dtype, [&](auto *numbers) {
+            with_element_type<T>(bias.dtype, [&](auto *numbers) {
                 for (int64_t j = 0; j < tile.padded; j += LANES<T>)
                     store(ts + j, load(ts + j) + load_as<T>(decltype(numbers)(bias.at[r]) + j));
             });
@@ -128,8 +128,8 @@ inline void finish_both(const Call &tangents, const Scaling<T> &scaling, const S
     };
     if (ts && buffers.has_products) copy(scores, buffers.products);
     if (ts && buffers.has_sums) copy(ts, buffers.tproducts);
-    for (int64_t r = 0; r < tile.num_rows; r += FEW_OF_GROUP) {  // for which there is space for a bias
-        const ScoreTile few = tile.rows(r, smaller(FEW_OF_GROUP, tile.num_rows - r));
+    for (int64_t r = 0; r < tile.num_rows; r += SUBGROUP) {  // for which there is space for a bias
+        const ScoreTile few = tile.rows(r, smaller(SUBGROUP, tile.num_rows - r));
         const TangentBuffers<T> of_rows = buffers.from_row(r);
         finish_scores_if_needed(scaling, few, scores + r * SCORES_STRIDE<T>, copies, of_rows.tanhs);
         if (ts && buffers.acts_on_tangents) finish_tangents(tangents, few, ts + r * SCORES_STRIDE<T>, of_rows);

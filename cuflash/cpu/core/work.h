@@ -71,8 +71,7 @@ struct LargeMemory {
     }
 };
 
-// Partial dq of a step of a job, until it is its turn to be added: some rows of the block of that step, whose numbers
-// follow.
+// Partial dq of a step of a job, kept until its turn to be added. The elements of its rows follow.
 struct KeptDq {
     KeptDq *next;
     int64_t step, first_row, stop_row, bytes;
@@ -104,13 +103,13 @@ struct Work {
     Entry *entries = nullptr;
     Block *blocks = nullptr;
     int64_t num_split_blocks = 0;
-    int64_t *split_blocks = nullptr;  // of blocks whose keys are split, the one with the first keys
+    int64_t *split_blocks = nullptr;  // of each block whose keys are split, the index of the job with the first keys
     KeyTile *tiles = nullptr;
     std::atomic<int64_t> *progress = nullptr;  // of tiles: how many of their steps have been added
     std::atomic<KeptDq *> *kept_dq = nullptr;  // of tiles whose jobs have ended: what is still to be added to dq
-    std::atomic<int64_t> num_kept{0};          // tiles that have such
-    std::atomic<int64_t> kept_requests{0};     // to add it, since a thread began to
-    std::atomic<int64_t> kept_bytes{0};        // of these and of jobs under way
+    std::atomic<int64_t> num_kept{0};          // tiles with kept dq
+    std::atomic<int64_t> kept_requests{0};     // requests to add kept dq, since a thread began to
+    std::atomic<int64_t> kept_bytes{0};        // of kept dq, of jobs under way too
     char *shared = nullptr;                    // partial results
     double *sums = nullptr;                    // partial sums of gradients that are numbers
     char *bias_sums = nullptr;                 // partial sums for a bias of keys, by entry and head

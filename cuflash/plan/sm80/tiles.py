@@ -18,8 +18,8 @@ from cuflash.plan.tiles import (
     Role,
     Tile,
     candidate_bytes,
-    float64,
     h200,
+    h200_float64,
     maker,
     tile_bytes,
 )
@@ -423,9 +423,9 @@ FORWARD_TILES = (
     _forward(512, 16,  16,  2, 1, 1, 1, SMALL, element_bytes=4, warps_d=2),
     _forward(1024, 16, 16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4, warps_d=4),
 
-    _forward(64,  128, 48,  8, 1, 1, 0, float64(38.5, 12.3), element_bytes=8),
+    _forward(64,  128, 48,  8, 1, 1, 0, h200_float64(38.5, 12.3), element_bytes=8),
     _forward(64,  64,  32,  4, 1, 1, 0, SMALL, element_bytes=8),
-    _forward(128, 128, 32,  8, 1, 1, 0, float64(42.2, 20.6), element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, h200_float64(42.2, 20.6), element_bytes=8),
     _forward(128, 64,  16,  4, 1, 1, 0, SMALL, element_bytes=8),
     _forward(192, 64,  16,  8, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=2),
     _forward(192, 32,  16,  4, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
@@ -556,9 +556,9 @@ BACKWARD_TILES = (
     _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, SMALL + "; for 64 KiB up to head_dim 224", element_bytes=4),
     _backward(512, 16, 16,  8, 1, 1, 8, 1, 1, ARITHMETIC, element_bytes=4),
 
-    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, float64(39.4, 28.5), element_bytes=8),
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, h200_float64(39.4, 28.5), element_bytes=8),
     _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, SMALL, element_bytes=8),
-    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, float64(36.5, 41.4), element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, h200_float64(36.5, 41.4), element_bytes=8),
     _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, MEDIUM, element_bytes=8),
     _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
     _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, SMALL + ", up to head_dim 160", element_bytes=8),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cuflash.plan.key_splits import DECODE_ROWS
 from cuflash.plan.tensor_map import LINE_BYTES
-from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Fit, Tile, by_name, chunked_bytes, maker, reads
+from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Fit, Tile, by_name, chunked_bytes, h200_decode, maker
 
 SHORT_BYTES = 2**20  # of keys and values, for each SM
 
@@ -82,12 +82,12 @@ _decode_float8 = maker(DecodeFloat8Sm90Tile, "max_dim block_n num_stages min_blo
 # flight, and stages have 64 KiB and more, with the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
-    _decode(64,  128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
+    _decode(64,  128, 2, 2, h200_decode(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
     _decode(128, 128, 2, 1,
             "on an H200 4.33 TB/s (batch x heads 16 x 32/8, 8192 keys, one query), 4.05, 4.11 and 4.03 (1 x 32/8, "
             "131072 keys, 1, 4 and 16 queries); a copy 4.24"),
     _decode(192, 64,  4, 1, ARITHMETIC),
-    _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
+    _decode(256, 64,  2, 1, h200_decode(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
 # With fp8 keys and values, as many bytes must be in flight. Where two blocks fit on an SM they were

@@ -22,8 +22,8 @@ from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
 from cuflash.plan.tiles import (
     ARITHMETIC,
     chunked_bytes,
-    float32,
     h200,
+    h200_float32,
     maker,
 )
 from cuflash.spec.problem import Problem
@@ -556,11 +556,11 @@ FORWARD_FLOAT32_SM90_TILES = (
     _forward_float32_sm90(64,  192, 128, 2,    True,
                           "on an H200 2.36 and 2.45 ms (50,000 x 50,000 points, without and with a per-key bias), "
                           "128 x 128 2.57 and 2.88", serves="no values"),
-    _forward_float32_sm90(64,  128, 128, 1,    False, float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(64,  128, 128, 1,    False, h200_float32("121 / 110", "33.2 / 30.2")),
     _forward_float32_sm90(128, 128, 64, 2,     True,
                           "on an H200 1.13 ms (32 heads, seqlen 4096), one stage 1.31, 128 keys 1.20",
                           serves="no values"),
-    _forward_float32_sm90(128, 128, 64, 1,     True,  float32("123 / 112", "44.0 / 42.1")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  h200_float32("123 / 112", "44.0 / 42.1")),
 )
 
 # The same for precision="tf32".
@@ -568,11 +568,11 @@ FORWARD_TF32_SM90_TILES = (
     _forward_float32_sm90(64,  192, 160, 1,    False,
                           "on an H200 1.44 and 1.60 ms (as above), 192 x 128 in two stages 1.46 and 1.68, 128 x 192 "
                           "1.76 and 1.92", bf16_terms=2, serves="no values"),
-    _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_terms=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, h200_float32("209 / 183", "33.2 / 30.2"), bf16_terms=2),
     _forward_float32_sm90(128, 128, 128, 1,    True,
                           "on an H200 0.67 ms (as above), with 112 keys 0.70", bf16_terms=2, serves="no values"),
     _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_terms=2, serves="bias"),
-    _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_terms=2),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  h200_float32("221 / 193", "44.0 / 42.1"), bf16_terms=2),
 )
 
 # Of jvp, for 128 queries.
@@ -671,13 +671,13 @@ BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_ter
 # Tiles have 64 keys and 64 queries. The products of terms count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages buffers late dq
-    _backward_float32_sm90(64,  2, 2, False, float32("114 / 111", "34.1 / 31.1")),
-    _backward_float32_sm90(128, 1, 1, True,  float32("121 / 114", "35.7 / 34.2")),
+    _backward_float32_sm90(64,  2, 2, False, h200_float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, True,  h200_float32("121 / 114", "35.7 / 34.2")),
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_terms=2),
-    _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_terms=2),
+    _backward_float32_sm90(64,  3, 2, False, h200_float32("175 / 162", "34.1 / 31.1"), bf16_terms=2),
+    _backward_float32_sm90(128, 2, 2, True,  h200_float32("199 / 184", "35.7 / 34.2"), bf16_terms=2),
 )
 
 # Of backward_jvp. The products of terms count as one.

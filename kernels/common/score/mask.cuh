@@ -135,8 +135,8 @@ template <class Masked>
 struct IsLeftEdge : Constant<false> {};
 template <>
 struct IsLeftEdge<LeftEdge> : Constant<true> {};
-// The argument `masked` for tiles in front of those that are visible as a whole.
-using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
+// The argument `masked` for the tiles with the first keys, which come before those that are visible as a whole.
+using MaskedAtLeft = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
 // Whether the block mask shows or hides whole tiles: then no pair is looked up in it. Kernels with a block-sparse index
 // compute none of the hidden ones; nor do those that read classes in its place (score_gradients.cuh).

@@ -182,7 +182,7 @@ MUTANTS = (
            "    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();\n", "",
            "sm90 window"),
     mutant("the left edge of the window is not masked", FORWARD,
-           "step(n_block, InFront{});", "step(n_block, Constant<false>{});", "sm90 window"),
+           "step(n_block, MaskedAtLeft{});", "step(n_block, Constant<false>{});", "sm90 window"),
     mutant("the product is done again on the first stage", FORWARD,
            "warp_row * kLineBytes, shared.k + key.stage * kBytesK);", "warp_row * kLineBytes, shared.k);",
            "sm90 spread"),

@@ -26,7 +26,7 @@ def cases(draw, longest: int = 400, dims: tuple[int, ...] = DIMS) -> ct.Case:
 
 
 @st.composite
-def cases_of_few(draw, longest: int = 1000, dims: tuple[int, ...] = DIMS) -> ct.Case:
+def decode_cases(draw, longest: int = 1000, dims: tuple[int, ...] = DIMS) -> ct.Case:
     """Few queries, as rows of one block, or of two."""
     seqlen_q = draw(st.sampled_from((1, 2, 4, 8)))
     seqlen_k = draw(st.integers(512, longest))

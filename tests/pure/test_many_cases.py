@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.each import each
+from tests.many_cases import each
 
 
 @each(range(5))
