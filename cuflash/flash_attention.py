@@ -268,7 +268,8 @@ class FlashAttention(Reductions[FunctionT]):
         return f"FlashAttention({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
-        return self.options == other.options if isinstance(other, FlashAttention) else NotImplemented
+        # An object of a subclass may compute something else, and caches must not mix the two up.
+        return self.options == other.options if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.options)

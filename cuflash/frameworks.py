@@ -70,8 +70,9 @@ class PassCall:
         """
         options = {name: getattr(self.attn.options, name) for name in OPTION_NAMES if name not in _FUNCTIONS}
         functions = self.attn.options.score, self.attn.options.mask_function
-        if functions != (None, None):
-            options["process"] = f"{_PROCESS}: {functions}"
+        own_type = type(self.attn)
+        if functions != (None, None) or own_type is not FlashAttention:
+            options["process"] = f"{_PROCESS}: {own_type.__module__}.{own_type.__qualname__} {functions}"
         token = json.dumps([options, self.names, self.need])
         _calls.setdefault(token, self)
         return token

@@ -7,14 +7,20 @@ of the compiler, which no function of the graph can close over.
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.functions import (
+    NestedUserFunctionVariable,
+    UserFunctionVariable,
+    UserMethodVariable,
+)
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 _CONSTANTS = (bool, int, float, str)
@@ -47,7 +53,14 @@ def _check(context: Any) -> None:
 def _guard(context: Any) -> None:
     """Called by the compiler, with the frame of `guard_numbers`."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    function = context.get_local("function")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    function = context.get_local("function")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    if isinstance(function, UserMethodVariable) or not (
+        isinstance(function, (NestedUserFunctionVariable, UserFunctionVariable)) or function.is_python_constant()
+    ):
+        raise TypeError(
+            f"score or mask: got an object of type {function.python_type().__name__}, expected a function: give "
+            "FlashAttention(score=...), made outside of the compiled function"
+        )
     _guard_function(tx, function, [])
 
 
@@ -56,7 +69,7 @@ def _guard_function(tx: Any, function: VariableTracker, seen: list[object]) -> N
     if not isinstance(function, (NestedUserFunctionVariable, UserFunctionVariable)):
         return
     own = function.get_function() if isinstance(function, UserFunctionVariable) else function
-    if any(x is own for x in seen) or _is_own(function.get_globals()):
+    if any(x is own for x in seen) or _is_known(function.get_globals()):
         return
     seen.append(own)
     found = _closed_over(tx, function) if isinstance(function, NestedUserFunctionVariable) else _cells(tx, function)
@@ -83,15 +96,18 @@ def _closed_over(tx: Any, function: NestedUserFunctionVariable) -> Iterator[Vari
 
 
 def _cells(tx: Any, function: UserFunctionVariable) -> Iterator[VariableTracker]:
-    """Numbers and functions that a function made elsewhere closes over."""
-    for number, cell in enumerate(function.get_function().__closure__ or ()):
+    """Numbers and functions that a function made elsewhere closes over. All else might change without a guard."""
+    own = function.get_function()
+    for number, (name, cell) in enumerate(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)):
         try:
             content = cell.cell_contents
         except ValueError:  # nothing yet
             continue
-        if isinstance(content, (*_CONSTANTS, FunctionType)):
+        if type(content) in _CONSTANTS or isinstance(content, FunctionType):
             arguments = [function, ConstantVariable.create(number)]
             yield _constant(tx.inline_user_function_return(UserFunctionVariable(_content), arguments, {}))
+        elif not _is_fixed(content):
+            raise _may_change_error(f"closes over {name}", content)
 
 
 def _content(function: Any, number: int) -> Any:
@@ -99,8 +115,8 @@ def _content(function: Any, number: int) -> Any:
 
 
 def _globals(tx: Any, code: CodeType, of_module: dict[str, Any]) -> list[VariableTracker]:
-    """Numbers and functions among the globals that code reads."""
-    names = sorted(name for name in {*_names(code)} if _may_change(of_module.get(name)))
+    """Numbers and functions among the globals that code reads, and among the attributes of modules there."""
+    names = sorted({*_read(code, of_module)})
     if not names:
         return []
     (reading,) = (x for x in compile(f"lambda: ({', '.join(names)},)", "", "eval").co_consts if type(x) is CodeType)
@@ -108,21 +124,54 @@ def _globals(tx: Any, code: CodeType, of_module: dict[str, Any]) -> list[Variabl
     return [_constant(x) for x in tx.inline_user_function_return(read, [], {}).items]
 
 
-def _may_change(x: object) -> bool:
-    return isinstance(x, _CONSTANTS) or (isinstance(x, FunctionType) and not _is_own(x.__globals__))
-
-
-def _is_own(of_module: dict[str, Any]) -> bool:
-    """Whether these are the globals of a module of cuflash."""
-    return str(of_module.get("__name__")).partition(".")[0] == "cuflash"
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that code, and that of functions within it, may read."""
-    yield from code.co_names
+def _read(code: CodeType, of_module: dict[str, Any]) -> Iterator[str]:
+    """What code, and that of functions within it, reads of that, as Python spells it. All else might change."""
+    instructions = [*dis.get_instructions(code)]
+    for number, instruction in enumerate(instructions):
+        if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in of_module:
+            continue
+        text, content = str(instruction.argval), of_module[instruction.argval]
+        for after in instructions[number + 1 :]:
+            if not isinstance(content, ModuleType) or after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                break
+            text, content = f"{text}.{after.argval}", getattr(content, after.argval, None)
+        if isinstance(content, _CONSTANTS) or (
+            isinstance(content, FunctionType) and not _is_known(content.__globals__)
+        ):
+            yield text
+        elif not _is_fixed(content):
+            raise _may_change_error(f"reads {text}", content)
     for x in code.co_consts:
         if isinstance(x, CodeType):
-            yield from _names(x)
+            yield from _read(x, of_module)
+
+
+def _may_be_guarded(content: object) -> bool:
+    """Whether these are numbers that the compiler guards, or a function of the caller, which may read some."""
+    is_function = isinstance(content, FunctionType) and not _is_known(content.__globals__)
+    return is_function or type(content) in _CONSTANTS
+
+
+def _is_fixed(content: object) -> bool:
+    """Whether nothing that a score reads of it changes: functions of Python's and NumPy's C code, classes, modules."""
+    if content is None or isinstance(content, (type, ModuleType, FunctionType)):
+        return True
+    return callable(content) and type(content).__module__ in ("builtins", "numpy")
+
+
+def _may_change_error(what: str, content: object) -> TypeError:
+    """The error for what the compiler cannot guard."""
+    return TypeError(
+        f"score or mask: got a function that {what}, of type {type(content).__name__}, expected one that reads numbers "
+        "of Python and functions, for which a graph is compiled: give FlashAttention(score=...), made outside of the "
+        "compiled function, which keeps what it read then, or an array as keyword"
+    )
+
+
+def _is_known(of_module: dict[str, Any]) -> bool:
+    """Whether these are the globals of a module of cuflash, of NumPy, or of Python itself."""
+    name = str(of_module.get("__name__")).partition(".")[0]
+    return name in ("cuflash", "numpy") or name in sys.stdlib_module_names
 
 
 def _constant(x: VariableTracker) -> VariableTracker:

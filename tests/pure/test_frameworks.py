@@ -131,6 +131,16 @@ def test_attn_is_an_object(attn):
             call_of_attn()
 
 
+def test_a_subclass_is_not_taken_for_its_base():
+    class Other(cuflash.FlashAttention[None]):
+        pass
+
+    one, other = cuflash.FlashAttention(causal=True), Other(causal=True)
+    assert one == cuflash.FlashAttention(causal=True) and other == Other(causal=True) and one != other
+    for attn in (one, other, one):
+        assert call(attn, ("q", "k", "v")).attn == call_of(call(attn, ("q", "k", "v")).token).attn == attn
+
+
 def test_options_are_kept():
     assert forward_call(None, ("q", "k", "v"), {"causal": True}) is forward_call(
         cuflash.FlashAttention(causal=True), ("q", "k", "v"), {}

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -496,30 +495,6 @@ def test_transforms_are_compiled_with_the_function(name):
     torch.compiler.reset()
     compiled = torch.compile(lambda x, t: TRANSFORMS[name](f, x, t), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, t), TRANSFORMS[name](f, x, t))
-
-
-def test_attn_is_made_outside_of_a_compiled_function():
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def compiled(x):
-        return attention(x, x, x, attn=cuflash.FlashAttention(causal=True))
-
-    torch.compiler.reset()
-    with pytest.raises(Exception, match=r"attn: got a FlashAttention that is made within the compiled function, expec"):
-        compiled(X)
-
-
-def test_another_attn_is_another_graph():
-    attns = [cuflash.FlashAttention(**options) for options in ({"causal": True}, {}, {"scale": 1.0}, {"causal": True})]
-    holder = SimpleNamespace(attn=attns[0])
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def compiled(x, attn):
-        return attention(x, x, x, attn=attn) + attention(x, x, x, attn=holder.attn)
-
-    torch.compiler.reset()
-    for attn in attns:
-        holder.attn = attn
-        torch.testing.assert_close(compiled(X, attn), 2 * attention(X, X, X, attn=attn))
 
 
 @pytest.mark.parametrize("recorded", [False, True])

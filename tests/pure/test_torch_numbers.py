@@ -1,8 +1,12 @@
-"""`torch.compile` of functions whose score_mod or mask_mod read numbers that change."""
+"""`torch.compile` of functions whose score_mod or mask_mod read numbers that change, or whose `attn` does."""
 
+import math
 import sys
+from math import pi
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -109,3 +113,94 @@ def test_other_closures_of_compiled_scores_are_named():
     message = r"closes over table, of type Tensor, expected one that closes over numbers and functions: make it, or Fla"
     with pytest.raises(Exception, match=message):
         compiled(torch.randn(2, 4, 8), torch.ones(3))
+
+
+settings: Any = ModuleType("settings")
+settings.factor, settings.inner = 1.0, ModuleType("inner")
+HELD: dict[str, Any] = {
+    "list": [1.0],
+    "dict": {0: 1.0},
+    "object": SimpleNamespace(factor=1.0),
+    "number of NumPy": np.float64(1.0),
+}
+
+
+def of_held(name):
+    held: Any = HELD[name]
+    if name == "object":
+        return lambda s, i, j: s * held.factor
+    return (lambda s, i, j: s * held) if name == "number of NumPy" else lambda s, i, j: s * held[0]
+
+
+def from_a_list(s, i, j):
+    return s * HELD["list"][0]
+
+
+class OfObject:
+    def score(self, s, i, j):
+        return s
+
+
+def by_settings(s):
+    return s * settings.factor * settings.inner.factor
+
+
+def through_modules(s, i, j):
+    return by_settings(np.clip(s, -100, 100)) * math.pi / pi
+
+
+@pytest.mark.parametrize("name", ["factor", "inner"])
+def test_numbers_of_modules_may_change(name, monkeypatch):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q: attention(q, q, q, score=through_modules), backend="aot_eager", fullgraph=True)
+    q = torch.randn(2, 12, 8, dtype=torch.float64)
+    monkeypatch.setattr(settings.inner, "factor", 1.0, raising=False)
+    for factor in (1.0, 2.0, 0.5, 2.0):
+        monkeypatch.setattr(settings if name == "factor" else settings.inner, "factor", factor)
+        torch.testing.assert_close(compiled(q), attention(q, q, q, scale=factor * 8**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        *((of_held(name), f"closes over held, of type {type(HELD[name]).__name__}") for name in HELD),
+        (from_a_list, "reads HELD, of type dict"),
+        (through(from_a_list), "reads HELD, of type dict"),
+        (OfObject().score, "an object of type method, expected a function"),
+    ],
+)
+def test_what_a_compiled_score_reads_and_no_compiler_guards_is_named(score, message):
+    """It would go on with what it read first. A `FlashAttention` is what it was when it was made."""
+    torch.compiler.reset()
+    q = torch.randn(2, 4, 8)
+    compiled = torch.compile(lambda q: attention(q, q, q, score=score), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=message):
+        compiled(q)
+    attn = cuflash.FlashAttention(score=score)
+    compiled = torch.compile(lambda q: attention(q, q, q, attn=attn), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attention(q, q, q))
+
+
+def test_attn_is_made_outside_of_a_compiled_function():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        return attention(x, x, x, attn=cuflash.FlashAttention(causal=True))
+
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"attn: got a FlashAttention that is made within the compiled function, expec"):
+        compiled(torch.randn(2, 4, 8))
+
+
+def test_another_attn_is_another_graph():
+    attns = [cuflash.FlashAttention(**options) for options in ({"causal": True}, {}, {"scale": 1.0}, {"causal": True})]
+    holder = SimpleNamespace(attn=attns[0])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, attn):
+        return attention(x, x, x, attn=attn) + attention(x, x, x, attn=holder.attn)
+
+    torch.compiler.reset()
+    x = torch.randn(2, 4, 8)
+    for attn in attns:
+        holder.attn = attn
+        torch.testing.assert_close(compiled(x, attn), 2 * attention(x, x, x, attn=attn))
