@@ -52,9 +52,9 @@ def local_device() -> DeviceSpec | None:
     cupy, _ = find_gpu()
     if cupy is None:
         return None
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu.device import device_spec
 
-    return gpu_backend.device_spec(cupy.cuda.Device().id)
+    return device_spec(cupy.cuda.Device().id)
 
 
 def devices(args: argparse.Namespace) -> list[DeviceSpec]:

@@ -101,13 +101,13 @@ def version_of(package: str) -> str | None:
 
 
 def facts_of_device(cupy: ModuleType, index: int) -> Document:
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu.device import device_spec
 
     p = cupy.cuda.runtime.getDeviceProperties(index)
     return {
         "name": p["name"].decode(),
         "capability": f"{p['major']}.{p['minor']}",
-        "dtypes": served(gpu_backend.device_spec(index)),
+        "dtypes": served(device_spec(index)),
         "memory_bytes": p["totalGlobalMem"],
         "sms": p["multiProcessorCount"],
         "shared_bytes_per_block": p["sharedMemPerBlockOptin"],

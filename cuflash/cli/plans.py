@@ -37,39 +37,41 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     chosen = here.devices(args)
-    all_problems, own = list(problems(args)), passes(args)
-    with Bar("plan", total=len(all_problems) * max(1, len(chosen)) * len(own)) as bar:
+    all_problems, all_passes = list(problems(args)), passes(args)
+    with Bar("plan", total=len(all_problems) * max(1, len(chosen)) * len(all_passes)) as bar:
         if args.json:
-            found = list(plan_documents(args, all_problems, chosen, bar))
+            documents = list(plan_documents(args, all_problems, chosen, bar))
         else:
             print_plans(args, all_problems, chosen, bar)
     if args.json:
-        print_document("plan", {"plans": found, "why_no_gpu": why_no_gpu(chosen)})
+        print_document("plan", {"plans": documents, "why_no_gpu": why_no_gpu(chosen)})
     elif not chosen:
         print(wrapped([f"{NO_GPU}: {why_no_gpu(chosen)}; {NAME_ONE}"], here.columns()))
     return 0
 
 
-def print_plans(args: argparse.Namespace, found: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar) -> None:
+def print_plans(
+    args: argparse.Namespace, all_problems: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar
+) -> None:
     """A plan of every pass on every device in words, or one of all passes on the CPU."""
-    width, own = here.columns(), passes(args)
-    for problem in found:
+    width, all_passes = here.columns(), passes(args)
+    for problem in all_problems:
         if not chosen:
-            bar.print(cpu_plan(args, problem, own).describe(args.verbose, width) + "\n")
-            for _ in own:
+            bar.print(cpu_plan(args, problem, all_passes).describe(args.verbose, width) + "\n")
+            for _ in all_passes:
                 bar.advance()
-        for device, pass_ in itertools.product(chosen, own):
+        for device, pass_ in itertools.product(chosen, all_passes):
             launches = compiled(gpu_plan(args, problem, device, pass_))
             bar.print(launches.describe(args.verbose, width) + "\n")
             bar.advance()
 
 
-def cpu_plan(args: argparse.Namespace, problem: Problem, own: Sequence[Pass]) -> CpuPlan:
+def cpu_plan(args: argparse.Namespace, problem: Problem, all_passes: Sequence[Pass]) -> CpuPlan:
     """A plan of these passes on the CPU: those over values together."""
     groups: dict[Problem, list[Pass]] = {}
-    if any(pass_.has_tangents for pass_ in own):
+    if any(pass_.has_tangents for pass_ in all_passes):
         problem = replace(problem, moved=moved(args, problem))
-    for pass_ in own:
+    for pass_ in all_passes:
         groups.setdefault(of_pass(args, problem, pass_) if pass_ in REDUCTIONS else problem, []).append(pass_)
     plans = (
         CpuPlan(problem=p, passes=tuple(passes), seconds=tuple(about_seconds(p, pass_, args.count) for pass_ in passes))
@@ -80,8 +82,8 @@ def cpu_plan(args: argparse.Namespace, problem: Problem, own: Sequence[Pass]) ->
 
 def gpu_plan(args: argparse.Namespace, problem: Problem, device: DeviceSpec, pass_: Pass) -> LaunchPlan:
     """The plan of a pass on a device, with tiles that tuning found."""
-    own = of_pass(args, problem, pass_)
-    return tuned_plan(own, device, pass_, operands=operands(args, own, pass_))
+    of_this_pass = of_pass(args, problem, pass_)
+    return tuned_plan(of_this_pass, device, pass_, operands=operands(args, of_this_pass, pass_))
 
 
 def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
@@ -90,16 +92,16 @@ def why_no_gpu(chosen: Sequence[DeviceSpec]) -> str | None:
 
 
 def plan_documents(
-    args: argparse.Namespace, found: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar
+    args: argparse.Namespace, all_problems: Sequence[Problem], chosen: Sequence[DeviceSpec], bar: Bar
 ) -> Iterator[Document]:
     """A plan of every pass of every problem, on every device or on the CPU."""
-    for problem, device, pass_ in itertools.product(found, chosen or (None,), passes(args)):
-        own = of_pass(args, problem, pass_)
-        common = {"pass": pass_.name, "problem": problem_document(own), "flops": pass_.flops(own)}
+    for problem, device, pass_ in itertools.product(all_problems, chosen or (None,), passes(args)):
+        of_this_pass = of_pass(args, problem, pass_)
+        common = {"pass": pass_.name, "problem": problem_document(of_this_pass), "flops": pass_.flops(of_this_pass)}
         if device is None:
-            why_not = own.why_no_gradients if pass_.gives_gradients else None
-            core = cpu.describe(own, DEFAULT_NEED, (pass_,))
-            about = None if why_not else about_seconds(own, pass_, args.count)
+            why_not = of_this_pass.why_no_gradients if pass_.gives_gradients else None
+            core = cpu.describe(of_this_pass, DEFAULT_NEED, (pass_,))
+            about = None if why_not else about_seconds(of_this_pass, pass_, args.count)
             why_not = why_not and f"no {pass_} pass with {why_not}"
             yield {"backend": "cpu", **common, "about_seconds": about, "core": core, "why_not": why_not}
         else:
@@ -109,19 +111,19 @@ def plan_documents(
 
 def problem_document(p: Problem) -> Document:
     sizes = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-    found: Document = {"dtype": p.dtype, **{name: getattr(p, name) for name in sizes}}
+    document: Document = {"dtype": p.dtype, **{name: getattr(p, name) for name in sizes}}
     options = [name for name in option_names(p) if not name.endswith("_bound")]
-    return found | {"window": [p.window_left, p.window_right], "options": options, "tangents": list(p.moved or ())}
+    return document | {"window": [p.window_left, p.window_right], "options": options, "tangents": list(p.moved or ())}
 
 
-def launch_document(found: LaunchPlan) -> Document:
-    traffic = found.traffic
+def launch_document(launches: LaunchPlan) -> Document:
+    traffic = launches.traffic
     return {
-        "device": found.device.name,
-        "capability": f"{found.device.arch / 10:.1f}",
-        "least_seconds": found.least_seconds,
-        "about_seconds": found.about_seconds,
-        "extra_bytes": found.extra_bytes,
+        "device": launches.device.name,
+        "capability": f"{launches.device.arch / 10:.1f}",
+        "least_seconds": launches.least_seconds,
+        "about_seconds": launches.about_seconds,
+        "extra_bytes": launches.extra_bytes,
         "memory_model": traffic
         and {
             "read_bytes": traffic.read,
@@ -130,9 +132,9 @@ def launch_document(found: LaunchPlan) -> Document:
             "tile_bytes": traffic.tiles,
             "dq_atomics_bytes": traffic.added,
         },
-        "kernels": [kernel_document(kernel) for kernel in found.kernels],
-        "scratch": found.scratch_sizes,
-        "notes": found.reason.splitlines(),
+        "kernels": [kernel_document(kernel) for kernel in launches.kernels],
+        "scratch": launches.scratch_sizes,
+        "notes": launches.reason.splitlines(),
     }
 
 

@@ -18,9 +18,7 @@ of an earlier call by addresses alone (`RepeatedLaunch`).
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import os
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,14 +33,15 @@ from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
-from cuflash.gpu.compiler import compile_spec, with_resources
+from cuflash.gpu.compiler import with_resources
+from cuflash.gpu.device import Kernel, cuda_driver, device_spec, load_kernel
 from cuflash.gpu.params import Argument, Maps, kept_frames
 from cuflash.gpu.replay import Recording, forget_recordings, of_thread
 from cuflash.gpu.row_sums import PartialRowSums
 from cuflash.gpu.signature import Form, Signature, form_of
 from cuflash.gpu.timing import Stopwatch
 from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
-from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.plan import LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec.batch_axes import Axes, BatchCalls, axes_of, first_call
 from cuflash.spec.binding import FIXED, Binding, Contiguous, Growing, bind, growing_keys, of_pass, planned_length
@@ -51,11 +50,9 @@ from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASSES_WITHOUT_TANGENTS, Pass
 
-MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
 MOST_KNOWN = 2048  # keys of launches that a call looks up before it checks its arrays
 NO_RESULTS: Mapping[str, tuple[tuple[int, ...], Any]] = {}
-OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
 
 class Plans(NamedTuple):
@@ -86,15 +83,6 @@ class Plans(NamedTuple):
         return self._replace(**{name: plan for name, plan in other._asdict().items() if plan is not None})
 
 
-class _Kernel(NamedTuple):
-    function: Any  # cupy.cuda.Function, which keeps the module loaded
-    handle: int  # of the function
-    grid: int
-    threads: int
-    shared_bytes: int
-    config_of: Callable[[int], Any] | None  # from a stream to a launch that overlaps the kernel before; or None
-
-
 @dataclass(eq=False, slots=True)
 class _Launch:
     """All that is known of a call except its pointers and, if the plan serves several, its number of keys."""
@@ -103,7 +91,7 @@ class _Launch:
     names: tuple[str, ...]  # of the arrays that a call is given, results among them
     seqlen_k: int  # the number of keys of the plan
     any_length: bool  # whether it serves calls of another seqlen_k that have the same plan
-    kernels: tuple[_Kernel, ...]
+    kernels: tuple[Kernel, ...]
     run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays
     results: tuple[str, ...]
@@ -206,8 +194,8 @@ def compile(
     made: dict[Pass, tuple[Any, ...]] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in _served(passes, arrays):
-            own = _taken(pass_, options, arrays, made=made)
-            made[pass_] = run_pass(pass_, options, own, pass_.results_for(need), (0, 0))
+            taken = _taken(pass_, options, arrays, made=made)
+            made[pass_] = run_pass(pass_, options, taken, pass_.results_for(need), (0, 0))
 
 
 def _taken(
@@ -218,15 +206,16 @@ def _taken(
     made: Mapping[Pass, tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
     """The arrays of a pass, among them results of the one before, `made` or made here; dout is out unless given."""
-    own = of_pass(pass_, arrays, options)
+    taken = of_pass(pass_, arrays, options)
     if not pass_.required:
-        return own
+        return taken
     before = JVP if pass_.has_tangents else FORWARD
     results = (made or {}).get(before)
     if results is None:
         results = run_pass(before, options, of_pass(before, arrays, options), before.default, random)
-    found = dict(zip(before.default, results, strict=True))
-    return {"dout": found["out"]} | {name: x for name, x in own.items() if x is not None or name in NAMES} | found
+    of_before = dict(zip(before.default, results, strict=True))
+    given = {name: x for name, x in taken.items() if x is not None or name in NAMES}
+    return {"dout": of_before["out"]} | given | of_before
 
 
 def tune(
@@ -242,12 +231,12 @@ def tune(
 
     `arrays` are those of `forward`, tangents, and dout, which may be None or absent.
     """
-    found: dict[str, Any] = {}
+    tunings: dict[str, Any] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            own = _taken(pass_, options, arrays, random)
-            found[pass_.name] = tuned(pass_, options, own, random, remember=remember, forget=forget)
-    return None if forget else Tuning(**found)
+            taken = _taken(pass_, options, arrays, random)
+            tunings[pass_.name] = tuned(pass_, options, taken, random, remember=remember, forget=forget)
+    return None if forget else Tuning(**tunings)
 
 
 def tuned(
@@ -297,10 +286,10 @@ def trials(
     binding = _bind(pass_, options, with_results(), pass_.default)
 
     def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
-        own = with_results()  # of each plan, so that results of two can be compared
-        values = [array for array in own.values() if array is not None]
+        of_plan = with_results()  # of each plan, so that results of two can be compared
+        values = [array for array in of_plan.values() if array is not None]
         pointers = [array.data.ptr for array in values]
-        launch = _launch_of(binding, plan, own)
+        launch = _launch_of(binding, plan, of_plan)
         return lambda: _launch_on_arrays(launch, values, list(pointers), random, plan.problem.seqlen_k)
 
     device = device_spec(arrays["q"].data.device_id)
@@ -316,29 +305,6 @@ def forget_launches() -> None:
         if (bound := reference()) is not None:
             bound.forget()
     forget_recordings()
-
-
-@functools.cache
-def device_spec(device_id: int) -> DeviceSpec:
-    """The device's limits, as CUDA reports them; `CUFLASH_ARCH` overrides the compute capability if it is set."""
-    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
-    spec = DeviceSpec(
-        name=properties["name"].decode(),
-        arch=10 * properties["major"] + properties["minor"],
-        num_sms=properties["multiProcessorCount"],
-        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
-        shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
-        l2_bytes=properties["l2CacheSize"],
-        bytes_per_s=_bytes_per_s(device_id),
-    )
-    wanted = os.environ.get("CUFLASH_ARCH")
-    return spec.as_arch(wanted) if wanted else spec
-
-
-def _bytes_per_s(device_id: int) -> float:
-    """The bandwidth of device memory: two transfers per clock, over the width of the bus."""
-    clock_khz, bits = (cupy.cuda.runtime.deviceGetAttribute(x, device_id) for x in MEMORY_CLOCK_AND_WIDTH)
-    return 2 * 1e3 * clock_khz * bits / 8
 
 
 # ---- A call ----------------------------------------------------------------------------------------------------------
@@ -574,7 +540,7 @@ def _launch_on_addresses(
 
 
 def _launch_kernels(
-    launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params: int, stream: int | None = None
+    launch: _Launch, kernels: tuple[Kernel, ...], kernel_params: int, stream: int | None = None
 ) -> None:
     """Launch kernels on a stream by its address, or else on CuPy's current one."""
     # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
@@ -734,8 +700,8 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         names=tuple(given),
         seqlen_k=plan.problem.seqlen_k,
         any_length=any_length,
-        kernels=tuple(_load(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
-        run_overlapping=_driver().cuLaunchKernelEx,
+        kernels=tuple(load_kernel(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
+        run_overlapping=cuda_driver().cuLaunchKernelEx,
         argument=Argument(plan, binding.operands, pointers, maps),
         results=binding.results,
         allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
@@ -749,40 +715,6 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
             (index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
         ),
     )
-
-
-def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
-    function = load_function(kernel, device_id)
-    config_of = None
-    if kernel.overlaps_previous and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
-        sizes = kernel.grid, kernel.threads, kernel.shared_bytes
-        config_of = functools.lru_cache(maxsize=64)(functools.partial(_overlapping_config, *sizes))
-    return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes, config_of)
-
-
-def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """The configuration of a PDL launch: blocks may start before the previous kernel has ended, and wait for it."""
-    driver = _driver()
-    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
-
-
-def _driver() -> Any:
-    return importlib.import_module("cuda.bindings.driver")
-
-
-@functools.cache
-def load_function(spec: KernelSpec, device_id: int) -> Any:
-    """A kernel, compiled and loaded on the current device, which is `device_id`."""
-    kernel = cupy.RawModule(path=str(compile_spec(spec).path)).get_function(spec.name)
-    kernel.max_dynamic_shared_size_bytes = spec.shared_bytes
-    return kernel.kernel
 
 
 def _check_overlap(launch: _Launch, pointers: list[int], values: Sequence[Any]) -> bool:

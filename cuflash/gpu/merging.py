@@ -61,14 +61,14 @@ def merge(
     partials = [list(x) for x in (outs, lses, *(tangents[2:] if tangents else ()))]
     most = MOST_MERGED // 2 if tangents else MOST_MERGED
     if len(partials[0]) > most:  # several are merged first, and not rounded
-        partials = [[x.astype(lses[0].dtype, copy=False) for x in own] for own in partials]
+        partials = [[x.astype(lses[0].dtype, copy=False) for x in group] for group in partials]
     while len(partials[0]) > most:
-        of_merged = [_empty_like(own[0]) for own in partials]
-        some = [own[:most] for own in partials]
+        of_merged = [_empty_like(group[0]) for group in partials]
+        some = [group[:most] for group in partials]
         of_tangents = Tangents(*of_merged[2:], *some[2:]) if tangents else None
         merge(of_merged[0], of_merged[1], some[0], some[1], of_tangents)
-        for own, x in zip(partials, of_merged, strict=True):
-            own[:most] = [x]
+        for group, x in zip(partials, of_merged, strict=True):
+            group[:most] = [x]
     outs, lses, *others = partials
     has_lse_rest, stores_lse_rest = (x.ndim == out.ndim for x in (lses[0], lse))
     defines = {
@@ -78,7 +78,7 @@ def merge(
     }
     lses, lse = [x[..., 0] if has_lse_rest else x for x in lses], lse[..., 0] if stores_lse_rest else lse
     results = (out, lse, *(tangents[:2] if tangents else ()))
-    reads = (*outs, *lses, *(x for own in others for x in own))
+    reads = (*outs, *lses, *(x for group in others for x in group))
     _launch("merge", results, reads, partial=outs[0], result=out, partials=len(outs), flags=defines)
 
 
@@ -91,7 +91,7 @@ def softmax_step(
     result, lie above the new one; and that of the partial result.
     """
     results, reads = [row_max, row_sum, factor, weight, *tangents[:3]], [lse, *tangents[3:]]
-    results, reads = ([x[..., None] for x in own] for own in (results, reads))
+    results, reads = ([x[..., None] for x in arrays] for arrays in (results, reads))
     flags = {"HAS_TANGENTS": int(bool(tangents))}
     _launch("softmax_step", results, reads, partial=lse, result=lse, reads_results=True, flags=flags)
 
@@ -253,13 +253,13 @@ def layout_of(
 ) -> Layout:
     """`elements`: bytes of one, of arrays that have the last axis; `misaligned`: pointers modulo 32."""
     axes: list[tuple[int, tuple[int, ...]]] = []
-    for n, own in zip(shape[:-1], zip(*(x[:-1] for x in strides), strict=True), strict=True):
+    for n, of_axis in zip(shape[:-1], zip(*(x[:-1] for x in strides), strict=True), strict=True):
         if n == 1:
             continue
-        if axes and all(outer == n * inner for outer, inner in zip(axes[-1][1], own, strict=True)):
-            axes[-1] = (axes[-1][0] * n, own)
+        if axes and all(outer == n * inner for outer, inner in zip(axes[-1][1], of_axis, strict=True)):
+            axes[-1] = (axes[-1][0] * n, of_axis)
         else:
-            axes.append((n, own))
+            axes.append((n, of_axis))
     last = tuple(x[-1] for x in strides)
     is_aligned = shape[-1] % LANES == 0 and all(
         not nbytes or (last[i] == nbytes and not any(x % (LANES * nbytes) for x in (misaligned[i], *outer)))
@@ -313,9 +313,9 @@ def _kernel(
     flags: tuple[tuple[str, int], ...],
 ) -> _Run:
     """The kernel of an operation, compiled and loaded on the current device."""
-    backend = importlib.import_module("cuflash.gpu.backend")
-    spec = kernel_spec(backend.device_spec(device_id), operation, layout, dtypes, flags)
-    return _Run(backend.load_function(spec, device_id), layout)
+    device = importlib.import_module("cuflash.gpu.device")
+    spec = kernel_spec(device.device_spec(device_id), operation, layout, dtypes, flags)
+    return _Run(device.load_function(spec, device_id), layout)
 
 
 def kernel_spec(

@@ -26,19 +26,21 @@ ARCHITECTURES = (SM90, SM80)  # the one to prefer first; the last serves every d
 
 # Families of decode are asked before all others.
 FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
-    *(family for own in ARCHITECTURES for family in own.decode),
-    *(family for own in ARCHITECTURES for family in own.forward),
+    *(family for arch in ARCHITECTURES for family in arch.decode),
+    *(family for arch in ARCHITECTURES for family in arch.forward),
 )
-JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.jvp)
-BACKWARD_JVP_FAMILIES: tuple[BackwardJvpFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward_jvp)
-DQ_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq_jvp)
-SCORES_JVP_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores_jvp)
-BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)
-DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
-SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
-BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.bias)
-MAXIMA_FAMILIES: tuple[MaximaFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.maxima)
-COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.columns)
-TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.top)
+JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.jvp)
+BACKWARD_JVP_FAMILIES: tuple[BackwardJvpFamily[Any], ...] = tuple(
+    x for arch in ARCHITECTURES for x in arch.backward_jvp
+)
+DQ_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.dq_jvp)
+SCORES_JVP_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.scores_jvp)
+BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.backward)
+DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.dq)
+SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.scores)
+BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.bias)
+MAXIMA_FAMILIES: tuple[MaximaFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.maxima)
+COLUMN_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.columns)
+TOP_FAMILIES: tuple[ReductionFamily[Any], ...] = tuple(x for arch in ARCHITECTURES for x in arch.top)
 # By the type of their rows.
-FAMILIES: dict[type[Tile], Family[Any]] = {family.tile: family for own in ARCHITECTURES for family in own.families}
+FAMILIES: dict[type[Tile], Family[Any]] = {family.tile: family for arch in ARCHITECTURES for family in arch.families}

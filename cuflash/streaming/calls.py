@@ -120,7 +120,7 @@ def compute(
 ) -> tuple[Array, ...]:
     """The results `need` of a pass over arrays by name: its inputs, and the results that are given."""
     if calls := _over_axes(options, arrays, need):
-        return calls.run(lambda own, found: compute(pass_, own, _streamed(found, arrays), need, random))
+        return calls.run(lambda options, taken: compute(pass_, options, _streamed(taken, arrays), need, random))
     call = checked(pass_, options, arrays, need)
     with dlpack.on_device(call.given["q"]):
         if pass_.gives_gradients:
@@ -178,20 +178,21 @@ def tune(
     """Tune the problem of the longest chunk, on a copy of it on the device: what `FlashAttention.tune` does."""
     _check_passes(passes)
     if calls := _over_axes(options, arrays, DEFAULT_NEED):
-        own = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
-        return tune(calls.options, own, random, passes=passes, remember=remember, forget=forget)
+        of_call = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
+        return tune(calls.options, of_call, random, passes=passes, remember=remember, forget=forget)
     call, how = checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
     if device_of(call.backend) is None:
         return cpu_backend.tune(options, {**call.given, **call.hosts}, random, passes=passes, **how)
-    found = None
+    tuning = None
     with dlpack.on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
         chunk, keys = longest_chunk(run)
         for pass_ in passes:
-            own_options, own = memory.call_on(run, chunk, pass_.default, keys)
-            tuned = run.slices.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
-            found = tuned if found is None or forget else replace(found, **{pass_.name: getattr(tuned, pass_.name)})
-    return found
+            options_of_call, of_call = memory.call_on(run, chunk, pass_.default, keys)
+            of_call = dict.fromkeys(NAMES) | of_call
+            tuned = run.slices.backend.tune(options_of_call, of_call, random, passes=(pass_,), **how)
+            tuning = tuned if tuning is None or forget else replace(tuning, **{pass_.name: getattr(tuned, pass_.name)})
+    return tuning
 
 
 def longest_chunk(run: StreamedPass) -> tuple[Chunk, dict[str, Array]]:
@@ -233,9 +234,9 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
     return BatchCalls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
 
 
-def _streamed(found: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _streamed(taken: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of one call, with keys and values wrapped as those of all calls are."""
-    given = {name: x for name, x in found.items() if x is not None}
+    given = {name: x for name, x in taken.items() if x is not None}
     return given | {name: arrays[name].with_array(given[name]) for name in ("k", "v")}
 
 
@@ -266,15 +267,15 @@ def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: t
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")}
     hosts |= {name: arrays[name] for name in (*TANGENTS, *OF_KEYS) if name in arrays}
-    own = {name: x for name, x in arrays.items() if name not in hosts}
+    others = {name: x for name, x in arrays.items() if name not in hosts}
     dlpack.check_no_overlap(hosts, results)
-    given = own | hosts
+    given = others | hosts
     if backend == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
         problem = cpu_backend.bind_signature(pass_, options, signature, results).problem
-        dlpack.check_no_overlap(own, results)
+        dlpack.check_no_overlap(others, results)
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
     rows, keys = steps_of(options, problem.block_mask is not None)
@@ -286,7 +287,7 @@ def checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: t
     return StreamedCall(
         options=options,
         backend=backend,
-        given=own,
+        given=others,
         hosts=hosts,
         problem=problem,
         band=band,

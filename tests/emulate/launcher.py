@@ -78,8 +78,10 @@ def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> DeviceArray:
 class Launcher:
     """What `cuflash.gpu.backend` plans and launches. Kernels that it `launched` have run only if it `computes`."""
 
-    def __init__(self, module: Any, computes: bool) -> None:
-        self._module, self._computes = module, computes
+    _module: Any  # `cuflash.gpu.backend`
+
+    def __init__(self, computes: bool) -> None:
+        self._computes = computes
         self.kernels: Path | None = None  # a folder other than that of the package
         self.launched: list[KernelSpec] = []
         self.keeps_arguments = False
@@ -161,23 +163,24 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: Pointer((memory := allocated(nbytes)).ctypes.data, memory),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    replaced = ("cupy", "cuflash.gpu.backend", "cuflash.gpu.bound", "cuflash.gpu.timing", "cuflash.gpu.reductions")
+    modules = ("device", "backend", "bound", "timing", "reductions")
+    replaced = ("cupy", *(f"cuflash.gpu.{name}" for name in modules))
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules["cupy"] = cupy
     forget_kernels()
     try:
-        module: Any = importlib.import_module("cuflash.gpu.backend")
-        found = Launcher(module, computes)
+        gpu_device: Any = importlib.import_module("cuflash.gpu.device")
+        found = Launcher(computes)
         cupy.cuda.driver = SimpleNamespace(launchKernel=found.run)
-        stand_ins = {
-            "device_spec": lambda device_id: DeviceSpec.for_arch(arch),
-            "with_resources": lambda plan: plan,  # which compiles for a GPU
-            "encoder": encoder,
-            "load_function": found.load,
-            "_driver": lambda: SimpleNamespace(cuLaunchKernelEx=None),
-        }
-        assert set(stand_ins) <= set(module.__dict__), "what they stand in for is gone"
-        module.__dict__.update(stand_ins)
+        _replace(
+            gpu_device,
+            device_spec=lambda device_id: DeviceSpec.for_arch(arch),
+            load_function=found.load,
+            cuda_driver=lambda: SimpleNamespace(cuLaunchKernelEx=None),
+        )
+        module: Any = importlib.import_module("cuflash.gpu.backend")  # it imports those of the device
+        _replace(module, with_resources=lambda plan: plan, encoder=encoder)  # the first one compiles for a GPU
+        found._module = module
         yield found
     finally:
         for name, previous in before.items():
@@ -190,6 +193,11 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
                 if previous is not None:
                     setattr(package, own, previous)
         forget_kernels()
+
+
+def _replace(module: ModuleType, **stand_ins: Any) -> None:
+    assert set(stand_ins) <= set(module.__dict__), "what they stand in for is gone"
+    module.__dict__.update(stand_ins)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def is_sm90() -> bool:
     """Whether calls get the kernels of compute capability 9.0: not where `CUFLASH_ARCH` names an earlier one."""
     import cupy
 
-    from cuflash.gpu.backend import device_spec
+    from cuflash.gpu.device import device_spec
 
     return device_spec(cupy.cuda.Device().id).arch == 90
 

@@ -54,9 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def of_every_device(cupy, monkeypatch):
     """Plans are for compute capability 8.0, or that of the device if it is an earlier one."""
     from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu.device import device_spec
 
     def plan_anew():
-        gpu_backend.device_spec.cache_clear()
+        device_spec.cache_clear()
         gpu_backend.forget_launches()
 
     if int(cupy.cuda.Device().compute_capability) >= 80:

@@ -45,20 +45,20 @@ def test_tables_are_filled_within_a_graph(cupy):
 
 
 def test_new_lengths_compile_nothing(cupy, monkeypatch):
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import device as gpu_device
 
     def score(s, i, j, *, a):
         return s + a[j] * cuflash.exp(-1.0 * cuflash.abs(i - j))
 
     attn = cuflash.FlashAttention(score=score, mask=lambda i, j, *, d: d[i] == d[j])
     loaded = []
-    load = gpu_backend.load_function
+    load = gpu_device.load_function
 
     def counted(spec, device_id):
         loaded.append(spec.defines)
         return load(spec, device_id)
 
-    monkeypatch.setattr(gpu_backend, "load_function", counted)
+    monkeypatch.setattr(gpu_device, "load_function", counted)
     for n in (100, 333, 1000):
         q = cupy.ones((2, n, 64), cupy.float16)
         attn.forward(q, q, q, a=cupy.zeros(n, cupy.float32), d=cupy.arange(n) // 50)

@@ -66,7 +66,8 @@ def launch(monkeypatch):
 
     cupy.cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(getDevice=lambda: 0))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.delitem(sys.modules, "cuflash.gpu.backend", raising=False)
+    for name in ("cuflash.gpu.backend", "cuflash.gpu.device"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     module: Any = importlib.import_module("cuflash.gpu.backend")
     module.launched = []
 
@@ -105,7 +106,8 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "with_resources", lambda plan: plan)
     monkeypatch.setattr("cuflash.dispatch.backend_of", lambda kind: module)
     yield module
-    sys.modules.pop("cuflash.gpu.backend", None)
+    for name in ("cuflash.gpu.backend", "cuflash.gpu.device"):
+        sys.modules.pop(name, None)
 
 
 def test_calls_are_launched_and_added_up(launch):

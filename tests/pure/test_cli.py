@@ -224,9 +224,9 @@ def test_info_of_a_device(capsys, monkeypatch):
         runtimeGetVersion=lambda: 13000,
         getDeviceProperties=lambda index: properties,
     )
-    launch = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
+    device = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
     monkeypatch.setattr(here, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
-    monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "cuflash.gpu.device", device)
     code, output, _ = run(capsys, "info")
     assert code == 0
     assert re.search(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,13 +85,13 @@ def test_info_of_a_device_and_without_a_compiler(document, monkeypatch):
         runtimeGetVersion=lambda: 12090,
         getDeviceProperties=lambda index: properties,
     )
-    backend = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
+    device = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
 
     def missing():
         raise NvrtcNotFoundError("NVRTC is\nmissing")
 
     monkeypatch.setattr(here, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
-    monkeypatch.setattr(cuflash.gpu, "backend", backend, raising=False)
+    monkeypatch.setitem(sys.modules, "cuflash.gpu.device", device)
     monkeypatch.setattr(compiler, "nvrtc_version", missing)
     _, found = document("info")
     assert [(gpu["name"], gpu["capability"], gpu["sms"]) for gpu in found["gpus"]] == 2 * [("H200", "9.0", 2**20)]

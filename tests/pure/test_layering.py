@@ -64,6 +64,7 @@ ALWAYS: dict[str, set[str]] = {
     "cli": {"numpy", "ml_dtypes"},
     "gpu.backend": {"numpy", "cupy"},
     "gpu.bound": {"cupy"},
+    "gpu.device": {"cupy"},
     "gpu.timing": {"numpy", "cupy"},
     "torch": {"numpy", "ml_dtypes", "torch"},
     "jax": {"numpy", "jax"},

@@ -593,9 +593,10 @@ def test_kernels_that_overlap_are_launched_on_the_stream_of_the_call(machine, mo
         return (0,)
 
     runtime: Any = sys.modules["cupy"].cuda.runtime  # type: ignore[attr-defined]
-    monkeypatch.setattr(runtime, "driverGetVersion", lambda: machine.backend.OVERLAP_IN_GRAPHS)
-    monkeypatch.setattr(machine.backend, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
-    monkeypatch.setattr(machine.backend, "_overlapping_config", lambda *sizes_and_stream: sizes_and_stream)
+    device: Any = sys.modules["cuflash.gpu.device"]
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: device.OVERLAP_IN_GRAPHS)
+    monkeypatch.setattr(machine.backend, "cuda_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(device, "_overlapping_config", lambda *sizes_and_stream: sizes_and_stream)
     own, first = problem("causal", "backward", machine.memory)
     machine.run("backward", own, first)
     overlaps = [kernel for x in machine.backend._launches.values() for kernel in x.kernels if kernel.config_of]
