@@ -235,6 +235,7 @@ CUFLASH_DEVICE u32 multiply_f16x2(u32 x, u32 y) {
 }
 CUFLASH_DEVICE float round_to_tf32(float x) { return ::emulator::round_to_tf32(x); }
 CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
+CUFLASH_DEVICE u32 population_count(u32 bits) { return __builtin_popcount(bits); }
 template <class To, class From>
 static inline To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -12,7 +12,7 @@ from cuflash.plan.architectures import (
     MAXIMA_FAMILIES,
     SCORES_FAMILIES,
 )
-from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
+from cuflash.plan.draft import SORTED_WAVES, SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import (
     BACK_SECTION,
     BackwardFamily,
@@ -119,11 +119,16 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if not draft.tiles and not SOFTMAX_KERNELS.keys() & set(draft.need):
         return
 
+    is_prepared = main is not None and _may_be_ordered(rows)
+    if main is not None and is_prepared:  # before the kernel of delta, which clears what an order needs to be cleared
+        main.family.prepare(draft, main.tile)
+        draft.add_block_index(main.tile, "query_index")
+        _add_tile_order(draft, main)
     helper = _add_delta(draft, rows)
     if rows.scores is not None:
         _add_scores(draft, rows)
     if main is not None:
-        _add_main(draft, main, rows.maxima, helper)
+        _add_main(draft, main, rows.maxima, helper, is_prepared=is_prepared)
     if rows.bias is not None:
         _add_bias(draft, rows)
     if rows.dq is not None:
@@ -402,15 +407,39 @@ def _add_bias(draft: Draft, rows: _Rows) -> None:
     family.add(draft, rows.bias, None if rows.main is None else rows.main.tile, rows.of_bias)
 
 
-def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile) -> None:
+def _may_be_ordered(rows: _Rows) -> bool:
+    """Whether the blocks that own keys might start in another order: nothing but dq, dk and dv depends on it."""
+    main = rows.main
+    others = (rows.scores, rows.bias, rows.maxima)
+    is_alone = main is not None and all(row is None for row in others) and not (main.summed or main.sums_score_args)
+    return is_alone and main is not None and main.family.orders_tiles
+
+
+def _add_tile_order(draft: Draft, main: _Main) -> None:
+    """Order the tiles of keys by length, where a block-sparse index says it and heads are not split.
+
+    Then blocks clear accumulators so many heads ahead that none of the last tiles, which are sorted, waits for another
+    one of them to do so.
+    """
+    run_time, heads = draft.run_time, draft.problem.array_batch * draft.problem.num_heads_kv
+    if run_time.group_splits > 1 or not draft.add_tile_order(main.tile, "query_index") or run_time.clear_ahead == 0:
+        return
+    heads_of_last = -(-SORTED_WAVES * tiles_at_once(main.tile, draft.device) * heads // main.n_blocks)
+    ahead = max(run_time.clear_ahead, heads_of_last + run_time.head_section)
+    draft.set(clear_ahead=ahead if ahead < heads else 0)
+    draft.defines["CUFLASH_CLEARS_AHEAD"] = int(ahead < heads)
+
+
+def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile, *, is_prepared: bool) -> None:
     """Add the kernel whose blocks own keys, after the one of `maxima`, and those that end the sums that it makes."""
     if main.sums_score_args:
         add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
     family, tile, summed = main.family, main.tile, main.summed
-    family.prepare(draft, tile)
-    if maxima is not None:
-        family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
-    draft.add_block_index(tile, "query_index")
+    if not is_prepared:
+        family.prepare(draft, tile)
+        if maxima is not None:
+            family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
+        draft.add_block_index(tile, "query_index")
     run_time = draft.run_time
     shared = (main.n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles

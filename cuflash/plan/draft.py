@@ -29,6 +29,9 @@ FINDS_LARGEST, ADDS_SCORE_ARGS, SUMS_SCORE_ARGS = 1, 2, 3
 VECTOR_OF_MASK = 16  # keys that are read at once
 INDEX_WARPS = 4  # warps of a block that makes the block-sparse index; each makes one row
 INDEX_HEADER = 2  # integers in front of a row of the index
+# Tiles with rows in a block-sparse index are put in order by one block of ORDER_WARPS warps, where there are at least
+# ORDERED_WAVES for each block of the main kernel. The last SORTED_WAVES start in the order of their lengths.
+ORDERED_WAVES, MOST_ORDERED, SORTED_WAVES, ORDER_WARPS, ORDER_BUCKETS = 2, 1 << 14, 3, 32, 32
 # Under a causal mask tiles differ in length, so the long ones of this many heads start first. On an H200 that gains 9 %
 # at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
@@ -207,6 +210,39 @@ class Draft:
             "neither loaded nor computed"
             + (", unless they are so few that the kernel without index takes less time" if self.chosen_by_bias else "")
         )
+
+    @property
+    def lists_tiles(self) -> bool:
+        """Whether the main kernel iterates over a block-sparse index, whatever a bias hides."""
+        return bool(self.defines["CUFLASH_HAS_BLOCK_INDEX"]) and not self.chosen_by_bias
+
+    def add_tile_order(self, tile: Tile, name: Literal["key_index", "query_index"]) -> bool:
+        """Add the kernel that puts tiles in the order of their rows in this block-sparse index, the longest first.
+
+        Returns whether there is such an index, and not too many tiles for one block.
+        """
+        problem, of_keys = self.problem, name == "key_index"
+        rows, seqlen = (tile.block_m, problem.seqlen_q) if of_keys else (tile.block_n, problem.seqlen_k)
+        tiles = problem.array_batch * (problem.num_heads if of_keys else problem.num_heads_kv) * -(-seqlen // rows)
+        blocks = self.device.num_sms * tile.min_blocks
+        if not self.lists_tiles or not ORDERED_WAVES * blocks <= tiles <= MOST_ORDERED:
+            return False
+        self.defines["CUFLASH_HAS_TILE_ORDER"] = 1
+        elements = -(-(2 * tiles + 1) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        self.scratch[name] += round_up(elements, 4)
+        last = SORTED_WAVES * blocks
+        options = {
+            "CUFLASH_INDEXES_KEYS": int(of_keys),
+            "CUFLASH_BLOCKS_AT_ONCE": blocks,
+            "CUFLASH_TILES_SORTED_LAST": last,
+            "CUFLASH_NUM_WARPS": ORDER_WARPS,
+            "CUFLASH_MIN_BLOCKS": 1,
+        }
+        shared_bytes = ORDER_WARPS * (1 + ORDER_BUCKETS) * ITEMSIZE["int32"]
+        self.add("helpers/tile_order.cu", tile, 1, shared_bytes, **options)
+        what = "queries" if of_keys else "keys"
+        self.reasons.append(f"tiles of {what} start in the order of the lengths of their rows, where these differ much")
+        return True
 
     @property
     def _has_mask_bits(self) -> bool:
@@ -502,6 +538,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 # Which of these options a helper kernel needs all the same.
 _NEEDED = {
     "block_index.cu": (*MASKS, "mask_function"),
+    "tile_order.cu": (),
     "mask_bits.cu": MASKS,
     "scores_reduce.cu": ("bias",),
     "split_combine.cu": ("scale",),
@@ -592,6 +629,7 @@ def common_defines(
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
         "CUFLASH_HAS_BLOCK_INDEX": int(problem.block_mask is not None or indexes_function),
+        "CUFLASH_HAS_TILE_ORDER": 0,
         "CUFLASH_HAS_TILE_CLASSES": 0,
         "CUFLASH_HAS_BIAS_TILE_CLASSES": 0,
         "CUFLASH_CHOSEN_BY_BIAS": 0,

@@ -193,6 +193,7 @@ class BackwardFamily(KeysFamily[Row]):
     splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     # With a block mask, of which a plan does not know how much it hides, they share tiles of at least so many steps.
     min_shared_steps: ClassVar[int] = 0  # 0: with a block mask, blocks share tiles of keys only where these are few
+    orders_tiles: ClassVar[bool] = False  # its tiles of keys may start in an order by length
     writes_dbias: ClassVar[bool] = False  # of score gradients it makes dbias alone, which it writes tile by tile
 
     def heads_of_block(self, draft: Draft, main: Row) -> int:

@@ -184,6 +184,8 @@ CUFLASH_DEVICE float round_to_tf32(float x) {
 }
 // Thread. clz (9.7.1.19): how many bits are 0 above the highest one that is 1; 32 of 0.
 CUFLASH_DEVICE u32 leading_zeros(u32 bits) { return __clz(bits); }
+// Thread. popc (9.7.1.18): how many bits are 1.
+CUFLASH_DEVICE u32 population_count(u32 bits) { return __popc(bits); }
 // Thread. mov.b32 and mov.b64 (9.7.9.2): bits as they are.
 CUFLASH_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 CUFLASH_DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }

@@ -5,6 +5,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/arrivals.cuh"
 #include "common/schedule/schedule.cuh"
+#include "common/schedule/tile_order.cuh"
 #include "sm90/tile_ring.cuh"
 
 // Thread. The scheduler. The first tile of a block is the one of its index. For others it counts arrivals, of which the
@@ -23,7 +24,8 @@ CUFLASH_DEVICE void claim_tiles(const Params& params, const TileRing& ring) {
   u32 index = ptx::block_index();
 #pragma unroll 1
   while (index < num_tiles) {
-    put(schedule(params, index, num_m_blocks, params.num_heads, params.head_section, kHasRightBound));
+    put(schedule(params, TileOrder::of_queries(params).launch_index(index), num_m_blocks, params.num_heads,
+                 params.head_section, kHasRightBound));
     ring.empty(at).wait(at.parity ^ 1);  // until all roles have given the tile back
     index = ptx::num_blocks() + claims.arrive();
   }

@@ -118,7 +118,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
     has_functions = True
     rows = BACKWARD_SM90_TILES
-    makes_both = splits_tail = True
+    makes_both = splits_tail = orders_tiles = True
     min_shared_steps = 64  # measured with random block masks of 5 to 100 % of 16384 keys
     serves_no_values = True
     row_reductions = ROW_REDUCTIONS

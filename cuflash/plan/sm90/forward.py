@@ -75,17 +75,23 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         draft.map_tensors(boxes | bias)
         batch_first = _shares_bias(draft.problem, tile)
         claimed_heads = 0 if batch_first else _claimed_heads(draft, tile)
-        add_persistent(draft, tile, self.source, batch_first=batch_first, claimed_heads=claimed_heads)
+        is_ordered = claimed_heads > 0 and draft.add_tile_order(tile, "key_index")
+        add_persistent(
+            draft, tile, self.source, batch_first=batch_first, claimed_heads=claimed_heads, is_ordered=is_ordered
+        )
 
 
 def _claimed_heads(draft: Draft, tile: ForwardSm90Tile) -> int:
     """Of how many heads blocks claim the longest tiles first; 0: each block knows its tiles from the start.
 
-    So few that the tiles of these heads, and of those that are left at the end, are CLAIMED_WAVES for each block.
+    So few that the tiles of these heads, and of those that are left at the end, are CLAIMED_WAVES for each block. If
+    only a block-sparse index says which tiles are long, they are those that are side by side anyway.
     """
-    waves = claimed_waves(draft.problem, draft.device, tile)
+    waves = claimed_waves(draft.problem, draft.device, tile, are_listed=draft.lists_tiles)
     if waves == 0:
         return 0
+    if not takes_pairs(draft.problem):
+        return draft.run_time.head_section
     fewest = math.ceil(draft.heads * CLAIMED_WAVES / waves)
     enough = (heads for heads in range(fewest, draft.heads) if not 0 < draft.heads % heads < fewest)
     return next(enough, draft.heads)
@@ -233,6 +239,7 @@ def add_persistent(
     batch_first: bool = False,
     heads_together: int = 0,
     claimed_heads: int = 0,
+    is_ordered: bool = False,
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
@@ -242,7 +249,8 @@ def add_persistent(
     With a window, tiles that attend to the whole of it come first, head by head, and the shorter ones of many heads
     follow. With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     With `heads_together` each block takes one tile and ends: the device hands tiles out, the longest ones of so many
-    heads first. With `claimed_heads` blocks claim tiles in that order, and stay.
+    heads first. With `claimed_heads` blocks claim tiles in that order, or in the one of `Draft.add_tile_order`, and
+    stay.
     """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
@@ -264,7 +272,8 @@ def add_persistent(
         what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
     if claimed_heads:
         draft.scratch["arrivals"] = 8 // ITEMSIZE[problem.softmax_dtype]  # a word of 64 bits
-        how = f"persistent, claim one of {what} after another, the longest ones of {claimed_heads} heads first"
+        first = "" if is_ordered else f" of {claimed_heads} heads"
+        how = f"persistent, claim one of {what} after another, the longest ones{first} first"
     elif heads_together:
         how = f"one for each of {what}, the longest ones of {heads_together} heads first"
     elif stays:

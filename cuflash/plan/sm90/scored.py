@@ -60,10 +60,13 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
     return -(-units // device.num_sms)
 
 
-def claimed_waves(problem: Problem, device: DeviceSpec, tile: ScoredTile) -> float:
-    """How many tiles of queries a block claims on average, one after another; 0 where it knows its tiles beforehand."""
+def claimed_waves(problem: Problem, device: DeviceSpec, tile: ScoredTile, *, are_listed: bool = False) -> float:
+    """How many tiles of queries a block claims on average, one after another; 0 where it knows its tiles beforehand.
+
+    `are_listed` says that a block-sparse index lists the tiles of keys of each.
+    """
     tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // tile.block_m)
-    differ = takes_pairs(problem) and not problem.is_packed and tile.num_per_key == 0
+    differ = (takes_pairs(problem) or are_listed) and not problem.is_packed and tile.num_per_key == 0
     fewest_keys = CLAIMED_KEYS_64 if tile.max_dim <= 64 else CLAIMED_KEYS
     pays = problem.seqlen_k >= fewest_keys and CLAIMED_WAVES * device.num_sms <= tiles <= MOST_CLAIMS
     return tiles / device.num_sms if differ and pays else 0

@@ -10,7 +10,13 @@
 // of a head, or of a split of a group, divide among them the accumulators of the one that comes params.clear_ahead
 // later in launch order. Each of their threads then counts, and blocks wait for the count of all threads before they
 // add. The kernel before clears the accumulators of the first splits.
+//
+// Tiles that start long before their neighbours would wait for blocks that have not started. So if the order of tiles
+// moves any of them far, the kernel before clears all accumulators.
 constexpr bool kClearsAhead = CUFLASH_CLEARS_AHEAD;
+CUFLASH_DEVICE bool clears_all_before(const Params& params) {
+  return kHasTileOrder && TileOrder::of_keys(params).moves_far() != 0;
+}
 static_assert(!kClearsAhead || kDqByReduction, "there are accumulators");
 
 // A split of a group, and its index in launch order among those of all batch entries (find_keys). Packed sequences are
@@ -70,7 +76,8 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
     return;
   }
   const u32 index = ptx::block_index(), tiles_of_split = m_tiles_of_split(params, num_m_blocks);
-  const u32 launch_index = index / tiles_of_split, num_before = params.clear_ahead;
+  const u32 launch_index = index / tiles_of_split;
+  const u32 num_before = clears_all_before(params) ? num_launch_indices(params) : params.clear_ahead;
   if (launch_index < num_before) {
     const i64 first = first_m_tile_of(params, num_m_blocks, group_split_at(params, launch_index));
     clear_accumulator(params, first + index % tiles_of_split, thread, kNumThreads);
@@ -82,7 +89,7 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
 // Warpgroup, one for each tile of keys: clears its slice of what the tiles of its split clear.
 CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Work& keys, u32 thread) {
   const u32 launch_index = launch_index_of(params, {keys.head, entry_of(keys.batch)}) + params.clear_ahead;
-  if (launch_index >= num_launch_indices(params)) return;
+  if (launch_index >= num_launch_indices(params) || clears_all_before(params)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN),
             count = m_tiles_of_split(params, num_m_blocks);
   const i64 first = first_m_tile_of(params, num_m_blocks, group_split_at(params, launch_index));

@@ -3,6 +3,7 @@
 #include "common/config.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
+#include "common/schedule/tile_order.cuh"
 #include "common/score/scores.cuh"
 
 // dq is the sum of contributions of all tiles of keys. Either blocks add them to an accumulator by atomic reductions,
@@ -78,11 +79,12 @@ static_assert(kReversedOneIn == 0 || (kDqInOrder && kHasRightBound && !kHasLeftB
 
 CUFLASH_DEVICE int num_reversed_heads(int num_heads) { return kReversedOneIn == 0 ? 0 : num_heads / kReversedOneIn; }
 
-// Warp. The tile of keys at `index` in launch order.
+// Warp. The tile of keys at `index` in launch order, or at that place of the order of tiles.
 CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
   const int num_back = num_reversed_heads(num_heads), num_ahead = num_heads - num_back;
   const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
   const bool back = kReversedOneIn != 0 && index >= num_before;
+  index = TileOrder::of_keys(params).launch_index(index);
   Work work = schedule_keys(params, index - (back ? num_before : 0), back ? num_back : num_ahead,
                             back ? kBackSection : params.head_section, kLastFirst && !back);
   if (back) work.head += num_ahead;

@@ -7,6 +7,7 @@ CONVERT = "helpers/backward_postprocess.cu"
 DELTA = "helpers/backward_preprocess.cu"
 ROW_SUMS = "helpers/row_sums.cuh"
 LISTS = "helpers/block_index.cu"
+ORDER, TILE_ORDER = "helpers/tile_order.cu", "common/schedule/tile_order.cuh"
 MASK_BITS = "helpers/mask_bits.cu"
 MASK_BITS_COMMON = "common/score/mask_bits.cuh"
 SCORES_REDUCE = "helpers/scores_reduce.cu"
@@ -118,6 +119,18 @@ MUTANTS = (
            "backward sm90 blocks"),
     mutant("a function is asked of no tile", LISTS, "found[i].shown_whole ? 0 : IndexEntry::kEvaluatesMask", "0",
            "functions sm90"),
+    # ---- helpers/tile_order.cu
+    mutant("tiles of a bucket have one place", ORDER, "population_count(lanes & ((1u << lane) - 1))",
+           "population_count(lanes)", "backward sm90 order"),
+    mutant("all warps begin at the same place", ORDER, "    if (warp < warp_index()) place += of_warp;\n", "",
+           "backward sm90 order"),
+    mutant("all buckets begin at the same place", ORDER, "    if (bucket < lane_index()) place += of_lower;\n", "",
+           "backward sm90 order"),
+    mutant("no tile is far", ORDER, "order.moves_far() = num_far > 0;", "order.moves_far() = 0;",
+           "backward sm90 order far"),
+    # ---- common/schedule/tile_order.cuh
+    mutant("the order lies in the rows", TILE_ORDER, "rows * (kIndexHeader + length)", "rows * length",
+           "backward sm90 order"),
     # ---- helpers/mask_bits.cu
     mutant("vectors reach over the last key", MASK_BITS, "mask.by_vectors && keys >= kBitsBlock", "mask.by_vectors",
            "sm90 bits"),

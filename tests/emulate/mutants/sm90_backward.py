@@ -66,6 +66,11 @@ MUTANTS = (
            "packed backward sm90 clears"),
     mutant("counts of clears begin with the overlap", CLEAR_DQ, "num_m_blocks + kIsPacked : 0;", "num_m_blocks : 0;",
            "packed backward sm90 clears"),
+    mutant("accumulators of far tiles are cleared by others", CLEAR_DQ,
+           "clears_all_before(params) ? num_launch_indices(params) : params.clear_ahead;", "params.clear_ahead;",
+           "backward sm90 order far"),
+    mutant("blocks clear what others have added to", CLEAR_DQ, " || clears_all_before(params)) return;", ") return;",
+           "backward sm90 order far"),
     mutant("half of dq starts from what was there", CLEAR_DQ, "i < kBlockM * kDim * sizeof(Real) / 16;",
            "i < kBlockM * kDim * sizeof(Real) / 32;", "backward"),
     # ---- common/schedule/query_iterator.cuh

@@ -212,6 +212,7 @@ _BITS_IN_A_WINDOW = replace(_GROUPED, seqlen_q=230, seqlen_k=201, mask=(2, 1, 23
 _CUT_BLOCKS = replace(
     _GROUPED, seqlen_q=230, seqlen_k=400, block_mask=(4,), block_size=(32, 48), kv_lengths=(390, 90), blocks_kept=0.1
 )
+_ORDERED = replace(_GROUPED, seqlen_q=200, seqlen_k=640, block_mask=(), block_size=(128, 128), blocks_kept=0.5)
 # Masks that a kernel looks at beforehand, because tiles are listed; of rows that are vectors, and of others.
 _LOOKED_AT = replace(_GROUPED, seqlen_q=230, seqlen_k=176, mask=(2, 4, 230, 176), block_mask=(), blocks_kept=1.0)
 _FLOAT64 = replace(
@@ -548,6 +549,15 @@ TRIALS: dict[str, AnyTrial] = {
         tiles=(_BACKWARD_SM90,),
         dq_in_order=True,
         num_sms=1,
+    ),
+    # Tiles of keys in the order of their steps: the last of many heads, and one head with most of the steps.
+    "backward sm90 order": Trial(
+        case=replace(_ORDERED, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90,), num_sms=1
+    ),
+    "backward sm90 order far": Trial(
+        case=replace(_ORDERED, num_heads=16, num_heads_kv=8, block_mask=(16,), blocks_kept=0.03),
+        tiles=(_BACKWARD_SM90,),
+        num_sms=2,
     ),
     "backward sm90 tail": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90,), num_sms=5, splits=True
