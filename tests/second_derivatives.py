@@ -6,12 +6,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from cuflash import where
 from cuflash.testing import Case
 from cuflash.testing.rule import Report, measure
 from cuflash.testing.tangents import Moved, movable, tangent_yardsticks
 from tests.scored import Scored
 
 SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+# Options with a function by whose array x no result moves: it is only compared, or not read.
+CONSTANT: dict[str, Any] = {
+    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
+    "a comparison": {"score": lambda s, i, j, *, x: where(x[i] >= x[j], s, 2 * s)},
+    "nothing": {"score": lambda s, i, j, *, x: s * 2},
+}
 OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "softcap": 2.0, "sinks": True, "dropout": 0.3, "dlse": True},
     {"dtype": "float64", "window": (60, 20), "softcap": 0.5, "scale": -0.4, "score_spread": 8.0, "dlse": True},

@@ -103,7 +103,7 @@ def _cells(tx: Any, function: UserFunctionVariable) -> Iterator[VariableTracker]
             content = cell.cell_contents
         except ValueError:  # nothing yet
             continue
-        if type(content) in _CONSTANTS or isinstance(content, FunctionType):
+        if _may_be_guarded(content):
             arguments = [function, ConstantVariable.create(number)]
             yield _constant(tx.inline_user_function_return(UserFunctionVariable(_content), arguments, {}))
         elif not _is_fixed(content):
@@ -135,9 +135,7 @@ def _read(code: CodeType, of_module: dict[str, Any]) -> Iterator[str]:
             if not isinstance(content, ModuleType) or after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 break
             text, content = f"{text}.{after.argval}", getattr(content, after.argval, None)
-        if isinstance(content, _CONSTANTS) or (
-            isinstance(content, FunctionType) and not _is_known(content.__globals__)
-        ):
+        if _may_be_guarded(content):
             yield text
         elif not _is_fixed(content):
             raise _may_change_error(f"reads {text}", content)

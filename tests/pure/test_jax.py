@@ -17,7 +17,7 @@ from tests import sampling
 from tests.compiled import run_python
 from tests.pure.test_docstrings import documented_parameters, parameters
 from tests.sampling import examples
-from tests.second_derivatives import FEATURES, moved_by
+from tests.second_derivatives import CONSTANT, FEATURES, moved_by
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
@@ -214,13 +214,6 @@ def test_what_no_pass_gives_is_refused(derivative, words, compiled):
     of = derivative(lambda x: (attention(x, x, x) ** 2).sum())
     with pytest.raises(NotImplementedError, match=f"^attention: got .*{words}"):
         (jax.jit(of) if compiled else of)(x)
-
-
-CONSTANT: dict[str, Any] = {
-    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
-    "a comparison": {"score": lambda s, i, j, *, x: cuflash.where(x[i] >= x[j], s, 2 * s)},
-    "nothing": {"score": lambda s, i, j, *, x: s * 2},
-}
 
 
 @pytest.mark.parametrize("name", CONSTANT)

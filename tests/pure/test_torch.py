@@ -18,7 +18,7 @@ from cuflash.frameworks import call
 from cuflash.testing.tangents import assert_tangents, movable
 from tests.pure.test_docstrings import documented_parameters, parameters
 from tests.sampling import examples
-from tests.second_derivatives import FEATURES, moved_by
+from tests.second_derivatives import CONSTANT, FEATURES, moved_by
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -271,13 +271,6 @@ def test_batched_gradients_of_bfloat16_are_refused_as_others_are():
     x = torch.randn(2, 3, 4).bfloat16()
     with pytest.raises(NotImplementedError, match=r"^attention: got .*vectorize=True.* torch\.func\.jacrev"):
         torch.autograd.functional.jacobian(lambda x: attention(x, x, x).sum(), x, vectorize=True)
-
-
-CONSTANT: dict[str, Any] = {
-    "a mask": {"mask": lambda i, j, *, x: x[i] >= x[j]},
-    "a comparison": {"score": lambda s, i, j, *, x: cuflash.where(x[i] >= x[j], s, 2 * s)},
-    "nothing": {"score": lambda s, i, j, *, x: s * 2},
-}
 
 
 @pytest.mark.parametrize("name", CONSTANT)

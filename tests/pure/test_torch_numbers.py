@@ -136,6 +136,13 @@ def from_a_list(s, i, j):
     return s * HELD["list"][0]
 
 
+NUMBER_OF_NUMPY = np.float64(1.0)
+
+
+def by_a_number_of_numpy(s, i, j):
+    return s * NUMBER_OF_NUMPY
+
+
 class OfObject:
     def score(self, s, i, j):
         return s
@@ -166,6 +173,7 @@ def test_numbers_of_modules_may_change(name, monkeypatch):
         *((of_held(name), f"closes over held, of type {type(HELD[name]).__name__}") for name in HELD),
         (from_a_list, "reads HELD, of type dict"),
         (through(from_a_list), "reads HELD, of type dict"),
+        (by_a_number_of_numpy, "reads NUMBER_OF_NUMPY, of type float64"),
         (OfObject().score, "an object of type method, expected a function"),
     ],
 )

@@ -67,8 +67,6 @@ inline void forward_tile_bf16(const Work &work, const Block &block, const Entry 
             here};
         softmax_rows(scaling, tile_of_group, group.keys.first, buffers, buffers.s + turn * GROUP * STRIDE, p, terms,
                      [&] {
-                         prefetch_next_keys<float>(work, entry, block.head_kv, first + work.keys_per_tile,
-                                                   group.r0 + row, group.r0 + row + 1, all_rows);
                          if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
                      });
         scores.finish();
