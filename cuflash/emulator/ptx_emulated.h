@@ -141,6 +141,11 @@ CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane, Site site = Site::here()) {
 }
 CUFLASH_DEVICE bool any_lane(bool predicate, Site site = Site::here()) { return ::emulator::any_lane(predicate, site); }
 CUFLASH_DEVICE u32 ballot(bool predicate, Site site = Site::here()) { return ::emulator::ballot(predicate, site); }
+CUFLASH_DEVICE u32 match_any(u32 value, Site site = Site::here()) {
+  u32 lanes = 0;
+  for (u32 lane = 0; lane < 32; ++lane) lanes |= (u32)(::emulator::shuffle(value, lane, site) == value) << lane;
+  return lanes;
+}
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 template <int bytes, int offset>

@@ -228,17 +228,18 @@ class Draft:
         if not self.lists_tiles or not ORDERED_WAVES * blocks <= tiles <= MOST_ORDERED:
             return False
         self.defines["CUFLASH_HAS_TILE_ORDER"] = 1
-        elements = -(-(2 * tiles + 1) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        elements = -(-(tiles + 1) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] += round_up(elements, 4)
         last = SORTED_WAVES * blocks
         options = {
             "CUFLASH_INDEXES_KEYS": int(of_keys),
             "CUFLASH_BLOCKS_AT_ONCE": blocks,
             "CUFLASH_TILES_SORTED_LAST": last,
+            "CUFLASH_MOST_TILES": MOST_ORDERED,
             "CUFLASH_NUM_WARPS": ORDER_WARPS,
             "CUFLASH_MIN_BLOCKS": 1,
         }
-        shared_bytes = ORDER_WARPS * (1 + ORDER_BUCKETS) * ITEMSIZE["int32"]
+        shared_bytes = (MOST_ORDERED + ORDER_BUCKETS * (ORDER_WARPS + 1) + ORDER_WARPS) * ITEMSIZE["int32"]
         self.add("helpers/tile_order.cu", tile, 1, shared_bytes, **options)
         what = "queries" if of_keys else "keys"
         self.reasons.append(f"tiles of {what} start in the order of the lengths of their rows, where these differ much")

@@ -18,110 +18,151 @@ constexpr bool kIndexesKeys = CUFLASH_INDEXES_KEYS;
 constexpr u32 kBlocksAtOnce = CUFLASH_BLOCKS_AT_ONCE;  // blocks of the main kernel that run at a time
 constexpr u32 kNumLast = CUFLASH_TILES_SORTED_LAST;
 constexpr u32 kBuckets = 32, kFarBuckets = 3, kFirstOfLast = 4, kLevels = kBuckets - kFirstOfLast;
-constexpr u32 kLevelsOfMean =
-    7;  // levels up to the mean number of steps; tiles of four times as many have the last one
+static_assert(kNumWarps == kBuckets && kBuckets == 32, "a warp counts the tiles of a bucket, a lane those of a warp");
+constexpr u32 kLevelsOfMean = 7;  // up to the mean number of steps; tiles of four times as many have the last level
+constexpr u32 kMostTiles = CUFLASH_MOST_TILES, kTilesOfLane = 4;
 
-// How many steps the tile at a launch index takes: the tiles of keys that the index lists for it, or those of queries
-// of all heads of a group.
-CUFLASH_DEVICE u32 steps_of(const TileOrder& order, u32 launch_index) {
-  const Params& params = order.params;
-  const TileSlot slot = schedule(params, launch_index, order.num_rows, order.num_heads, params.head_section,
-                                 kIndexesKeys && kHasRightBound);
-  const int group = kIndexesKeys ? 1 : params.num_heads / params.num_heads_kv;
-  u32 steps = 0;
-  for (int head = slot.head * group; head < (slot.head + 1) * group; ++head)
-    steps += index_row_of(params, order.index, slot.batch, head, slot.block, order.num_rows, order.length)[0];
-  return steps;
+// Shared memory. Of each tile, by launch index: its steps, and then its bucket and its rank among the warp's tiles of
+// this bucket. Of each bucket and warp: the number of tiles, and then of those that warps before have. Last, sums by
+// warp, and then by bucket. Lanes read a row or a column of the counts without bank conflicts.
+struct Shared {
+  const u32 tiles = ptx::dynamic_shared(), counts = tiles + 4 * kMostTiles,
+            sums = counts + 4 * kBuckets * (kNumWarps + 1);
+
+  CUFLASH_DEVICE u32 tile(u32 launch_index) const { return tiles + 4 * launch_index; }
+  CUFLASH_DEVICE u32 count(u32 bucket, u32 warp) const { return counts + 4 * (bucket * (kNumWarps + 1) + warp); }
+  CUFLASH_DEVICE u32 sum(u32 index) const { return sums + 4 * index; }
+};
+
+// Warp. The sum over this lane and those before it.
+CUFLASH_DEVICE u32 sum_up_to_lane(u32 value) {
+#pragma unroll
+  for (u32 distance = 1; distance < 32; distance *= 2) {
+    const u32 other = ptx::shuffle(value, (lane_index() - distance) % 32);
+    if (lane_index() >= distance) value += other;
+  }
+  return value;
 }
+CUFLASH_DEVICE u32 sum_of_lanes(u32 value) { return ptx::shuffle(sum_up_to_lane(value), 31); }
 
-// Warp. The sum over its lanes.
-CUFLASH_DEVICE u32 sum_of_lanes(u32 value) {
-  u32 sum = 0;
-  for (u32 lane = 0; lane < 32; ++lane) sum += ptx::shuffle(value, lane);
+// Where the tiles of a head start in launch order: the inverse of `schedule`.
+struct TilesOfHead {
+  const u32 num_tiles, first, width;  // the first launch index, and how many heads are interleaved
+
+  CUFLASH_DEVICE TilesOfHead(const TileOrder& order, u32 head)
+      : TilesOfHead(order, head, head / order.params.head_section * order.params.head_section) {}
+  CUFLASH_DEVICE u32 launch_index(u32 tile) const {
+    constexpr bool kLastFirst = kIndexesKeys && kHasRightBound;
+    return first + (kLastFirst ? num_tiles - 1 - tile : tile) * width;
+  }
+
+ private:
+  CUFLASH_DEVICE TilesOfHead(const TileOrder& order, u32 head, u32 section)
+      : num_tiles(order.num_rows),
+        first(section * num_tiles + head - section),
+        width(min_of(heads_in_all(order.params, order.num_heads) - section, order.params.head_section)) {}
+};
+
+// Warp. Stores the steps of neighbouring tiles of one head: the tiles of keys that the index lists for tiles of queries,
+// or those of queries of all heads of a group. Returns how many steps this lane's tiles have.
+CUFLASH_DEVICE u32 store_steps(const TileOrder& order, const Shared& shared, u32 head_of_all, int first_tile) {
+  const Params& params = order.params;
+  const int batch = head_of_all / order.num_heads, head = head_of_all - batch * order.num_heads;
+  const int group = kIndexesKeys ? 1 : params.num_heads / params.num_heads_kv;
+  const int own_tile = first_tile + (int)lane_index();
+  u32 steps[kTilesOfLane] = {}, sum = 0;
+  for (int query_head = head * group; query_head < (head + 1) * group; ++query_head) {
+    const i32* rows = index_row_of(params, order.index, batch, query_head, 0, order.num_rows, order.length);
+#pragma unroll
+    for (int i = 0; i < kTilesOfLane; ++i)
+      if (own_tile + 32 * i < order.num_rows)
+        steps[i] += rows[(i64)(own_tile + 32 * i) * (kIndexHeader + order.length)];
+  }
+  const TilesOfHead tiles(order, head_of_all);
+#pragma unroll
+  for (int i = 0; i < kTilesOfLane; ++i) {
+    if (own_tile + 32 * i < order.num_rows)
+      ptx::store_shared_b32(shared.tile(tiles.launch_index(own_tile + 32 * i)), steps[i]);
+    sum += steps[i];
+  }
   return sum;
 }
 
-// The tiles, by launch index, and the bucket of each.
-struct Tiles {
-  u32 *const steps, num_tiles;
-  u64 total;
-
-  // Block. Finds the steps of each tile and of all, by way of `shared_sums`.
-  CUFLASH_DEVICE Tiles(const TileOrder& order, u32 shared_sums)
-      : steps(order.places() + order.num_tiles() + 1), num_tiles(order.num_tiles()) {
-    u32 own = 0;
-#pragma unroll 4
-    for (u32 i = ptx::thread_index(); i < num_tiles; i += kNumThreads) {
-      steps[i] = steps_of(order, i);
-      own += steps[i];
-    }
-    const u32 of_warp = sum_of_lanes(own);
-    if (lane_index() == 0) ptx::store_shared_b32(shared_sums + 4 * warp_index(), of_warp);
-    ptx::sync_block();
-    total = sum_of_lanes(lane_index() < kNumWarps ? ptx::load_shared_b32(shared_sums + 4 * lane_index()) : 0);
+// Block. Stores the steps of all tiles, and returns their sum.
+CUFLASH_DEVICE u32 store_all_steps(const TileOrder& order, const Shared& shared) {
+  constexpr u32 kTilesOfUnit = 32 * kTilesOfLane;
+  const u32 units = ceil_div(order.num_rows, (int)kTilesOfUnit), heads = heads_in_all(order.params, order.num_heads);
+  u32 sum = 0;
+  for (u32 index = warp_index(); index < units * heads; index += kNumWarps) {
+    const u32 head = index / units, unit = index - head * units;
+    sum += store_steps(order, shared, head, unit * kTilesOfUnit);
   }
-  CUFLASH_DEVICE u32 bucket_of(u32 index) const {
-    const u64 of_blocks = (u64)steps[index] * kBlocksAtOnce;
-    if (4 * of_blocks > total) return of_blocks > total ? 0 : 2 * of_blocks > total ? 1 : 2;
-    if (index + kNumLast < num_tiles) return kFirstOfLast - 1;
-    const u64 level = (u64)steps[index] * num_tiles * kLevelsOfMean / (total == 0 ? 1 : total);
-    return kBuckets - 1 - (level < kLevels ? (u32)level : kLevels - 1);
-  }
-  // Warp. Visits the warp's tiles, which are neighbours, 32 at a time, and the buckets of these one after another:
-  // visit(index, bucket, lanes, is_own), where `lanes` is a mask of those whose tile is in the bucket.
-  template <class Visit>
-  CUFLASH_DEVICE void visit_tiles_of_warp(Visit visit) const {
-    const u32 length = ceil_div((int)num_tiles, 32 * kNumWarps) * 32, start = warp_index() * length;
-    for (u32 first = start; first < start + length && first < num_tiles; first += 32) {
-      const u32 index = first + lane_index();
-      const bool has_tile = index < num_tiles;
-      const u32 own = has_tile ? bucket_of(index) : kBuckets;
-      for (u32 left = ptx::ballot(has_tile); left != 0;) {
-        const u32 bucket = ptx::shuffle(own, 31 - ptx::leading_zeros(left)), lanes = ptx::ballot(own == bucket);
-        visit(index, bucket, lanes, own == bucket);
-        left &= ~lanes;
-      }
-    }
-  }
-};
-
-// Block. The first place of a warp's tiles of bucket `lane_index()`: after those of lower buckets, and of this bucket
-// in warps before. `count` is how many such tiles the warp has, `num_far` becomes how many tiles have left their
-// neighbours.
-CUFLASH_DEVICE u32 first_place(u32 count, u32 shared_counts, u32& num_far) {
-  const auto count_at = [&](u32 warp) { return shared_counts + 4 * (warp * kBuckets + lane_index()); };
-  ptx::store_shared_b32(count_at(warp_index()), count);
+  sum = sum_of_lanes(sum);
+  if (lane_index() == 0) ptx::store_shared_b32(shared.sum(warp_index()), sum);
   ptx::sync_block();
-  u32 of_bucket = 0, place = 0;
-  for (u32 warp = 0; warp < kNumWarps; ++warp) {
-    const u32 of_warp = ptx::load_shared_b32(count_at(warp));
-    of_bucket += of_warp;
-    if (warp < warp_index()) place += of_warp;
-  }
-  num_far = 0;
-  for (u32 bucket = 0; bucket < kBuckets; ++bucket) {
-    const u32 of_lower = ptx::shuffle(of_bucket, bucket);
-    if (bucket < lane_index()) place += of_lower;
-    if (bucket < kFarBuckets) num_far += of_lower;
-  }
-  return place;
+  return sum_of_lanes(ptx::load_shared_b32(shared.sum(lane_index())));
+}
+
+CUFLASH_DEVICE u32 bucket_of(u32 index, u32 num_tiles, u32 steps, u64 total) {
+  const u64 of_blocks = (u64)steps * kBlocksAtOnce;
+  if (4 * of_blocks > total) return of_blocks > total ? 0 : 2 * of_blocks > total ? 1 : 2;
+  if (index + kNumLast < num_tiles) return kFirstOfLast - 1;
+  const u64 level = (u64)steps * num_tiles * kLevelsOfMean / (total == 0 ? 1 : total);
+  return kBuckets - 1 - (level < kLevels ? (u32)level : kLevels - 1);
+}
+
+// Warp. Calls step(index) for the warp's launch indices, which are neighbours, 32 at a time.
+template <class Step>
+CUFLASH_DEVICE void for_tiles_of_warp(u32 num_tiles, Step step) {
+  const u32 length = ceil_div((int)num_tiles, 32 * kNumWarps) * 32, start = warp_index() * length;
+  for (u32 first = start; first < start + length && first < num_tiles; first += 32) step(first + lane_index());
+}
+
+// Warp. Replaces the steps of the warp's tiles by bucket and rank, and counts the tiles of each bucket.
+CUFLASH_DEVICE void rank_tiles(const Shared& shared, u32 num_tiles, u32 total) {
+  ptx::store_shared_b32(shared.count(lane_index(), warp_index()), 0);
+  for_tiles_of_warp(num_tiles, [&](u32 index) {
+    const bool has_tile = index < num_tiles;
+    const u32 steps = has_tile ? ptx::load_shared_b32(shared.tile(index)) : 0;
+    const u32 bucket = has_tile ? bucket_of(index, num_tiles, steps, total) : kBuckets;
+    const u32 lanes = ptx::match_any(bucket), before = ptx::population_count(lanes & ((1u << lane_index()) - 1));
+    ptx::sync_warp();
+    const u32 rank = has_tile ? ptx::load_shared_b32(shared.count(bucket, warp_index())) + before : 0;
+    ptx::sync_warp();
+    if (!has_tile) return;
+    ptx::store_shared_b32(shared.tile(index), bucket * kMostTiles + rank);
+    if (before == 0) ptx::store_shared_b32(shared.count(bucket, warp_index()), rank + ptx::population_count(lanes));
+  });
+  ptx::sync_block();
+}
+
+// Block. Replaces the counts of warps by how many tiles of the same bucket warps before have. Returns how many tiles
+// are in buckets below `lane_index()`.
+CUFLASH_DEVICE u32 add_counts(const Shared& shared) {
+  const u32 bucket = warp_index(), count = shared.count(bucket, lane_index());
+  const u32 own = ptx::load_shared_b32(count), up_to_own = sum_up_to_lane(own);
+  ptx::store_shared_b32(count, up_to_own - own);
+  if (lane_index() == 31) ptx::store_shared_b32(shared.sum(bucket), up_to_own);
+  ptx::sync_block();
+  const u32 of_bucket = ptx::load_shared_b32(shared.sum(lane_index()));
+  return sum_up_to_lane(of_bucket) - of_bucket;
 }
 
 CUFLASH_DEVICE void order_tiles(const Params& params) {
   const TileOrder order = kIndexesKeys ? TileOrder::of_queries(params) : TileOrder::of_keys(params);
-  const u32 shared_sums = ptx::dynamic_shared(), shared_counts = shared_sums + 4 * kNumWarps, lane = lane_index();
-  const Tiles tiles(order, shared_sums);
-  u32 count = 0, num_far;
-  tiles.visit_tiles_of_warp([&](u32, u32 bucket, u32 lanes, bool) {
-    if (lane == bucket) count += ptx::population_count(lanes);
+  const Shared shared;
+  const u32 num_tiles = order.num_tiles();
+  rank_tiles(shared, num_tiles, store_all_steps(order, shared));
+  const u32 in_lower_buckets = add_counts(shared);
+  u32* const places = order.places();
+  for_tiles_of_warp(num_tiles, [&](u32 index) {
+    const u32 tile = index < num_tiles ? ptx::load_shared_b32(shared.tile(index)) : 0;
+    const u32 bucket = tile / kMostTiles, first = ptx::shuffle(in_lower_buckets, bucket);
+    if (index >= num_tiles) return;
+    const u32 in_warps_before = ptx::load_shared_b32(shared.count(bucket, warp_index()));
+    places[first + in_warps_before + tile % kMostTiles] = index;
   });
-  u32 place = first_place(count, shared_counts, num_far), *const places = order.places();
-  tiles.visit_tiles_of_warp([&](u32 index, u32 bucket, u32 lanes, bool is_own) {
-    const u32 first = ptx::shuffle(place, bucket);
-    if (is_own) places[first + ptx::population_count(lanes & ((1u << lane) - 1))] = index;
-    if (lane == bucket) place += ptx::population_count(lanes);
-  });
-  if (ptx::thread_index() == 0) order.moves_far() = num_far > 0;
+  if (ptx::thread_index() == kFarBuckets) order.moves_far() = in_lower_buckets > 0;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, order_tiles)

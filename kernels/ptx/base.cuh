@@ -178,6 +178,8 @@ CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(0xffffffffu
 CUFLASH_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 // Warp. vote.sync.ballot (9.7.13.9): bit i says whether `predicate` holds in lane i.
 CUFLASH_DEVICE u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+// Warp. match.any.sync (9.7.13.10): bit i says whether lane i has the same value.
+CUFLASH_DEVICE u32 match_any(u32 value) { return __match_any_sync(0xffffffffu, value); }
 
 // ---- Asynchronous copies ------------------------------------------------------------------------------------------
 // Thread. cp.async (9.7.9.25.3.1): `bytes` (4, 8 or 16) to shared memory, the first `source_bytes` of them read from

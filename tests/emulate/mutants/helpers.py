@@ -120,13 +120,13 @@ MUTANTS = (
     mutant("a function is asked of no tile", LISTS, "found[i].shown_whole ? 0 : IndexEntry::kEvaluatesMask", "0",
            "functions sm90"),
     # ---- helpers/tile_order.cu
-    mutant("tiles of a bucket have one place", ORDER, "population_count(lanes & ((1u << lane) - 1))",
-           "population_count(lanes)", "backward sm90 order"),
-    mutant("all warps begin at the same place", ORDER, "    if (warp < warp_index()) place += of_warp;\n", "",
+    mutant("tiles of a bucket have one place", ORDER, "ptx::population_count(lanes & ((1u << lane_index()) - 1))",
+           "ptx::population_count(lanes)", "backward sm90 order"),
+    mutant("all warps begin at the same place", ORDER, "(count, up_to_own - own);", "(count, 0);",
            "backward sm90 order"),
-    mutant("all buckets begin at the same place", ORDER, "    if (bucket < lane_index()) place += of_lower;\n", "",
+    mutant("all buckets begin at the same place", ORDER, "places[first + in_warps_before", "places[in_warps_before",
            "backward sm90 order"),
-    mutant("no tile is far", ORDER, "order.moves_far() = num_far > 0;", "order.moves_far() = 0;",
+    mutant("no tile is far", ORDER, "order.moves_far() = in_lower_buckets > 0;", "order.moves_far() = 0;",
            "backward sm90 order far"),
     # ---- common/schedule/tile_order.cuh
     mutant("the order lies in the rows", TILE_ORDER, "rows * (kIndexHeader + length)", "rows * length",
