@@ -204,24 +204,24 @@ def _forward(
     attn = forward_call(attn, tuple(arrays), options, function).attn
     if attn.options.dropout:
         arrays[RANDOM] = _random(seed, offset)
-    given = {name: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for name, x in arrays.items()}
-    return bind(FORWARD, attn, given)
+    operands = {name: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for name, x in arrays.items()}
+    return bind(FORWARD, attn, operands)
 
 
 def _random(seed: Array, offset: Array) -> Array:
     """Seed and offset as the operand of a primitive."""
-    given = {"seed": seed, "offset": offset}
-    in_arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    numbers = {"seed": seed, "offset": offset}
+    in_arrays = {name: x for name, x in numbers.items() if isinstance(x, jax.Array)}
     for name, x in in_arrays.items():
         if x.shape or not jax.numpy.issubdtype(x.dtype, np.integer):
             remedy = "jax.random.bits(key, dtype='uint32')"
             expected = f"an integer, or an array of one without axes; of a key of jax.random, {remedy}"
             raise type_error(name, f"an array of {x.dtype} and shape {x.shape}", expected)
-    own_seed, own_offset = check_random(*(0 if name in in_arrays else x for name, x in given.items()))
-    numbers = np.array([own_seed & 0xFFFFFFFF, own_seed >> 32, own_offset], np.uint32)
+    known_seed, known_offset = check_random(*(0 if name in in_arrays else x for name, x in numbers.items()))
+    known = np.array([known_seed & 0xFFFFFFFF, known_seed >> 32, known_offset], np.uint32)
     if not in_arrays:
-        return numbers
-    words = {"seed": numbers[0], "high": numbers[1], "offset": numbers[2]} | in_arrays
+        return known
+    words = {"seed": known[0], "high": known[1], "offset": known[2]} | in_arrays
     if "seed" in in_arrays and in_arrays["seed"].dtype.itemsize == 8:
         words["high"] = in_arrays["seed"] >> 32
     return jax.numpy.stack([jax.numpy.asarray(x).astype(np.uint32) for x in words.values()])

@@ -29,14 +29,18 @@ Array = Any
 RANDOM = "dropout.random"
 
 
-def _primitive(which: str) -> Primitive:
-    primitive = Primitive(f"cuflash_{which}")
+# The tangent of `jvp` along a second direction is a primitive, too, though no pass computes it.
+_FORWARD_TWICE = "forward_twice"
+
+
+def _primitive(pass_name: str) -> Primitive:
+    primitive = Primitive(f"cuflash_{pass_name}")
     primitive.multiple_results = True
-    primitive.def_impl(functools.partial(_computed, which))
-    primitive.def_abstract_eval(functools.partial(_abstract, which))
-    batching.primitive_batchers[primitive] = functools.partial(_batched, which, primitive)
+    primitive.def_impl(functools.partial(_eager, pass_name))
+    primitive.def_abstract_eval(functools.partial(_abstract, pass_name))
+    batching.primitive_batchers[primitive] = functools.partial(_batched, pass_name, primitive)
     for platform, rule in (("cpu", _on_cpu), ("cuda", _on_gpu)):
-        function = functools.partial(rule, which)
+        function = functools.partial(rule, pass_name)
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform=platform)
     return primitive
 
@@ -44,48 +48,62 @@ def _primitive(which: str) -> Primitive:
 # ---- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _keywords(which: str, call: PassCall, arrays: Sequence[Array]) -> dict[str, Array]:
+def _by_name(call: PassCall, operands: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(call.names, operands, strict=True))
+
+
+def _keywords(pass_name: str, call: PassCall, arrays: Sequence[Array]) -> dict[str, Any]:
     """The keyword arguments of a pass: `jvp` and what is linear take out and lse for their transposes alone."""
-    given = dict(zip(call.names, arrays, strict=True))
-    if RANDOM in given:
-        low, high, offset = (int(x) for x in np.asarray(given.pop(RANDOM)))
-        given |= {"seed": low | high << 32, "offset": offset}
-    if which == "jvp":
-        given = {name: x for name, x in given.items() if name not in ("out", "lse")}
-    return given | ({"need": call.need} if call.need else {})
+    keywords = _by_name(call, arrays)
+    if RANDOM in keywords:
+        low, high, offset = (int(x) for x in np.asarray(keywords.pop(RANDOM)))
+        keywords |= {"seed": low | high << 32, "offset": offset}
+    if pass_name == "jvp":
+        keywords = {name: x for name, x in keywords.items() if name not in ("out", "lse")}
+    return keywords | ({"need": call.need} if call.need else {})
 
 
-def _names(which: str, call: PassCall) -> tuple[str, ...]:
-    """The names of what a primitive gives of the results of a pass."""
-    return call.need or (("out", "lse") if which == "forward" else ("tout", "tlse"))
+def _result_names(pass_name: str, call: PassCall) -> tuple[str, ...]:
+    """The names of those results of a pass that its primitive gives."""
+    return call.need or (("out", "lse") if pass_name == "forward" else ("tout", "tlse"))
 
 
-def _computed(which: str, *arrays: Array, call: PassCall) -> list[Array]:
+def _compute(pass_name: str, call: PassCall, arrays: Sequence[Array]) -> list[Array]:
+    results = getattr(call.attn, pass_name)(**_keywords(pass_name, call, arrays))
+    return [getattr(results, name) for name in _result_names(pass_name, call)]
+
+
+def _eager(pass_name: str, *operands: Array, call: PassCall) -> list[Array]:
     """The results for arrays with values."""
-    if which == "second":
+    if pass_name == _FORWARD_TWICE:
         raise forward_twice_error()
-    own = [x if isinstance(x, jax.Array) else jax.numpy.asarray(np.asarray(x)) for x in arrays]  # JAX's constants
-    devices = own[0].devices()
+    # Constants of JAX are arrays of NumPy.
+    arrays = [x if isinstance(x, jax.Array) else jax.numpy.asarray(np.asarray(x)) for x in operands]
+    devices = arrays[0].devices()
     if len(devices) > 1:
         expected = "one on a single device: call it within jax.shard_map, where each device has its shard"
         raise NotImplementedError(f"{call.names[0]}: got an array over {len(devices)} devices, expected {expected}")
-    found = getattr(call.attn, which)(**_keywords(which, call, own))
-    results = [getattr(found, name) for name in _names(which, call)]
     # Host memory may be that of several devices, of which DLPack says nothing.
+    results = _compute(pass_name, call, arrays)
     return [x if x.devices() == devices else jax.device_put(x, *devices) for x in results]
 
 
-def _abstract(which: str, *arrays: Any, call: PassCall) -> list[Any]:
+def _abstract(pass_name: str, *operands: Any, call: PassCall) -> list[Any]:
     """Shapes and dtypes of results; shapes that do not fit are refused here, where the function is traced."""
-    given = dict(zip(call.names, arrays, strict=True))
-    if which == "forward":
-        empty = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items() if name != RANDOM}
+    arrays = _by_name(call, operands)
+    if pass_name == "forward":
+        empty = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in arrays.items() if name != RANDOM}
         call.attn.plan(**empty)
-    shapes = result_shapes("jvp", call, {name: x.shape for name, x in given.items()})
-    dtype = jax.numpy.bfloat16 if given["q"].dtype.itemsize == 1 else given["q"].dtype
-    of_forward = {"out": dtype, "lse": np.float64 if dtype == np.float64 else np.float32}
-    dtypes = [given[model_of(x)].dtype if call.need else of_forward[x.removeprefix("t")] for x in _names(which, call)]
-    return [_typed(arrays[0], shapes[x], d) for x, d in zip(_names(which, call), dtypes, strict=True)]
+    shapes = result_shapes("jvp", call, {name: x.shape for name, x in arrays.items()})
+    names = _result_names(pass_name, call)
+    if call.need:
+        dtypes = [arrays[model_of(name)].dtype for name in names]
+    else:
+        q_dtype = arrays["q"].dtype
+        out_dtype = jax.numpy.bfloat16 if q_dtype.itemsize == 1 else q_dtype
+        of_forward = {"out": out_dtype, "lse": np.float64 if out_dtype == np.float64 else np.float32}
+        dtypes = [of_forward[name.removeprefix("t")] for name in names]
+    return [_typed(operands[0], shapes[name], dtype) for name, dtype in zip(names, dtypes, strict=True)]
 
 
 def _typed(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -102,23 +120,20 @@ def _varying(x: Any) -> frozenset[str]:
     return x.manual_axis_type.varying  # type: ignore[no-any-return]
 
 
-def _on_cpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
-    if which == "second":
+def _on_cpu(pass_name: str, *operands: Array, call: PassCall) -> list[Array]:
+    """The results within `jax.jit`, which calls the host back."""
+    if pass_name == _FORWARD_TWICE:
         raise forward_twice_error()
 
-    names = _names(which, call)
-
     def compute(*arrays: Array) -> list[Array]:
-        given = [np.asarray(x) for x in arrays]
-        found = getattr(call.attn, which)(**_keywords(which, call, given))
-        return [getattr(found, name) for name in names]
+        return _compute(pass_name, call, [np.asarray(x) for x in arrays])
 
-    result_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
-    return list(jax.pure_callback(compute, result_types, *arrays))
+    return list(jax.pure_callback(compute, _result_types(pass_name, operands, call), *operands))
 
 
-def _on_gpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
-    if which == "second":
+def _on_gpu(pass_name: str, *operands: Array, call: PassCall) -> list[Array]:
+    """The same on a GPU: the host launches on the stream of the computation, into buffers that XLA allocates."""
+    if pass_name == _FORWARD_TWICE:
         raise forward_twice_error()
     try:
         from jax.experimental.buffer_callback import buffer_callback
@@ -127,46 +142,61 @@ def _on_gpu(which: str, *arrays: Array, call: PassCall) -> list[Array]:
             f"attention: got a GPU within jax.jit and JAX {jax.__version__}, expected JAX 0.6 or later, which has "
             "jax.experimental.buffer_callback; or call it outside of jax.jit"
         ) from error
-    result_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(which, *arrays, call=call)]
-    names = _names(which, call)
 
     def compute(context: Any, results: Sequence[Any], *buffers: Any) -> None:
         import cupy
 
         with cupy_stream(context.stream, cupy.cuda.Device().id):
-            given = [cupy.from_dlpack(x) for x in buffers]
+            arrays = [cupy.from_dlpack(x) for x in buffers]
             if RANDOM in call.names:
-                given[-1] = given[-1].get()
-            own = dict(zip(names, (cupy.from_dlpack(x) for x in results), strict=True))
-            getattr(call.attn, which)(**_keywords(which, call, given), **own)
+                arrays[-1] = arrays[-1].get()
+            views = map(cupy.from_dlpack, results)
+            results_by_name = dict(zip(_result_names(pass_name, call), views, strict=True))
+            getattr(call.attn, pass_name)(**_keywords(pass_name, call, arrays), **results_by_name)
 
-    return list(buffer_callback(compute, result_types)(*arrays))
+    return list(buffer_callback(compute, _result_types(pass_name, operands, call))(*operands))
 
 
-def _batched(which: str, primitive: Primitive, arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
+def _result_types(pass_name: str, operands: Sequence[Any], call: PassCall) -> list[Any]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _abstract(pass_name, *operands, call=call)]
+
+
+def _batched(
+    pass_name: str, primitive: Primitive, operands: Sequence[Array], dims: Sequence[Any], **parameters: Any
+) -> Any:
     """The batching rule: one pass with one more batch axis, or one for each entry (`vmapped_shapes`)."""
     call: PassCall = parameters["call"]
-    is_batched = [d is not None for d in dims]
-    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
-    shapes = {
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    entry_shapes = {
         name: x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :])
-        for name, x, d in zip(call.names, arrays, dims, strict=True)
+        for name, x, d in zip(call.names, operands, dims, strict=True)
     }
-    mapped = [name for name, b in zip(call.names, is_batched, strict=True) if b]
-    if (wider := vmapped_shapes(call, shapes, mapped)) is not None:
-        given = zip(call.names, arrays, dims, strict=True)
-        results = primitive.bind(*(_widened(x, d, wider.get(name), size) for name, x, d in given), **parameters)
-        right, names = result_shapes("jvp", call, shapes), _names(which, call)
-        return [x.reshape(size, *right[name]) for name, x in zip(names, results, strict=True)], [0] * len(names)
-    moved = [jax.numpy.moveaxis(x, d, 0) for x, d, b in zip(arrays, dims, is_batched, strict=True) if b]
+    batched_names = [name for name, d in zip(call.names, dims, strict=True) if d is not None]
+    wider_shapes = vmapped_shapes(call, entry_shapes, batched_names)
+    if wider_shapes is None:
+        results = _for_each_entry(primitive, operands, dims, **parameters)
+    else:
+        named = zip(call.names, operands, dims, strict=True)
+        wider = primitive.bind(*(_widened(x, d, wider_shapes.get(name), size) for name, x, d in named), **parameters)
+        result_names, shapes = _result_names(pass_name, call), result_shapes("jvp", call, entry_shapes)
+        results = [x.reshape(size, *shapes[name]) for name, x in zip(result_names, wider, strict=True)]
+    return results, [0] * len(results)
 
-    def one(entry: list[Array]) -> list[Array]:
-        entries = iter(entry)
-        own = [next(entries) if b else x for x, b in zip(arrays, is_batched, strict=True)]
-        return list(primitive.bind(*own, **parameters))
 
-    found = jax.lax.map(one, moved)
-    return found, [0] * len(found)
+def _for_each_entry(
+    primitive: Primitive, operands: Sequence[Array], dims: Sequence[Any], **parameters: Any
+) -> list[Array]:
+    batched = [jax.numpy.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def compute_entry(entry: list[Array]) -> list[Array]:
+        of_entry = iter(entry)
+        return list(
+            primitive.bind(
+                *(x if d is None else next(of_entry) for x, d in zip(operands, dims, strict=True)), **parameters
+            )
+        )
+
+    return list(jax.lax.map(compute_entry, batched))
 
 
 def _widened(x: Array, dim: int | None, shape: tuple[int, ...] | None, size: int) -> Array:
@@ -179,31 +209,30 @@ def _widened(x: Array, dim: int | None, shape: tuple[int, ...] | None, size: int
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
-FORWARD, _backward, _jvp, _backward_jvp, _second = map(
-    _primitive, ("forward", "backward", "jvp", "backward_jvp", "second")
+FORWARD, _backward, _jvp, _backward_jvp, _forward_twice = map(
+    _primitive, ("forward", "backward", "jvp", "backward_jvp", _FORWARD_TWICE)
 )
 
 
-def bind(primitive: Primitive, attn: FlashAttention, given: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
-    own = tuple(name for name in given if name != RANDOM)  # last, so that it is not in the way of results' shapes
-    names = (*own, *((RANDOM,) if RANDOM in given else ()))
-    arrays = _varying_alike([given[name] for name in names])
-    return primitive.bind(*arrays, call=call(attn, names, tuple(need)))
+def bind(primitive: Primitive, attn: FlashAttention, arrays: Mapping[str, Array], need: Sequence[str] = ()) -> Any:
+    """The results of the primitive of a pass, in order, for arrays by name."""
+    names = sorted(arrays, key=lambda name: name == RANDOM)  # last, so that it is not in the way of results' shapes
+    return primitive.bind(*_varying_alike([arrays[x] for x in names]), call=call(attn, tuple(names), tuple(need)))
 
 
 def _varying_alike(arrays: Sequence[Array]) -> Sequence[Array]:
     """Arrays that all vary over the same axes of `jax.shard_map`, so that gradients are summed over those added."""
-    own = [_varying(jax.typeof(x)) for x in arrays]
-    every = frozenset[str]().union(*own)
-    if not every:
+    axes_of_each = [_varying(jax.typeof(x)) for x in arrays]
+    all_axes = frozenset[str]().union(*axes_of_each)
+    if not all_axes:
         return arrays
-    missing = [tuple(sorted(every - axes)) for axes in own]
+    missing = [tuple(sorted(all_axes - axes)) for axes in axes_of_each]
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
 def _moved(call: PassCall, tangents: Sequence[Any]) -> dict[str, Array]:
     """The tangents that are not zero, by the names of what they are tangents of (`PassCall.moved`)."""
-    named = zip(call.names, tangents, strict=True)
+    named = _by_name(call, tangents).items()
     return call.moved({name: t for name, t in named if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0})
 
 
@@ -211,164 +240,181 @@ def _prefixed(by_name: Mapping[str, Array]) -> dict[str, Array]:
     return {f"t{name}": x for name, x in by_name.items()}
 
 
-def _inputs(call: PassCall, given: Mapping[str, Array]) -> dict[str, Array]:
+def _inputs(call: PassCall, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """What the forward pass takes."""
-    return {name: given[name] for name in (*call.inputs, RANDOM) if name in given}
+    return {name: arrays[name] for name in (*call.inputs, RANDOM) if name in arrays}
+
+
+def _inputs_and_results(call: PassCall, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """What the forward pass takes and gives: what every other pass takes."""
+    return _inputs(call, arrays) | {"out": arrays["out"], "lse": arrays["lse"]}
 
 
 def _zero(x: Array) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _forward_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
-    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
-    out, lse = bind(FORWARD, call.attn, given)
-    if not moved:
-        return (out, lse), [_zero(x) for x in (out, lse)]
-    return (out, lse), bind(_jvp, call.attn, given | {"out": out, "lse": lse} | _prefixed(moved))
+def _split(call: PassCall, operands: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
+    """The arrays by name, and the names of the operands with respect to which a primitive is transposed."""
+    linear = [name for name, x in _by_name(call, operands).items() if ad.is_undefined_primal(x)]
+    return {name: x for name, x in _by_name(call, operands).items() if name not in linear}, linear
 
 
-def _split(call: PassCall, arrays: Sequence[Any]) -> tuple[dict[str, Array], list[str]]:
-    """The arrays by name, and the names of those with respect to which a primitive is transposed."""
-    given = dict(zip(call.names, arrays, strict=True))
-    linear = [name for name, x in given.items() if ad.is_undefined_primal(x)]
-    return {name: x for name, x in given.items() if name not in linear}, linear
+def _nonzero(cotangents: Sequence[Any], result_names: Sequence[str]) -> dict[str, Array]:
+    return {name: c for name, c in zip(result_names, cotangents, strict=True) if type(c) is not ad.Zero}
 
 
-def _cotangents(found: Sequence[Any], names: Sequence[str]) -> dict[str, Array]:
-    return {name: c for name, c in zip(names, found, strict=True) if type(c) is not ad.Zero}
-
-
-def _of_rows(given: Mapping[str, Array], cotangents: Mapping[str, Array]) -> dict[str, Array]:
+def _row_cotangents(arrays: Mapping[str, Array], cotangents: Mapping[str, Array]) -> dict[str, Array]:
     """dout and dlse, from the cotangents of out and lse, or of tout and tlse."""
     by_name = {name.removeprefix("t"): c for name, c in cotangents.items()}
     dout = by_name.get("out")
-    own = {"dout": jax.numpy.zeros_like(given["out"]) if dout is None else dout}
-    return own | ({"dlse": by_name["lse"]} if "lse" in by_name else {})
+    dout = jax.numpy.zeros_like(arrays["out"]) if dout is None else dout
+    return {"dout": dout} | ({"dlse": by_name["lse"]} if "lse" in by_name else {})
 
 
 def _in_order(call: PassCall, by_name: Mapping[str, Any]) -> list[Any]:
+    """For each operand its cotangent, None for those without one."""
     return [by_name.get(name) for name in call.names]
 
 
-def _jvp_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
-    given, linear = _split(call, arrays)
-    if not (own := _cotangents(cotangents, ("tout", "tlse"))):
+# forward
+
+
+def _jvp_of_forward(primals: Any, tangents: Any, *, call: PassCall) -> Any:
+    arrays, moved = _by_name(call, primals), _moved(call, tangents)
+    out, lse = bind(FORWARD, call.attn, arrays)
+    if not moved:
+        return (out, lse), [_zero(x) for x in (out, lse)]
+    return (out, lse), bind(_jvp, call.attn, arrays | {"out": out, "lse": lse} | _prefixed(moved))
+
+
+# jvp: (tout, tlse), linear in the tangents of the inputs
+
+
+def _jvp_of_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
+    arrays, moved = _by_name(call, primals), _moved(call, tangents)
+    tout, tlse = bind(_jvp, call.attn, arrays)
+    fixed = _inputs_and_results(call, arrays)
+    moved_inputs = {name: t for name, t in moved.items() if name in call.inputs}
+    moved_tangents = {name: t for name, t in moved.items() if name not in fixed and name[1:] in call.inputs}
+    result_tangents: list[Any] = [_zero(x) for x in (tout, tlse)]
+    if moved_tangents:
+        result_tangents = bind(_jvp, call.attn, fixed | moved_tangents)
+    if moved_inputs:
+        directions = {f"u{name}": u for name, u in moved_inputs.items()}
+        second = bind(_forward_twice, call.attn, arrays | {"tout": tout, "tlse": tlse} | directions)
+        result_tangents = [ad.add_tangents(x, y) for x, y in zip(result_tangents, second, strict=True)]
+    return (tout, tlse), result_tangents
+
+
+def _transpose_of_jvp(cotangents: Any, *operands: Any, call: PassCall) -> Any:
+    arrays, linear = _split(call, operands)
+    if not (nonzero := _nonzero(cotangents, ("tout", "tlse"))):
         return _in_order(call, {})
-    rows = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]} | _of_rows(given, own)
-    found = bind(_backward, call.attn, rows, [f"d{name[1:]}" for name in linear])
-    return _in_order(call, dict(zip(linear, found, strict=True)))
+    taken = _inputs_and_results(call, arrays) | _row_cotangents(arrays, nonzero)
+    gradients = bind(_backward, call.attn, taken, [f"d{name[1:]}" for name in linear])
+    return _in_order(call, dict(zip(linear, gradients, strict=True)))
 
 
-def _jvp_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
-    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
-    tout, tlse = bind(_jvp, call.attn, given)
-    inputs = _inputs(call, given)
-    fixed = inputs | {"out": given["out"], "lse": given["lse"]}
-    of_tangents = {name: t for name, t in moved.items() if name[1:] in inputs and name not in fixed}
-    of_inputs = {name: t for name, t in moved.items() if name in inputs}
-    found: list[Any] = [_zero(x) for x in (tout, tlse)]
-    if of_tangents:
-        found = bind(_jvp, call.attn, fixed | of_tangents)
-    if of_inputs:
-        directions = {f"u{name}": u for name, u in of_inputs.items()}
-        second = bind(_second, call.attn, given | {"tout": tout, "tlse": tlse} | directions)
-        found = [ad.add_tangents(x, y) for x, y in zip(found, second, strict=True)]
-    return (tout, tlse), found
+# forward_twice: the part of the tangents of (tout, tlse) that is linear in `u...`, tangents of the inputs. No pass
+# computes it, but its transpose is a pass.
 
 
-def _second_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
+def _jvp_of_forward_twice(primals: Any, tangents: Any, *, call: PassCall) -> Any:
+    raise third_order_error("a derivative of forward mode over forward mode")
+
+
+def _transpose_of_forward_twice(cotangents: Any, *operands: Any, call: PassCall) -> Any:
     """The gradient of a Jacobian-vector product with respect to the inputs, as `cuflash.jvp_backward` has it."""
-    given, linear = _split(call, arrays)
-    if not (own := _cotangents(cotangents, ("tout", "tlse"))):
+    arrays, linear = _split(call, operands)
+    if not (nonzero := _nonzero(cotangents, ("tout", "tlse"))):
         return _in_order(call, {})
-    found = bind(_backward_jvp, call.attn, given | _of_rows(given, own), [f"td{name[1:]}" for name in linear])
-    return _in_order(call, dict(zip(linear, found, strict=True)))
+    taken = arrays | _row_cotangents(arrays, nonzero)
+    gradients = bind(_backward_jvp, call.attn, taken, [f"td{name[1:]}" for name in linear])
+    return _in_order(call, dict(zip(linear, gradients, strict=True)))
 
 
-def _backward_of_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
-    given, moved, attn = dict(zip(call.names, primals, strict=True)), _moved(call, tangents), call.attn
-    gradients = bind(_backward, attn, given, call.need)
-    inputs = _inputs(call, given)
-    of_inputs = _prefixed({name: t for name, t in moved.items() if name in inputs})
-    of_rows = {name: t for name, t in moved.items() if name in ("dout", "dlse")}
-    if of_inputs:
+# backward: the gradients that are needed, linear in dout and dlse
+
+
+def _jvp_of_backward(primals: Any, tangents: Any, *, call: PassCall) -> Any:
+    arrays, moved, attn = _by_name(call, primals), _moved(call, tangents), call.attn
+    gradients = bind(_backward, attn, arrays, call.need)
+    moved_inputs = _prefixed({name: t for name, t in moved.items() if name in call.inputs})
+    moved_rows = {name: t for name, t in moved.items() if name in ("dout", "dlse")}
+    if moved_inputs:
         if {"out", "lse"} <= moved.keys():
             tout, tlse = moved["out"], moved["lse"]
         else:
-            tout, tlse = bind(_jvp, attn, inputs | {"out": given["out"], "lse": given["lse"]} | of_inputs)
-        own = given | {"tout": tout, "tlse": tlse} | of_inputs | _prefixed(of_rows)
-        found = bind(_backward_jvp, attn, own, [f"t{name}" for name in call.need])
-    elif of_rows:
-        fixed = {name: x for name, x in given.items() if name != "dlse"}
-        zero = {"dout": jax.numpy.zeros_like(given["dout"])}
-        found = bind(_backward, attn, fixed | zero | of_rows, call.need)
-    else:
-        found = [_zero(x) for x in gradients]
-    return gradients, found
+            tout, tlse = bind(_jvp, attn, _inputs_and_results(call, arrays) | moved_inputs)
+        taken = arrays | {"tout": tout, "tlse": tlse} | moved_inputs | _prefixed(moved_rows)
+        return gradients, bind(_backward_jvp, attn, taken, [f"t{name}" for name in call.need])
+    if moved_rows:
+        fixed = {name: x for name, x in arrays.items() if name != "dlse"}
+        zero = {"dout": jax.numpy.zeros_like(arrays["dout"])}
+        return gradients, bind(_backward, attn, fixed | zero | moved_rows, call.need)
+    return gradients, [_zero(x) for x in gradients]
 
 
-def _backward_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
+def _transpose_of_backward(cotangents: Any, *operands: Any, call: PassCall) -> Any:
     """The pass is linear in dout and dlse, whose gradients are the tangents of out and lse."""
-    given, _ = _split(call, arrays)
-    if not (own := _cotangents(cotangents, call.need)):
+    arrays, linear = _split(call, operands)
+    if not (nonzero := _nonzero(cotangents, call.need)):
         return _in_order(call, {})
-    fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
-    tout, tlse = bind(_jvp, call.attn, fixed | {f"t{name[1:]}": c for name, c in own.items()})
-    linear = [name for name in ("dout", "dlse") if name in call.names and name not in given]
+    directions = {f"t{name[1:]}": c for name, c in nonzero.items()}
+    tout, tlse = bind(_jvp, call.attn, _inputs_and_results(call, arrays) | directions)
     return _in_order(call, {name: x for name, x in (("dout", tout), ("dlse", tlse)) if name in linear})
 
 
-def _backward_jvp_transpose(cotangents: Any, *arrays: Any, call: PassCall) -> Any:
-    """The Hessian is symmetric. What goes through tout and tlse is in the gradients of the other tangents."""
-    given, linear = _split(call, arrays)
-    if not (own := _cotangents(cotangents, call.need)):
-        return _in_order(call, {})
-    fixed = _inputs(call, given) | {"out": given["out"], "lse": given["lse"]}
-    directions = {f"t{name[2:]}": c for name, c in own.items()}
-    tout, tlse = bind(_jvp, call.attn, fixed | directions)
-    found = {name: x for name, x in (("tdout", tout), ("tdlse", tlse)) if name in linear}
-    if tangents := [name for name in linear if name[1:] in call.inputs]:
-        rows = {name: given[name] for name in ("dout", "dlse") if name in given}
-        results = {"tout": tout, "tlse": tlse}
-        product = bind(_backward_jvp, call.attn, fixed | rows | results | directions, [f"td{x[1:]}" for x in tangents])
-        found |= dict(zip(tangents, product, strict=True))
-    return _in_order(call, found)
+# backward_jvp: the tangents of gradients, linear in the tangents of the inputs, tdout and tdlse
 
 
-def _backward_jvp_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
-    given, moved = dict(zip(call.names, primals, strict=True)), _moved(call, tangents)
-    inputs = _inputs(call, given)
+def _jvp_of_backward_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
+    arrays, moved = _by_name(call, primals), _moved(call, tangents)
+    inputs = _inputs(call, arrays)
     if wrong := [name for name in moved if name in inputs or name in ("dout", "dlse")]:
         raise third_order_error(f"a derivative of backward_jvp with respect to {wrong[0]}")
-    results = bind(_backward_jvp, call.attn, given, call.need)
+    results = bind(_backward_jvp, call.attn, arrays, call.need)
     linear = {name for name in call.names if name.startswith("t") and name not in inputs}
-    own = {name: t for name, t in moved.items() if name in linear}
-    if not own:
+    moved_linear = {name: t for name, t in moved.items() if name in linear}
+    if not moved_linear:
         return results, [_zero(x) for x in results]
-    fixed = {name: x for name, x in given.items() if name not in linear}
-    zeros = {name: jax.numpy.zeros_like(given[name]) for name in ("tout", "tlse")}
-    return results, bind(_backward_jvp, call.attn, fixed | zeros | own, call.need)
+    fixed = {name: x for name, x in arrays.items() if name not in linear}
+    zeros = {name: jax.numpy.zeros_like(arrays[name]) for name in ("tout", "tlse")}
+    return results, bind(_backward_jvp, call.attn, fixed | zeros | moved_linear, call.need)
 
 
-def _second_jvp(primals: Any, tangents: Any, *, call: PassCall) -> Any:
-    raise third_order_error("a derivative of forward mode over forward mode")
+def _transpose_of_backward_jvp(cotangents: Any, *operands: Any, call: PassCall) -> Any:
+    """The Hessian is symmetric. What goes through tout and tlse is in the gradients of the other tangents."""
+    arrays, linear = _split(call, operands)
+    if not (nonzero := _nonzero(cotangents, call.need)):
+        return _in_order(call, {})
+    fixed = _inputs_and_results(call, arrays)
+    directions = {f"t{name[2:]}": c for name, c in nonzero.items()}
+    tout, tlse = bind(_jvp, call.attn, fixed | directions)
+    gradients = {name: x for name, x in (("tdout", tout), ("tdlse", tlse)) if name in linear}
+    if input_tangents := [name for name in linear if name[1:] in call.inputs]:
+        rows = {name: arrays[name] for name in ("dout", "dlse") if name in arrays}
+        taken = fixed | rows | {"tout": tout, "tlse": tlse} | directions
+        product = bind(_backward_jvp, call.attn, taken, [f"td{name[1:]}" for name in input_tangents])
+        gradients |= dict(zip(input_tangents, product, strict=True))
+    return _in_order(call, gradients)
 
 
 ad.primitive_jvps.update(
     {
-        FORWARD: _forward_jvp,
-        _backward: _backward_of_jvp,
-        _jvp: _jvp_jvp,
-        _backward_jvp: _backward_jvp_jvp,
-        _second: _second_jvp,
+        FORWARD: _jvp_of_forward,
+        _backward: _jvp_of_backward,
+        _jvp: _jvp_of_jvp,
+        _backward_jvp: _jvp_of_backward_jvp,
+        _forward_twice: _jvp_of_forward_twice,
     }
 )
 ad.primitive_transposes.update(
     {
-        _backward: _backward_transpose,
-        _jvp: _jvp_transpose,
-        _backward_jvp: _backward_jvp_transpose,
-        _second: _second_transpose,
+        _backward: _transpose_of_backward,
+        _jvp: _transpose_of_jvp,
+        _backward_jvp: _transpose_of_backward_jvp,
+        _forward_twice: _transpose_of_forward_twice,
     }
 )
