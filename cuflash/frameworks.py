@@ -43,14 +43,14 @@ class PassCall:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The names of those arrays that `FlashAttention.forward` takes, which come first."""
-        own = {*INPUTS, *NAMES, *self.attn.options.score_args}
-        return tuple(name for name in self.names if name in own)
+        taken = {*INPUTS, *NAMES, *self.attn.options.score_args}
+        return tuple(name for name in self.names if name in taken)
 
     @cached_property
     def movable(self) -> tuple[str, ...]:
         """The names of those arrays that have gradients."""
-        own = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
-        return tuple(name for name in self.names if name in own)
+        differentiable = {*_MOVABLE, *(name[1:] for name in self.attn.options.score_gradients)}
+        return tuple(name for name in self.names if name in differentiable)
 
     def moved(self, tangents: Mapping[str, Any]) -> dict[str, Any]:
         """The tangents, by the names of what they are tangents of, that results depend on.
@@ -100,8 +100,8 @@ def call(attn: FlashAttention, names: tuple[str, ...], need: tuple[str, ...] = (
 
 def call_of(token: str) -> PassCall:
     """The call that `PassCall.token` spells."""
-    found = _calls.get(token)
-    if found is None:
+    known_call = _calls.get(token)
+    if known_call is None:
         options, names, need = json.loads(token)
         if "process" in options:
             raise RuntimeError(
@@ -109,11 +109,11 @@ def call_of(token: str) -> PassCall:
                 "function; compile again with an empty cache"
             )
         options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-        found = _calls[token] = call(FlashAttention(**options), tuple(names), tuple(need))
-    return found
+        known_call = _calls[token] = call(FlashAttention(**options), tuple(names), tuple(need))
+    return known_call
 
 
-def _made(options: Mapping[str, Any]) -> FlashAttention:
+def _attn_of(options: Mapping[str, Any]) -> FlashAttention:
     """The `FlashAttention` of options. A function is traced by each call: what it reads may have changed."""
     if not options.keys().isdisjoint(_FUNCTIONS):
         return FlashAttention(**options)
@@ -135,22 +135,22 @@ def forward_call(
         for name, x in options.items():
             if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
                 raise _keyword_error(function, name, x)
-        attn = _made(options)
+        attn = _attn_of(options)
     elif options:
         name, x = next(iter(options.items()))
         if name not in OPTION_NAMES or (name == "mask" and not callable(x)):
             raise _keyword_error(function, name, x)
         raise TypeError(f"{name}: got it together with attn, expected one of them; give it to attn")
-    found = call(attn, names)
-    if len(found.inputs) != len(names):
-        unknown = next(name for name in names if name not in found.inputs)
+    forward = call(attn, names)
+    if len(forward.inputs) != len(names):
+        unknown = next(name for name in names if name not in forward.inputs)
         if unknown in OPTION_NAMES:
             raise TypeError(
                 f"{unknown}: got an array, expected a Python value, because options have no gradients here: give "
                 f"{unknown}.item(), or for the gradient of a scale q * scale with scale=1.0"
             )
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown!r}")
-    return found
+    return forward
 
 
 def add_keywords(
@@ -197,7 +197,7 @@ def _keyword_error(function: str, name: str, x: object) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def result_shapes(which: str, call: PassCall, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+def result_shapes(pass_name: str, call: PassCall, shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
     """The shapes of what a pass gives, by name, for arrays of such shapes, whose sizes may be a compiler's symbols."""
     if call.need:
         return {name: tuple(shapes[model_of(name)]) for name in call.need}
@@ -210,7 +210,7 @@ def result_shapes(which: str, call: PassCall, shapes: Mapping[str, Sequence[Any]
     rows = (heads, seqlen) if ndim > 2 else (seqlen,)
     of_out = (seqlen, heads) if ndim > 2 and is_bshd else rows
     of_forward = {"out": (*batch, *of_out, v[-1]), "lse": (*batch, *rows)}
-    if which == "forward":
+    if pass_name == "forward":
         return of_forward
     return of_forward | {f"t{name}": shape for name, shape in of_forward.items()}
 
@@ -243,7 +243,7 @@ _OWN_AXES = {"out": 3, "lse": 2, **dict.fromkeys(INPUTS, 3)} | {
 
 def _without_prefix(name: str) -> str:
     """The array whose gradient, tangent, or both, a name says."""
-    return next(own for own in (name, name[1:], name[2:]) if own in _OWN_AXES or own == name[2:])
+    return next(base for base in (name, name[1:], name[2:]) if base in _OWN_AXES or base == name[2:])
 
 
 def _with_own_axes(layout: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:

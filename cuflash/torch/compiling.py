@@ -68,12 +68,13 @@ def _guard_function(tx: Any, function: VariableTracker, seen: list[object]) -> N
     function = function.realize()
     if not isinstance(function, (NestedUserFunctionVariable, UserFunctionVariable)):
         return
-    own = function.get_function() if isinstance(function, UserFunctionVariable) else function
-    if any(x is own for x in seen) or _is_known(function.get_globals()):
+    identity = function.get_function() if isinstance(function, UserFunctionVariable) else function
+    if any(x is identity for x in seen) or _is_known(function.get_globals()):
         return
-    seen.append(own)
-    found = _closed_over(tx, function) if isinstance(function, NestedUserFunctionVariable) else _cells(tx, function)
-    for x in [*found, *_globals(tx, function.get_code(), function.get_globals())]:
+    seen.append(identity)
+    is_nested = isinstance(function, NestedUserFunctionVariable)
+    contents = _closed_over(tx, function) if is_nested else _cells(tx, function)
+    for x in [*contents, *_globals(tx, function.get_code(), function.get_globals())]:
         _guard_function(tx, x, seen)
 
 
@@ -97,8 +98,9 @@ def _closed_over(tx: Any, function: NestedUserFunctionVariable) -> Iterator[Vari
 
 def _cells(tx: Any, function: UserFunctionVariable) -> Iterator[VariableTracker]:
     """Numbers and functions that a function made elsewhere closes over. All else might change without a guard."""
-    own = function.get_function()
-    for number, (name, cell) in enumerate(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)):
+    outer = function.get_function()
+    names, cells = outer.__code__.co_freevars, outer.__closure__ or ()
+    for number, (name, cell) in enumerate(zip(names, cells, strict=True)):
         try:
             content = cell.cell_contents
         except ValueError:  # nothing yet

@@ -37,30 +37,28 @@ _SCHEMAS = {
 }
 
 
-def _define(which: str) -> None:
+def _define(pass_name: str) -> None:
     """Define the operator of a pass: what it computes, and what a compiler knows of that."""
-    _library.define(f"{which}(Tensor[] arrays, str call, SymInt? seed, SymInt? offset) -> {_SCHEMAS[which]}")
-    of_list = _SCHEMAS[which] == "Tensor[]"
+    schema = _SCHEMAS[pass_name]
+    _library.define(f"{pass_name}(Tensor[] arrays, str call, SymInt? seed, SymInt? offset) -> {schema}")
+    as_schema = list if schema == "Tensor[]" else tuple
 
     def kernel(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        found = run(which, call_of(token), seed, offset, arrays)
-        return list(found) if of_list else found
+        return as_schema(run(pass_name, call_of(token), seed, offset, arrays))
 
     def fake(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        own = call_of(token)
-        shapes = result_shapes(which, own, {name: x.shape for name, x in zip(own.names, arrays, strict=True)})
-        found = tuple(empty_results(own, arrays, shapes).values())
-        return list(found) if of_list else found
+        call = call_of(token)
+        shapes = result_shapes(pass_name, call, {name: x.shape for name, x in zip(call.names, arrays, strict=True)})
+        return as_schema(empty_results(call, arrays, shapes).values())
 
     def differentiable(arrays: list[Tensor], token: str, seed: int | None, offset: int | None) -> Any:
-        found = _FUNCTIONS[which].apply(call_of(token), seed, offset, *arrays)
-        return list(found) if of_list else found
+        return as_schema(_FUNCTIONS[pass_name].apply(call_of(token), seed, offset, *arrays))
 
-    _library.impl(which, kernel, "CPU")
-    _library.impl(which, kernel, "CUDA")
-    _library.impl(which, differentiable, "Autograd")
-    _library.impl(which, differentiable, "FuncTorchDynamicLayerFrontMode")  # transforms of torch.func
-    torch.library.register_fake(f"cuflash::{which}", fake, lib=_library)
+    _library.impl(pass_name, kernel, "CPU")
+    _library.impl(pass_name, kernel, "CUDA")
+    _library.impl(pass_name, differentiable, "Autograd")
+    _library.impl(pass_name, differentiable, "FuncTorchDynamicLayerFrontMode")  # transforms of torch.func
+    torch.library.register_fake(f"cuflash::{pass_name}", fake, lib=_library)
 
 
 def _is_plain(tensors: Tensors) -> bool:
@@ -84,11 +82,13 @@ def _is_recorded(tensors: Tensors) -> bool:
     return False
 
 
-def _compute(which: str, call: PassCall, seed: int | None, offset: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _compute(
+    pass_name: str, call: PassCall, seed: int | None, offset: int | None, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     if _is_plain(tensors):
-        return run(which, call, seed, offset, tensors)
+        return run(pass_name, call, seed, offset, tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return tuple(getattr(torch.ops.cuflash, which)(list(tensors), call.token, seed, offset))
+        return tuple(getattr(torch.ops.cuflash, pass_name)(list(tensors), call.token, seed, offset))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types a
     Of tensors that have no gradient, and of those that are results of an earlier pass, gradients are None.
     """
 
-    which: str
+    pass_name: str
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -115,8 +115,9 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types a
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @classmethod
-    def of(cls, attn: FlashAttention, need: tuple[str, ...], random: Any, given: Mapping[str, Tensor]) -> Any:
-        return cls.apply(call(attn, tuple(given), need), *random, *given.values())
+    def of(cls, attn: FlashAttention, need: tuple[str, ...], random: Any, arrays: Mapping[str, Tensor]) -> Any:
+        """The pass of tensors by name, with seed and offset of another one."""
+        return cls.apply(call(attn, tuple(arrays), need), *random, *arrays.values())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -130,28 +131,26 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]  # PyTorch's types a
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
         """One pass with one more batch axis, or one for each entry where that cannot be (`vmapped_shapes`)."""
-        which, head, tensors = args[0], args[:3], args[3:]
-        if which.attn.options.dropout and info.randomness == "different":
+        (call, *random), tensors, dims, size = args[:3], args[3:], in_dims[3:], info.batch_size
+        if call.attn.options.dropout and info.randomness == "different":
             raise NotImplementedError(
                 "dropout: got randomness='different' of torch.vmap, expected 'same' or 'error': all entries have one "
                 "seed; as a batch axis of q, in place of vmap, they drop other weights"
             )
-        dims, size = in_dims[3:], info.batch_size
-        own = [x.shape if d is None else x.select(d, 0).shape for x, d in zip(tensors, dims, strict=True)]
-        shapes = dict(zip(which.names, own, strict=True))
-        mapped = [name for name, d in zip(which.names, dims, strict=True) if d is not None]
-        if (wider := vmapped_shapes(which, shapes, mapped)) is not None:
-            given = zip(which.names, tensors, dims, strict=True)
-            found = cls.apply(*head, *(_widened(x, d, wider.get(name), size) for name, x, d in given))
-            right = result_shapes(cls.which, which, shapes)
-            results = tuple(x.reshape(size, *shape) for x, shape in zip(found, right.values(), strict=True))
-            return results, (0,) * len(results)
-        found = []
-        for entry in range(size):
-            of_entry = (x if d is None else x.select(d, entry) for x, d in zip(tensors, dims, strict=True))
-            found.append(cls.apply(*head, *of_entry))
-        stacked = tuple(torch.stack(entries) for entries in zip(*found, strict=True))
-        return stacked, (0,) * len(stacked)
+        named = list(zip(call.names, tensors, dims, strict=True))
+        entry_shapes = {name: x.shape if d is None else x.select(d, 0).shape for name, x, d in named}
+        wider_shapes = vmapped_shapes(call, entry_shapes, [name for name, _, d in named if d is not None])
+        if wider_shapes is None:
+            entries = [
+                cls.apply(call, *random, *(x if d is None else x.select(d, entry) for _, x, d in named))
+                for entry in range(size)
+            ]
+            results = tuple(torch.stack(of_entries) for of_entries in zip(*entries, strict=True))
+        else:
+            wider = cls.apply(call, *random, *(_widened(x, d, wider_shapes.get(name), size) for name, x, d in named))
+            shapes = result_shapes(cls.pass_name, call, entry_shapes).values()
+            results = tuple(x.reshape(size, *shape) for x, shape in zip(wider, shapes, strict=True))
+        return results, (0,) * len(results)
 
 
 def _widened(x: Tensor, dim: int | None, shape: tuple[int, ...] | None, size: int) -> Tensor:
@@ -177,42 +176,43 @@ def _moved(ctx: Any, tangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return ctx.call.moved({name: t for name, t in named if t is not None})  # type: ignore[no-any-return]
 
 
-def _wanted(ctx: Any) -> tuple[str, ...]:
+def _inputs_to_differentiate(ctx: Any) -> tuple[str, ...]:
     """The names of inputs that have gradients and need them."""
     needs = dict(zip(ctx.call.names, ctx.needs_input_grad[3:], strict=True))
-    check_movable(ctx.call, [name for name, needs_one in needs.items() if needs_one])
+    check_movable(ctx.call, [name for name, needs_gradient in needs.items() if needs_gradient])
     return tuple(name for name in ctx.call.inputs if name in ctx.call.movable and needs[name])
 
 
 def _reached(ctx: Any) -> list[str]:
     """The names of tensors whose gradients the running backward pass goes on to, of all that need one."""
-    found, edges = [], ctx.next_functions
-    for name, needs, (node, _) in zip(ctx.call.names, ctx.needs_input_grad[3:], edges, strict=True):
+    reached = []
+    for name, needs, (node, _) in zip(ctx.call.names, ctx.needs_input_grad[3:], ctx.next_functions, strict=True):
         if needs and node is not None:
             try:
                 is_reached = torch._C._will_engine_execute_node(node)
             except RuntimeError:  # a leaf that is asked for
                 is_reached = True
-            found += [name] * is_reached
-    return found
+            if is_reached:
+                reached.append(name)
+    return reached
 
 
 def _in_order(ctx: Any, by_name: Mapping[str, Any]) -> tuple[Any, ...]:
+    """For each argument of `apply` its gradient, None for those without one."""
     return (None, None, None, *(by_name.get(name) for name in ctx.call.names))
 
 
 class Forward(_Pass):
-    which = "forward"
-    forward = staticmethod(functools.partial(_compute, which))
+    pass_name = "forward"
+    forward = staticmethod(functools.partial(_compute, pass_name))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *inputs, out, lse = ctx.saved_tensors  # each look at these takes a microsecond for a tensor
-        given = dict(zip(ctx.call.names, inputs, strict=True))
-        given |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
-        given |= {} if dlse is None else {"dlse": dlse}
-        found = _by_input(_Backward, ctx.call.attn, _wanted(ctx), ctx.random, given)
-        return _in_order(ctx, found)
+        taken = dict(zip(ctx.call.names, inputs, strict=True))
+        taken |= {"out": out, "lse": lse} | _row_gradients(out, dout, dlse)
+        gradients = _by_input(_Backward, ctx.call.attn, _inputs_to_differentiate(ctx), ctx.random, taken)
+        return _in_order(ctx, gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -221,49 +221,53 @@ class Forward(_Pass):
         return tout, tlse
 
 
+def _row_gradients(out: Tensor, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor]:
+    """What passes take for the gradients with respect to out and lse, or tout and tlse, None where these are zero."""
+    gradients = {"dout": torch.zeros_like(out) if dout is None else dout}
+    return gradients if dlse is None else gradients | {"dlse": dlse}
+
+
 def _by_input(
-    pass_: type[_Pass], attn: FlashAttention, wanted: Sequence[str], random: Any, given: Mapping[str, Tensor]
+    pass_: type[_Pass], attn: FlashAttention, inputs: Sequence[str], random: Any, arrays: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """By the name of each wanted input, its gradient, or the tangent of that by `_BackwardJvp`."""
+    """By the names of some inputs, their gradients, or the tangents of these by `_BackwardJvp`."""
     prefix = "td" if pass_ is _BackwardJvp else "d"
-    found = pass_.of(attn, tuple(f"{prefix}{name}" for name in wanted), random, given) if wanted else ()
-    return dict(zip(wanted, found, strict=True))
+    results = pass_.of(attn, tuple(f"{prefix}{name}" for name in inputs), random, arrays) if inputs else ()
+    return dict(zip(inputs, results, strict=True))
 
 
 class _Backward(_Pass):
-    which = "backward"
-    forward = staticmethod(functools.partial(_compute, which))
+    pass_name = "backward"
+    forward = staticmethod(functools.partial(_compute, pass_name))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """The gradients of ``sum(c * g)``: `cuflash.double_backward` says why these are they."""
-        given, inputs = _named(ctx), _inputs(ctx)
-        moved = {f"t{name[1:]}": c for name, c in zip(ctx.call.need, cotangents, strict=True) if c is not None}
-        if not moved:
+        directions = {f"t{name[1:]}": c for name, c in zip(ctx.call.need, cotangents, strict=True) if c is not None}
+        if not directions:
             return _in_order(ctx, {})
-        _, _, tout, tlse = _Jvp.of(ctx.call.attn, (), ctx.random, inputs | moved)
-        own = given | {"tout": tout, "tlse": tlse} | moved
-        found = _by_input(_BackwardJvp, ctx.call.attn, _wanted(ctx), ctx.random, own)
-        return _in_order(ctx, found | {"dout": tout, "dlse": tlse})
+        _, _, tout, tlse = _Jvp.of(ctx.call.attn, (), ctx.random, _inputs(ctx) | directions)
+        taken = _named(ctx) | {"tout": tout, "tlse": tlse} | directions
+        gradients = _by_input(_BackwardJvp, ctx.call.attn, _inputs_to_differentiate(ctx), ctx.random, taken)
+        return _in_order(ctx, gradients | {"dout": tout, "dlse": tlse})
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        given, random, attn = _named(ctx), ctx.random, ctx.call.attn
+        arrays, random, attn = _named(ctx), ctx.random, ctx.call.attn
         moved = {f"t{name}": t for name, t in _moved(ctx, tangents).items()}
-        of_inputs = {name: t for name, t in moved.items() if name[1:] in ctx.call.inputs}
-        if not of_inputs:
-            linear = {"dout": moved.get("tdout", torch.zeros_like(given["dout"]))}
-            linear |= {"dlse": moved["tdlse"]} if "tdlse" in moved else {}
-            own = {name: x for name, x in given.items() if name != "dlse"} | linear
-            return tuple(_Backward.of(attn, ctx.call.need, random, own))
-        _, _, tout, tlse = _Jvp.of(attn, (), random, _inputs(ctx) | of_inputs)
-        own = given | moved | {"tout": tout, "tlse": tlse}
-        return tuple(_BackwardJvp.of(attn, tuple(f"t{name}" for name in ctx.call.need), random, own))
+        moved_inputs = {name: t for name, t in moved.items() if name[1:] in ctx.call.inputs}
+        if not moved_inputs:  # the pass is linear in dout and dlse
+            fixed = {name: x for name, x in arrays.items() if name != "dlse"}
+            moved_rows = _row_gradients(arrays["dout"], moved.get("tdout"), moved.get("tdlse"))
+            return tuple(_Backward.of(attn, ctx.call.need, random, fixed | moved_rows))
+        _, _, tout, tlse = _Jvp.of(attn, (), random, _inputs(ctx) | moved_inputs)
+        taken = arrays | moved | {"tout": tout, "tlse": tlse}
+        return tuple(_BackwardJvp.of(attn, tuple(f"t{name}" for name in ctx.call.need), random, taken))
 
 
 class _Jvp(_Pass):
-    which = "jvp"
-    forward = staticmethod(functools.partial(_compute, which))
+    pass_name = "jvp"
+    forward = staticmethod(functools.partial(_compute, pass_name))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -275,14 +279,14 @@ class _Jvp(_Pass):
         """As `cuflash.jvp_backward`."""
         *_, out, lse, tout, tlse = ctx.saved_tensors
         inputs, attn, random = _inputs(ctx), ctx.call.attn, ctx.random
-        results = {"out": out, "lse": lse, "dout": torch.zeros_like(tout) if dtout is None else dtout}
-        results |= {} if dtlse is None else {"dlse": dtlse}
-        moved = {name: x for name, x in _named(ctx).items() if name not in inputs}
-        own = inputs | moved | results | {"tout": tout, "tlse": tlse}
-        found = _by_input(_BackwardJvp, attn, _wanted(ctx), random, own)
+        results = {"out": out, "lse": lse} | _row_gradients(tout, dtout, dtlse)
+        directions = {name: x for name, x in _named(ctx).items() if name not in inputs}
+        taken = inputs | directions | results | {"tout": tout, "tlse": tlse}
+        of_inputs = _by_input(_BackwardJvp, attn, _inputs_to_differentiate(ctx), random, taken)
         needs = dict(zip(ctx.call.names, ctx.needs_input_grad[3:], strict=True))
-        of_tangents = _by_input(_Backward, attn, [name[1:] for name in moved if needs[name]], random, inputs | results)
-        return _in_order(ctx, found | {f"t{name}": x for name, x in of_tangents.items()})
+        moved = [name[1:] for name in directions if needs[name]]
+        of_directions = _by_input(_Backward, attn, moved, random, inputs | results)
+        return _in_order(ctx, of_inputs | {f"t{name}": x for name, x in of_directions.items()})
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -295,43 +299,41 @@ class _Jvp(_Pass):
 
 
 class _BackwardJvp(_Pass):
-    which = "backward_jvp"
-    forward = staticmethod(functools.partial(_compute, which))
+    pass_name = "backward_jvp"
+    forward = staticmethod(functools.partial(_compute, pass_name))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         """The pass is a symmetric matrix, the Hessian, times the tangents, and linear in tdout and tdlse."""
-        given, inputs, attn, random = _named(ctx), _inputs(ctx), ctx.call.attn, ctx.random
-        moved = {name for name in ctx.call.names if name[1:] in inputs}
-        linear = moved | {"tdout", "tdlse"}
-        of_earlier = {"out", "lse", "tout", "tlse"}
-        if wrong := [name for name in _reached(ctx) if name not in linear | of_earlier]:
+        arrays, inputs, attn, random = _named(ctx), _inputs(ctx), ctx.call.attn, ctx.random
+        input_tangents = [name for name in ctx.call.names if name[1:] in inputs]
+        linear = {*input_tangents, "tdout", "tdlse"}
+        earlier_results = {"out", "lse", "tout", "tlse"}
+        if wrong := [name for name in _reached(ctx) if name not in linear | earlier_results]:
             raise third_order_error(f"a gradient of backward_jvp with respect to {wrong[0]}")
-        own = {f"t{name[2:]}": c for name, c in zip(ctx.call.need, cotangents, strict=True) if c is not None}
-        if not own:
+        directions = {f"t{name[2:]}": c for name, c in zip(ctx.call.need, cotangents, strict=True) if c is not None}
+        if not directions:
             return _in_order(ctx, {})
-        _, _, tout, tlse = _Jvp.of(attn, (), random, inputs | own)
-        fixed = {name: x for name, x in given.items() if name not in linear}
-        found = _by_input(
-            _BackwardJvp, attn, [name[1:] for name in moved], random, fixed | own | {"tout": tout, "tlse": tlse}
-        )
-        return _in_order(ctx, {f"t{name}": x for name, x in found.items()} | {"tdout": tout, "tdlse": tlse})
+        _, _, tout, tlse = _Jvp.of(attn, (), random, inputs | directions)
+        fixed = {name: x for name, x in arrays.items() if name not in linear}
+        taken = fixed | directions | {"tout": tout, "tlse": tlse}
+        gradients = _by_input(_BackwardJvp, attn, [name[1:] for name in input_tangents], random, taken)
+        return _in_order(ctx, {f"t{name}": x for name, x in gradients.items()} | {"tdout": tout, "tdlse": tlse})
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Where nothing moves but what the pass is linear in."""
-        given, inputs, attn, random = _named(ctx), _inputs(ctx), ctx.call.attn, ctx.random
+        arrays, inputs, attn, random = _named(ctx), _inputs(ctx), ctx.call.attn, ctx.random
         moved = _moved(ctx, tangents)
         if moved.keys() & {*inputs, "dout", "dlse"}:
             raise third_order_error("a tangent of backward_jvp")
-        own = {name: t for name, t in moved.items() if name[1:] in inputs}
-        _, _, tout, tlse = _Jvp.of(attn, (), random, inputs | own)
-        fixed = {name: given[name] for name in ("dout", "dlse", "out", "lse") if name in given}
-        return tuple(
-            _BackwardJvp.of(attn, ctx.call.need, random, inputs | fixed | moved | {"tout": tout, "tlse": tlse})
-        )
+        directions = {name: t for name, t in moved.items() if name[1:] in inputs}
+        _, _, tout, tlse = _Jvp.of(attn, (), random, inputs | directions)
+        fixed = {name: arrays[name] for name in ("dout", "dlse", "out", "lse") if name in arrays}
+        taken = inputs | fixed | moved | {"tout": tout, "tlse": tlse}
+        return tuple(_BackwardJvp.of(attn, ctx.call.need, random, taken))
 
 
-_FUNCTIONS: dict[str, type[_Pass]] = {f.which: f for f in (Forward, _Backward, _Jvp, _BackwardJvp)}
-for _which in _SCHEMAS:
-    _define(_which)
+_FUNCTIONS: dict[str, type[_Pass]] = {f.pass_name: f for f in (Forward, _Backward, _Jvp, _BackwardJvp)}
+for _pass_name in _SCHEMAS:
+    _define(_pass_name)

@@ -31,9 +31,9 @@ _NUMPY_DTYPES = {
 }
 
 
-# The dtype of a view by CuPy, the bytes of a number, and whether it is fp8, which CuPy does not know.
-_OF_CUPY = {dtype: (own, own.itemsize, False) for dtype, own in _NUMPY_DTYPES.items()} | {
-    dtype: (own, own.itemsize, viewed is torch.uint8) for dtype, (viewed, own) in _VIEWED_AS.items()
+# The dtype of a view by CuPy, its bytes per element, and whether it is fp8, which CuPy does not know.
+_OF_CUPY = {dtype: (known, known.itemsize, False) for dtype, known in _NUMPY_DTYPES.items()} | {
+    dtype: (known, known.itemsize, viewed is torch.uint8) for dtype, (viewed, known) in _VIEWED_AS.items()
 }
 
 
@@ -106,19 +106,19 @@ def _allocator() -> Any:
     return _cupy().cuda.PythonFunctionAllocator(allocate, free).malloc
 
 
-def run(which: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+def run(pass_name: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
     """The results of a pass."""
     if not tensors[0].is_cpu:
-        return _run_cuda(which, call, seed, offset, tensors)
+        return _run_cuda(pass_name, call, seed, offset, tensors)
     keywords = _keywords(call, seed, offset)
     for name, x in zip(call.names, tensors, strict=True):
         if not x.is_cpu:
             raise TypeError(f"{name}: got a tensor on {x.device}, expected one on cpu as q is")
         keywords[name] = numpy_view(x)
-    found = getattr(call.attn, which)(**keywords)
+    results = getattr(call.attn, pass_name)(**keywords)
     if call.need:
-        found = [getattr(found, name) for name in call.need]  # in that order
-    return tuple([from_numpy(x) for x in found])
+        results = [getattr(results, name) for name in call.need]  # in that order
+    return tuple([from_numpy(x) for x in results])
 
 
 def _keywords(call: PassCall, seed: int | None, offset: int | None) -> dict[str, Any]:
@@ -139,23 +139,25 @@ def device_error(q: Tensor) -> TypeError:
     return TypeError(f"q: got a tensor on {q.device}, expected one in host or CUDA memory: q.cpu() or q.cuda()")
 
 
-def _run_cuda(which: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors) -> tuple[Tensor, ...]:
+def _run_cuda(
+    pass_name: str, call: PassCall, seed: int | None, offset: int | None, tensors: Tensors
+) -> tuple[Tensor, ...]:
     """The results of a pass. For tensors whose signature was seen before, addresses are enough to launch it."""
     q = tensors[0]
     if not q.is_cuda:
         raise device_error(q)
     cupy, backend, index = _cupy(), _launches(), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    signature, addresses = _signature_of(which, call, tensors)
+    signature, addresses = _signature_of(pass_name, call, tensors)
     repeated = backend.repeated_launch(signature)
     if repeated is not None:
-        found = _repeat(repeated, call.attn.options.random(seed, offset), stream, tensors, addresses)
-        if found is not None:
-            return found
-    results = empty_results(call, tensors, _shapes(which, call, tuple([x.shape for x in tensors])))
-    own, keywords = cupy.cuda.Device(index), _keywords(call, seed, offset)
-    with own, cupy_stream(stream, index), cupy.cuda.using_allocator(_allocator()):
-        own.use()  # autograd calls from a thread of its own, in which the device may have no context yet
+        repeated_results = _repeat(repeated, call.attn.options.random(seed, offset), stream, tensors, addresses)
+        if repeated_results is not None:
+            return repeated_results
+    results = empty_results(call, tensors, _shapes(pass_name, call, tuple([x.shape for x in tensors])))
+    device, keywords = cupy.cuda.Device(index), _keywords(call, seed, offset)
+    with device, cupy_stream(stream, index), cupy.cuda.using_allocator(_allocator()):
+        device.use()  # autograd calls from a thread of its own, in which the device may have no context yet
         arrays = {}
         for name, x in zip(call.names, tensors, strict=True):
             if x.get_device() != index:
@@ -163,7 +165,7 @@ def _run_cuda(which: str, call: PassCall, seed: int | None, offset: int | None, 
             arrays[name] = cupy_view(x)
         for name, x in results.items():
             arrays[name] = cupy_view(x)
-        method = getattr(call.attn, which)
+        method = getattr(call.attn, pass_name)
         if _is_repeatable(call, tensors, results):
             with backend.remembered(signature, tuple(arrays.values()), _models_of(call, tensors, results)):
                 method(**keywords, **arrays)
@@ -172,9 +174,9 @@ def _run_cuda(which: str, call: PassCall, seed: int | None, offset: int | None, 
     return tuple(results.values())
 
 
-def _signature_of(which: str, call: PassCall, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
+def _signature_of(pass_name: str, call: PassCall, tensors: Tensors) -> tuple[tuple[Any, ...], list[int]]:
     """What a launch depends on besides the addresses of tensors, and these. It is computed before every launch."""
-    signature: list[Any] = [which, call]
+    signature: list[Any] = [pass_name, call]
     addresses = []
     for x in tensors:
         address = x.data_ptr()
@@ -225,16 +227,16 @@ def _repeat(
 
 
 @functools.lru_cache(maxsize=1024)
-def _shapes(which: str, call: PassCall, shapes: tuple[torch.Size, ...]) -> dict[str, tuple[int, ...]]:
-    return result_shapes(which, call, dict(zip(call.names, shapes, strict=True)))
+def _shapes(pass_name: str, call: PassCall, shapes: tuple[torch.Size, ...]) -> dict[str, tuple[int, ...]]:
+    return result_shapes(pass_name, call, dict(zip(call.names, shapes, strict=True)))
 
 
 def empty_results(call: PassCall, tensors: Tensors, shapes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
     """Tensors for the results of a pass, by name, not yet written."""
-    given = dict(zip(call.names, tensors, strict=True))
+    arrays = dict(zip(call.names, tensors, strict=True))
     if call.need:
-        return {name: given[model_of(name)].new_empty(shape) for name, shape in shapes.items()}
-    q = given["q"]
+        return {name: arrays[model_of(name)].new_empty(shape) for name, shape in shapes.items()}
+    q = arrays["q"]
     dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     dtypes = {"out": dtype, "lse": torch.float64 if dtype == torch.float64 else torch.float32}
     return {name: q.new_empty(shape, dtype=dtypes[name.removeprefix("t")]) for name, shape in shapes.items()}
