@@ -64,9 +64,9 @@ from cuflash.spec.score_args import checked_with_score_args
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Optional inputs that are the same on all ranks, because they have no axes of rows.
-_OF_ALL = (*(row.name for row in OPTIONAL_INPUTS if row.own_axes in (0, 1)), *FP8_SCALES)
-# Optional inputs that depend on the numbers of rows.
-_COUNTED = frozenset(row.name for row in OPTIONAL_INPUTS if row.gradient_via != "softmax")
+_REPLICATED = (*(row.name for row in OPTIONAL_INPUTS if row.own_axes in (0, 1)), *FP8_SCALES)
+# Optional inputs whose value for a pair depends on the indices of its rows in the whole sequence.
+_BY_ROW_INDEX = frozenset(row.name for row in OPTIONAL_INPUTS if row.gradient_via != "softmax")
 _PASS_OF_METHOD = {
     "forward": FORWARD,
     "decode": FORWARD,
@@ -78,8 +78,8 @@ _PASS_OF_METHOD = {
     "column_max": COLUMN_MAX,
     "top_keys": TOP_KEYS,
 }
-# Tangents of these, too.
-_TANGENTS_OF_ALL = tuple(f"t{name}" for name in (*(row.name for row in PER_HEAD_INPUTS), *NUMBERS))
+# Tangents that are the same on all ranks.
+_REPLICATED_TANGENTS = tuple(f"t{name}" for name in (*(row.name for row in PER_HEAD_INPUTS), *NUMBERS))
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
@@ -92,35 +92,35 @@ _MAY_REPLACE_FUNCTIONS = tuple(row.name for row in PER_HEAD_INPUTS if row.gradie
 class RankCall(NamedTuple):
     """The call of one rank, with all that follows from its own arguments."""
 
-    own: spec.Call  # on the arrays that are given, with options in place of functions where ranks agreed on these
+    local: spec.Call  # on the arrays that are given, with options in place of functions where ranks agreed on these
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # starts of packed sequences and the end of the last; for q, and for k
     layouts: tuple[Any, ...]  # names, shapes, strides and dtypes of the arrays
     batch_axes: BatchCalls | None = None  # the batch axes that are merged to the batch axis of the given arrays
 
     @property
-    def given(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, Any]:
         """The arrays to compute with."""
-        return self.own.arrays
+        return self.local.arrays
 
     @property
     def need(self) -> tuple[str, ...]:
         """The results to compute."""
-        return self.own.need
+        return self.local.need
 
     def exported(self, results: Sequence[Array]) -> Sequence[Array]:
         """Results as arrays of the caller's library, with all batch axes."""
-        renamed = self.own.renamed(results)
+        renamed = self.local.renamed(results)
         if self.batch_axes is not None:
             renamed = self.batch_axes.collect(lambda *_: tuple(renamed))
-        return self.own.as_callers(renamed, dict.fromkeys(self.own.wanted))
+        return self.local.as_callers(renamed, dict.fromkeys(self.local.wanted))
 
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
-        xp, like = dlpack.module_of(self.given["q"]), self.given.get(model_of(name))
-        if like is None:  # the gradient of a number
+        xp, model = dlpack.module_of(self.arrays["q"]), self.arrays.get(model_of(name))
+        if model is None:  # the gradient of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
-        return xp.empty(like.shape, like.dtype)
+        return xp.empty(model.shape, model.dtype)
 
 
 class PreparedCall(NamedTuple):
@@ -151,10 +151,10 @@ class RankCalls:
     _known_facts: dict[Any, str] = field(default_factory=dict, init=False)
 
     @property
-    def _of_all(self) -> tuple[str, ...]:
+    def _replicated(self) -> tuple[str, ...]:
         """The arrays that are the same on all ranks."""
         score_args = self.options.score_args
-        return (*_OF_ALL, "block_mask", *score_args, *_TANGENTS_OF_ALL, *(f"t{name}" for name in score_args))
+        return (*_REPLICATED, "block_mask", *score_args, *_REPLICATED_TANGENTS, *(f"t{name}" for name in score_args))
 
     def carry_out(
         self,
@@ -164,7 +164,7 @@ class RankCalls:
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
         compute: Callable[[RankCall, Execution], Result],
-        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: OUTPUTS,
+        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda arrays: OUTPUTS,
     ) -> Result:
         """Compute this rank's share of a call, if all ranks agree on the call.
 
@@ -173,7 +173,7 @@ class RankCalls:
         """
         self.count += 1
         if array_imports.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
-            self._check_score_args(optional_inputs)
+            self._check_capture(optional_inputs)
 
         def local_call() -> tuple[RankCall, Facts]:
             accepted: type = OptionalArrays
@@ -238,11 +238,11 @@ class RankCalls:
 
             def prepare() -> PreparedCall:
                 with contextlib.nullcontext() if self.check else same_on_all_ranks():
-                    found = self._prepared(method, call, facts_of(lasting))
-                of_call, run = self._run(call, found)
+                    new = self._prepared(method, call, facts_of(lasting))
+                rewritten, run = self._run(call, new)
                 with dlpack.on_device(run.arrays["q"]):
-                    self._warm_up(of_call, run, compute)
-                return found
+                    self._warm_up(rewritten, run, compute)
+                return new
 
             prepared = run_together(self.transport, self._patience(call), prepare) if self.check else prepare()
             self.known[lasting] = prepared
@@ -255,13 +255,13 @@ class RankCalls:
 
     def _patience(self, call: RankCall) -> float:
         """How long ranks wait for one that prepares such a call."""
-        return self.timeout + (0 if call.own.backend == "numpy" else WARM_UP)
+        return self.timeout + (0 if call.local.backend == "numpy" else WARM_UP)
 
     def _run(self, call: RankCall, prepared: PreparedCall) -> tuple[RankCall, Execution]:
         """What this rank has to do in a call, and the call with what it computes instead of functions."""
         run, rewrite = prepared
-        call = call._replace(own=call.own.rewritten(rewrite))
-        arrays = {name: self._seen(name, x) for name, x in call.given.items()}
+        call = call._replace(local=call.local.rewritten(rewrite))
+        arrays = {name: self._with_all_axes(name, x) for name, x in call.arrays.items()}
         return call, replace(run, arrays=arrays, random=call.random)
 
     def _warm_up(self, call: RankCall, run: Execution, compute: Callable[[RankCall, Execution], Result]) -> None:
@@ -293,7 +293,7 @@ class RankCalls:
             agreement.wait()
             return result
 
-    def _check_score_args(self, optional_inputs: Mapping[str, Any]) -> None:
+    def _check_capture(self, optional_inputs: Mapping[str, Any]) -> None:
         """Refuse a call in which the host does work that a CUDA graph would not replay."""
         captured = "while a CUDA graph is captured"
         if not self.transport.goes_into_graphs:
@@ -316,31 +316,29 @@ class RankCalls:
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
-        own = spec.prepare(self.options, arrays, required, (), rewrites=False)
-        if own.backend == "streamed":
+        local = spec.prepare(self.options, arrays, required, (), rewrites=False)
+        if local.backend == "streamed":
             raise not_served("k", "Streamed", "keys and values where q is: each rank has only a shard of them")
-        given = {name: x for name, x in own.arrays.items() if x is not None}
+        arrays = _without_none(local.arrays)
         for name in FP8_SCALES:
-            if name in given and given[name].shape[-1:] not in ((), (1,)):
-                got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
+            if name in arrays and arrays[name].shape[-1:] not in ((), (1,)):
+                got = f"shape {tuple(arrays[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
-        need = need_of(given)
-        batch_axes = as_one_call(self.options, given, need, dlpack.module_of(given["q"]))
+        need = need_of(arrays)
+        batch_axes = as_one_call(self.options, arrays, need, dlpack.module_of(arrays["q"]))
         if batch_axes is not None:
-            given = {
-                name: x for name, x in batch_axes.inputs((0,) * len(batch_axes.axes.lengths)).items() if x is not None
-            }
-        layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
-        starts = tuple(tuple(dlpack.on_host(given[name]).tolist()) for name in _STARTS if name in given)
-        own = own._replace(arrays=given, given=given, need=need, wanted=need)
-        return RankCall(own, self.options.random(*random), starts, layouts, batch_axes)
+            arrays = _without_none(batch_axes.inputs((0,) * len(batch_axes.axes.lengths)))
+        layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in arrays.items())
+        starts = tuple(tuple(dlpack.on_host(arrays[name]).tolist()) for name in _STARTS if name in arrays)
+        local = local._replace(arrays=arrays, given=arrays, need=need, wanted=need)
+        return RankCall(local, self.options.random(*random), starts, layouts, batch_axes)
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, arrays: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
-        score_args = {name: given[name] for name in self.options.score_args}
-        optional_inputs = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
+        score_args = {name: arrays[name] for name in self.options.score_args}
+        optional_inputs = {name: arrays[name] for name in (*_REPLICATED, *_STARTS) if name in arrays}
         problem = make_problem(
-            self.options, *(given[name] for name in INPUTS), score_args=score_args, **optional_inputs
+            self.options, *(arrays[name] for name in INPUTS), score_args=score_args, **optional_inputs
         )
         if problem.has_functions:
             problem.program  # noqa: B018 (raises where arrays do not fit the functions)
@@ -359,13 +357,13 @@ class RankCalls:
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
         large = self._has_large_rows(call)
-        if call.own.backend == "numpy" or call.starts:
-            self._check(call.given)
+        if call.local.backend == "numpy" or call.starts:
+            self._check(call.arrays)
             return Facts(of_call, self._lasting_facts(method, call, large))
-        key = (method, call.need, call.own.backend, call.layouts, large)
+        key = (method, call.need, call.local.backend, call.layouts, large)
         lasting = self._known_facts.get(key)
         if lasting is None:
-            self._check(call.given)
+            self._check(call.arrays)
             if len(self._known_facts) >= MAX_KNOWN:
                 self._known_facts.clear()
             self._known_facts[key] = lasting = self._lasting_facts(method, call, large)
@@ -376,32 +374,32 @@ class RankCalls:
 
         With ``check=False`` ranks exchange no facts, so that they cannot find row sums together.
         """
-        if "lse" not in call.given or not self.check:
+        if "lse" not in call.arrays or not self.check:
             return False
-        on_device = call.own.backend != "numpy"
-        with dlpack.on_device(call.given["q"]):
-            return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
+        on_device = call.local.backend != "numpy"
+        with dlpack.on_device(call.arrays["q"]):
+            return has_large(call.arrays["lse"], bound_of(call.arrays["q"].dtype, on_device=on_device))
 
     def _lasting_facts(self, method: str, call: RankCall, has_large_rows: bool) -> str:
-        axis = _axis_of_rows(call.given["q"], self.options.layout)
-        names = sorted(call.given, key=lambda name: "" if name in INPUTS else name)  # with values or without
+        axis = _axis_of_rows(call.arrays["q"], self.options.layout)
+        names = sorted(call.arrays, key=lambda name: "" if name in INPUTS else name)  # with values or without
         facts: dict[str, Any] = {
             "method": method,
             **self._facts_of_all_calls,
             "need": ", ".join(call.need),
-            "arrays": f"{', '.join(names)} of {call.own.backend}",
-            "_rows of q": call.given["q"].shape[axis],
-            "_rows of k": call.given["k"].shape[axis],
+            "arrays": f"{', '.join(names)} of {call.local.backend}",
+            "_rows of q": call.arrays["q"].shape[axis],
+            "_rows of k": call.arrays["k"].shape[axis],
             "_layouts": repr(call.layouts),
         }
         for name in INPUTS:
-            shape = list(call.given[name].shape)
+            shape = list(call.arrays[name].shape)
             del shape[axis]
-            facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} besides rows"
-        if not call.own.has_values:
+            facts[name] = f"{call.arrays[name].dtype.name} {tuple(shape)} besides rows"
+        if not call.local.has_values:
             facts["v"] = None
-        for name, x in call.given.items():
-            if name in self._of_all or (method == "decode" and name == "q"):
+        for name, x in call.arrays.items():
+            if name in self._replicated or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
             elif name in _STARTS:
                 facts[name] = digest(dlpack.on_host(x))
@@ -423,31 +421,31 @@ class RankCalls:
             for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
         ]
         if method == "decode":  # the queries of all ranks are those of the first
-            rows = call.given["q"].shape[_axis_of_rows(call.given["q"], self.options.layout)]
+            rows = call.arrays["q"].shape[_axis_of_rows(call.arrays["q"], self.options.layout)]
             splits = [Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]]
         rewrite = self._rewrite_of(call, splits)
-        call = call._replace(own=call.own.rewritten(rewrite))
+        call = call._replace(local=call.local.rewritten(rewrite))
         rewritten = self if rewrite is None else replace(self, options=rewrite.options)
         return PreparedCall(rewritten._execution_of(method, call, splits, facts), rewrite)
 
     def _rewrite_of(self, call: RankCall, splits: Sequence[Any]) -> Equivalent | None:
         """The options and optional inputs that the call computes instead of functions, the same on all ranks."""
-        whole, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
+        whole, axis = dict(call.arrays), _axis_of_rows(call.arrays["q"], self.options.layout)
         for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
-            whole[name] = _longer(call.given[name], axis, split.seqlen)
+            whole[name] = _longer(call.arrays[name], axis, split.seqlen)
         if len(set(call.starts)) == 1:
-            whole |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
+            whole |= dict.fromkeys(_STARTS, call.arrays[_STARTS[0]])
         return equivalent(self.options, whole, _MAY_REPLACE_FUNCTIONS)
 
     def _execution_of(
         self, method: str, call: RankCall, splits: Sequence[Any], facts: Sequence[dict[str, Any]]
     ) -> Execution:
         """What this rank has to do, without further rewriting of functions."""
-        given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
+        arrays, axis, (split_q, split_k) = call.arrays, _axis_of_rows(call.arrays["q"], self.options.layout), splits
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
             if split.ranks != self.transport.size:
                 raise value_error(argument, counted(split.ranks, "rank"), f"{self.transport.size} as comm has")
-            rows = given[name].shape[axis]
+            rows = arrays[name].shape[axis]
             if rows != split.rows(self.transport.rank) and not (method == "decode" and name == "q"):
                 expected = f"{split.rows(self.transport.rank)}, which rank {self.transport.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
@@ -455,15 +453,15 @@ class RankCalls:
         shared = frozenset(
             name
             for name in MOVABLE_BROADCAST
-            if name in given and self._is_shared(name, method, split_q, split_k, facts)
+            if name in arrays and self._is_shared(name, method, split_q, split_k, facts)
         )
         for name in shared:
             for rank, fact in enumerate(facts):
-                own, first = fact[f"_content of {name}"], facts[0][f"_content of {name}"]
-                if own != first:
-                    raise value_error(name, f"{own} on rank {rank}", f"{first} as on rank 0")
-        batch, num_heads_kv, *_ = view_4d(bits_of(given["k"]), self.options.layout).shape
-        of_row = batch * (problem.head_dim + problem.head_dim_v) * given["k"].dtype.itemsize
+                content, expected = fact[f"_content of {name}"], facts[0][f"_content of {name}"]
+                if content != expected:
+                    raise value_error(name, f"{content} on rank {rank}", f"{expected} as on rank 0")
+        batch, num_heads_kv, *_ = view_4d(bits_of(arrays["k"]), self.options.layout).shape
+        row_bytes = batch * (problem.head_dim + problem.head_dim_v) * arrays["k"].dtype.itemsize
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
@@ -472,11 +470,11 @@ class RankCalls:
             chunks=self.chunks if self.options.deterministic else None,
             num_heads_kv=num_heads_kv,
             steps=self.steps,
-            row_bytes=(of_row, of_row * problem.group_size),  # of k and v, or of q and dout
-            step=steps_of(self.options, "block_mask" in given),
+            row_bytes=(row_bytes, row_bytes * problem.group_size),  # of k and v, or of q and dout
+            step=steps_of(self.options, "block_mask" in arrays),
             packing=Packing.of(self.options, *call.starts) if call.starts else None,
-            joins=not self.options.dropout and not problem.has_functions and _COUNTED.isdisjoint(given),
-            why_whole="keys stay where they are" if method == "decode" else None,
+            joins=not self.options.dropout and not problem.has_functions and _BY_ROW_INDEX.isdisjoint(arrays),
+            why_one_round="keys stay where they are" if method == "decode" else None,
         )
         return Execution(
             transport=self.transport,
@@ -493,41 +491,41 @@ class RankCalls:
 
     def _problem(self, method: str, call: RankCall, split_q: Split, split_k: Split) -> Problem:
         """This rank's queries against the keys of all ranks; in `decode`, all queries against this rank's keys."""
-        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
-        of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in MOVABLE_OF_KEYS if name in given}
+        arrays, axis = call.arrays, _axis_of_rows(call.arrays["q"], self.options.layout)
+        whole = {name: _longer(arrays[name], axis, split_k.seqlen) for name in MOVABLE_OF_KEYS if name in arrays}
         if call.starts:
-            return self._packed_problem(method, call, split_q, of_all)
-        if "block_mask" in given:
-            plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
-            optional_inputs = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
-            block_size = make_problem(plain, q, of_all["k"], of_all["v"], **optional_inputs).block_size
-            others = {name: x for name, x in given.items() if name != "block_mask"}
-            call = call._replace(own=call.own._replace(arrays=others))
+            return self._packed_problem(method, call, split_q, whole)
+        if "block_mask" in arrays:
+            plain, q = replace(self.options, score=None, mask_function=None), _longer(arrays["q"], axis, split_q.seqlen)
+            optional_inputs = {name: arrays[name] for name in ("block_mask", *FP8_SCALES) if name in arrays}
+            block_size = make_problem(plain, q, whole["k"], whole["v"], **optional_inputs).block_size
+            unmasked = {name: x for name, x in arrays.items() if name != "block_mask"}
+            call = call._replace(local=call.local._replace(arrays=unmasked))
             return replace(self._problem(method, call, split_q, split_k), block_size=block_size)
 
         pass_ = _PASS_OF_METHOD[method]
 
-        def problem_of(arrays: Mapping[str, Any]) -> Problem:
-            if call.own.backend == "numpy":
-                return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
-            signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
+        def problem_of(inputs: Mapping[str, Any]) -> Problem:
+            if call.local.backend == "numpy":
+                return cpu_backend.bound(pass_, self.options, inputs, call.need).problem
+            signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in inputs.items())
             return cpu_backend.bind_signature(pass_, self.options, signature, call.need).problem
 
         if method == "decode":
-            problem_of({name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
-            return problem_of({name: x for name, x in given.items() if name != "kv_lengths"})
-        return problem_of(given | of_all)
+            problem_of({name: arrays[name] for name in ("q", *self._replicated) if name in arrays} | whole)
+            return problem_of({name: x for name, x in arrays.items() if name != "kv_lengths"})
+        return problem_of(arrays | whole)
 
-    def _packed_problem(self, method: str, call: RankCall, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
+    def _packed_problem(self, method: str, call: RankCall, split_q: Split, whole: dict[str, Contiguous]) -> Problem:
         """This rank's queries against the keys of all ranks, after a check of the problem with all queries."""
-        given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
+        arrays, axis = call.arrays, _axis_of_rows(call.arrays["q"], self.options.layout)
         if method == "decode":
             raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
         for name in OF_QUERIES:
-            if name in given:
-                rows = given[name].ndim - 1 if name in MOVABLE_OVER_ROWS else axis
-                of_all[name] = _longer(given[name], rows, split_q.seqlen)
-        signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
+            if name in arrays:
+                rows = arrays[name].ndim - 1 if name in MOVABLE_OVER_ROWS else axis
+                whole[name] = _longer(arrays[name], rows, split_q.seqlen)
+        signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (arrays | whole).items())
         pass_, need = _PASS_OF_METHOD[method], call.need
         problem = cpu_backend.bind_signature(pass_, self.options, signature, need).problem
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
@@ -543,31 +541,35 @@ class RankCalls:
         if method == "decode":
             has_keys = any(split_k.rows(rank) > 1 for rank in range(self.transport.size))
             return has_keys and all(fact[f"_columns of {name}"] == 1 for fact in facts)
-        own = [split_q.rows(rank) for rank in range(self.transport.size)]
+        query_counts = [split_q.rows(rank) for rank in range(self.transport.size)]
         rows = [fact[f"_rows of {name}"] for fact in facts]
         if rows[0] == ALL_ROWS and len(set(rows)) == 1:
             return True
         if not self.check:
-            if 1 in own:
+            if 1 in query_counts:
                 expected = f"check=True, because of a rank with one query, whose {name} may be that of all queries"
                 raise value_error("check", False, expected)
-            own = [own[self.transport.rank]]
-        if rows == own:
+            query_counts = [query_counts[self.transport.rank]]
+        if rows == query_counts:
             return False
         if set(rows) <= {1, ALL_ROWS}:
             return True
-        raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {own}")
+        raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {query_counts}")
 
-    def _seen(self, name: str, array: Array) -> Array:
+    def _with_all_axes(self, name: str, array: Array) -> Array:
         """A view with all four axes (lse and dlse: three); arrays without axes of rows stay as they are.
 
         CuPy's arrays of float8 are seen as bytes, as which they are sent.
         """
         if name in (*MOVABLE_BROADCAST, "block_mask"):
             return of_pairs(array)
-        if name in (*self._of_all, *_STARTS):
+        if name in (*self._replicated, *_STARTS):
             return array
         return view_rows(array) if name in MOVABLE_OVER_ROWS else view_4d(bits_of(array), self.options.layout)
+
+
+def _without_none(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if x is not None}
 
 
 def _axis_of_rows(array: Array, layout: str) -> int:
@@ -579,7 +581,7 @@ def of_pairs(array: Array) -> Array:
 
 
 def _longer(array: Array, axis: int, rows: int) -> Contiguous:
-    """A stand-in for an array like the given one, but with another number of rows."""
+    """A stand-in for an array like this one, but with another number of rows."""
     shape = list(array.shape)
     shape[axis] = rows
     return Contiguous(tuple(shape), array.dtype)

@@ -241,16 +241,16 @@ class Execution(Run):
         for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
-                is_one, wanted = pieces.is_one(tile), _wanted_of(need, tile)
+                is_one, need_of_call = pieces.is_one(tile), _need_of_call(need, tile)
                 targets = self._targets(of_queries, heads, self.local(split, tile.own_queries), is_one=is_one)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         _clear(targets)
                         continue
-                    if not wanted:
+                    if not need_of_call:
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held) | wide, self.slices_of(tile, heads)
-                    call = functools.partial(calls.backward, tile.queries, tile.keys, wanted, pass_=pass_)
+                    call = functools.partial(calls.backward, tile.queries, tile.keys, need_of_call, pass_=pass_)
                     is_wide = bool(targets) and not is_one and calls.is_on_cpu
                     of_calls.append((tile, calls.into(targets, arrays, call, front=tile.front[0], is_wide=is_wide)))
                 if targets and not is_one:
@@ -454,14 +454,13 @@ class Execution(Run):
     def _of_tile(self, a_round: Round, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
         """The arrays of a call: a piece of this rank's rows, and the received rows that this piece needs."""
         by_keys = a_round.by == "keys"
-        own_split = self.schedule.split_k if by_keys else self.schedule.split_q
+        split = self.schedule.split_k if by_keys else self.schedule.split_q
         names = MOVABLE_OF_KEYS if by_keys else OF_QUERIES
-        at, q_heads = self.local(own_split, a_round.own(tile)), self.q_heads(heads)
+        at, q_heads = self.local(split, a_round.piece_of(tile)), self.q_heads(heads)
         arrays = {}
         for name in names:
             if self.arrays.get(name) is not None:
-                mine = slice(*heads) if by_keys else q_heads
-                arrays[name] = self.arrays[name][:, mine, at]
+                arrays[name] = self.arrays[name][:, slice(*heads) if by_keys else q_heads, at]
         arrays |= held.rows(tile.needed)
         if "minus_delta" in arrays:  # it stands for out and dlse, which were not sent
             arrays["dlse"] = arrays.pop("minus_delta")
@@ -531,7 +530,7 @@ class Execution(Run):
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
 
 
-def _wanted_of(need: tuple[str, ...], tile: Tile) -> tuple[str, ...]:
+def _need_of_call(need: tuple[str, ...], tile: Tile) -> tuple[str, ...]:
     """The gradients that a call makes.
 
     Those of softmax inputs depend on no key: of several calls for the same queries only the first makes them.

@@ -47,14 +47,14 @@ class Packing:
     def cut(self, span: Span, by: By) -> list[Span]:
         """The pieces of a span: parts of sequences, whole ones between them, and rows of no sequence at the end."""
         starts = self.starts(by)
-        own = overlap(span, (0, starts[-1]))
-        cuts = {*span, own[1]}
-        if is_some(own):
-            first, stop = self.sequences_of(own, by)
-            if starts[first] < own[0]:
-                cuts.add(min(starts[first + 1], own[1]))
-            if starts[stop] > own[1]:
-                cuts.add(max(starts[stop - 1], own[0]))
+        in_sequences = overlap(span, (0, starts[-1]))
+        cuts = {*span, in_sequences[1]}
+        if is_some(in_sequences):
+            first, stop = self.sequences_of(in_sequences, by)
+            if starts[first] < in_sequences[0]:
+                cuts.add(min(starts[first + 1], in_sequences[1]))
+            if starts[stop] > in_sequences[1]:
+                cuts.add(max(starts[stop - 1], in_sequences[0]))
         ends = sorted(cuts)
         return [(a, b) for a, b in pairwise(ends) if span[0] <= a < b <= span[1]]
 
@@ -71,10 +71,10 @@ class Packing:
     def needed(self, piece: Span, by: By) -> Span:
         """The span of keys that queries of a piece attend to, or of the queries that attend to the keys of a piece."""
         first, stop = self.sequences_of(piece, by)
-        others = self.starts_k if by == "queries" else self.starts_q
-        theirs = (others[first], others[stop])
+        starts = self.starts("keys" if by == "queries" else "queries")
+        needed = (starts[first], starts[stop])
         if stop - first == 1:
             band = self.band_of(first)
-            seen = band.keys_of(piece, theirs[1]) if by == "queries" else band.queries_of(piece, theirs[1])
-            theirs = overlap(seen, theirs) if is_some(seen) else (0, 0)
-        return theirs if is_some(theirs) else (0, 0)
+            visible = band.keys_of(piece, needed[1]) if by == "queries" else band.queries_of(piece, needed[1])
+            needed = overlap(visible, needed) if is_some(visible) else (0, 0)
+        return needed if is_some(needed) else (0, 0)

@@ -43,7 +43,7 @@ def forward(
         result_type = JvpResult if pass_.has_tangents else ForwardResult
         return named_tuple(result_type, names)(*call.exported(list(results.values())))
 
-    return calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute, lambda given: names)
+    return calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute, lambda arrays: names)
 
 
 def backward(
@@ -55,11 +55,11 @@ def backward(
     pass_: Pass = BACKWARD,
 ) -> Any:
     """The gradients, or tangents of gradients, that are wanted."""
-    of_functions, prefix = calls.options.score_gradients, "t" if pass_.has_tangents else ""
+    score_gradients, prefix = calls.options.score_gradients, "t" if pass_.has_tangents else ""
 
-    def names(given: Mapping[str, Any]) -> tuple[str, ...]:
-        absent = dict.fromkeys(f"{prefix}{name}" for name in (*GRADIENTS, *of_functions))
-        return needed(need, {**given, **calls.options.numbers}, absent, of_functions, prefix)
+    def need_of(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+        absent = dict.fromkeys(f"{prefix}{name}" for name in (*GRADIENTS, *score_gradients))
+        return needed(need, {**arrays, **calls.options.numbers}, absent, score_gradients, prefix)
 
     def compute(call: RankCall, run: Execution) -> Any:
         results = {name: call.empty(name, run.problem) for name in call.need}
@@ -68,7 +68,7 @@ def backward(
             views[bias] = of_pairs(views[bias])
         run.backward(call.need, views, pass_)
         result_type = GradientTangents if pass_.has_tangents else Gradients
-        return named_tuple(result_type, call.own.wanted)(*call.exported(list(results.values())))
+        return named_tuple(result_type, call.local.wanted)(*call.exported(list(results.values())))
 
     required = (*INPUTS, *pass_.required)
-    return calls.carry_out(pass_.name, arrays, optional_inputs, required, random, compute, names)
+    return calls.carry_out(pass_.name, arrays, optional_inputs, required, random, compute, need_of)

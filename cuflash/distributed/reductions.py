@@ -170,16 +170,16 @@ class RankReductions(Generic[FunctionT]):
         """
         with reporting_failures(self._calls_of_weights.transport):
             given = checked_of_reduction("column_sums_backward", self.options, optional_inputs)
-            names, own = gradients_wanted(self.options, given, need)
+            names, of_column_sums = gradients_wanted(self.options, given, need)
             arrays = {"q": q, "k": k, "v": None, "lse": lse, "weights": weights, "dsums": dsums} | given
             options = replace(self.options, dropout=0.0)
             call = prepare(options, arrays, (*INPUTS, "lse", "dsums"), names, rewrites=False)
             if call.backend == "streamed":
                 raise not_served("k", "Streamed", "keys where q is: each rank has only a shard of them")
             sums = ColumnSums(call, _Passes(self._calls_of_weights))
-        found = sums.gradients(own)
-        return named_tuple(Gradients, (*names, *own))(  # type: ignore[no-any-return]
-            *(x if call.imported is None else call.imported.export(x, None) for x in found)
+        gradients = sums.gradients(of_column_sums)
+        return named_tuple(Gradients, (*names, *of_column_sums))(  # type: ignore[no-any-return]
+            *(x if call.imported is None else call.imported.export(x, None) for x in gradients)
         )
 
     def _reduced(
@@ -198,9 +198,9 @@ class RankReductions(Generic[FunctionT]):
             exported = [_exported(call, x) for x in results.values()]
             return exported if count else exported[0]
 
-        def nothing_else(given: Mapping[str, Any]) -> tuple[str, ...]:
-            if "dlse" in given:
-                check_weights(given["dlse"], given["lse"])
+        def no_gradients(arrays: Mapping[str, Any]) -> tuple[str, ...]:
+            if "dlse" in arrays:
+                check_weights(arrays["dlse"], arrays["lse"])
             return ()
 
         arrays, required = {"q": q, "k": k, "v": None, **of_rows}, (*INPUTS, "lse")
@@ -208,7 +208,7 @@ class RankReductions(Generic[FunctionT]):
         with reporting_failures(calls.transport):
             check_names_of_method(pass_.name, self.options, OWN_ARGUMENTS[pass_.name])
             count = tuple(map(checked_count, count))
-        return calls.carry_out(pass_.name, arrays, optional_inputs, required, (None, None), compute, nothing_else)
+        return calls.carry_out(pass_.name, arrays, optional_inputs, required, (None, None), compute, no_gradients)
 
 
 class _Passes(NamedTuple):
@@ -227,6 +227,6 @@ class _Passes(NamedTuple):
 
 def _exported(call: RankCall, x: Array) -> Any:
     """A result, (batch, num_heads, ...), as the caller gets it: with the axes of lse in place of the first two."""
-    lse = call.given["lse"].shape if call.batch_axes is None else call.batch_axes.axes.shapes["lse"]
+    lse = call.arrays["lse"].shape if call.batch_axes is None else call.batch_axes.axes.shapes["lse"]
     x = x.reshape(*lse[:-1], *x.shape[2:])
-    return x if call.own.imported is None else call.own.imported.export(x, None)
+    return x if call.local.imported is None else call.local.imported.export(x, None)

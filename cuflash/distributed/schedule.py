@@ -93,7 +93,7 @@ class Round:
     split: Split  # of the rows that are exchanged
     heads: tuple[Span, ...]  # key/value heads of each step
 
-    def own(self, tile: Tile) -> Span:
+    def piece_of(self, tile: Tile) -> Span:
         """The piece of a tile: rows that its rank holds and computes results for."""
         return tile.own_queries if self.by == "queries" else tile.own_keys
 
@@ -108,15 +108,15 @@ class Round:
     @cached_property
     def _longest_first(self) -> tuple[list[tuple[int, Tile]], ...]:
         numbered = (list(enumerate(self.calls_of(rank))) for rank in range(self.split.ranks))
-        return tuple(sorted(own, key=lambda x: -_most_pairs(x[1])) for own in numbered)
+        return tuple(sorted(of_rank, key=lambda x: -_most_pairs(x[1])) for of_rank in numbered)
 
     @cached_property
-    def _held(self) -> tuple[tuple[Span, ...], ...]:
+    def _needed(self) -> tuple[tuple[Span, ...], ...]:
         return tuple(joined([x for t in self.calls_of(rank) for x in t.needed]) for rank in range(self.split.ranks))
 
-    def held(self, rank: int) -> tuple[Span, ...]:
-        """The rows of the exchanged side that the tiles of a rank need."""
-        return self._held[rank]
+    def needed_by(self, rank: int) -> tuple[Span, ...]:
+        """The rows of the exchanged side that the tiles of a rank need, whichever rank holds them."""
+        return self._needed[rank]
 
     def comes_whole(self, rank: int) -> bool:
         """Whether all rows that the tiles of a rank need come from one other rank, as one span."""
@@ -124,20 +124,20 @@ class Round:
 
     @cached_property
     def _comes_whole(self) -> tuple[bool, ...]:
-        comes = [[x.rows for x in self.transfers if x.target == rank] for rank in range(self.split.ranks)]
-        return tuple(len(rows) == 1 and tuple(rows) == self.held(rank) for rank, rows in enumerate(comes))
+        received = [[x.rows for x in self.transfers if x.target == rank] for rank in range(self.split.ranks)]
+        return tuple(len(rows) == 1 and tuple(rows) == self.needed_by(rank) for rank, rows in enumerate(received))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """The rows that are exchanged to ranks that need them and do not hold them: the same in every step."""
-        found = []
-        for target in range(self.split.ranks):
-            for source in range(self.split.ranks):
-                if source == target:
-                    continue
-                for span in self.split.spans[source]:
-                    found += [Transfer(source, target, rows) for rows in cut(span, self.held(target))]
-        return tuple(found)
+        ranks = range(self.split.ranks)
+        return tuple(
+            Transfer(source, target, rows)
+            for target, source in itertools.product(ranks, ranks)
+            if source != target
+            for span in self.split.spans[source]
+            for rows in cut(span, self.needed_by(target))
+        )
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,11 @@ class Traversal:
     @cached_property
     def partials(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the number of partial results of each piece."""
-        of_ranks = (Counter(tile.piece for tile in self.calls_of(rank)) for rank in range(len(self.pieces)))
-        return tuple(tuple(count[i] for i in range(len(own))) for count, own in zip(of_ranks, self.pieces, strict=True))
+        calls = [Counter(tile.piece for tile in self.calls_of(rank)) for rank in range(len(self.pieces))]
+        return tuple(
+            tuple(calls_of_piece[i] for i in range(len(pieces)))
+            for calls_of_piece, pieces in zip(calls, self.pieces, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +191,7 @@ class Schedule:
     row_bytes: tuple[int, int]  # bytes that are exchanged for a row and a key/value head, by queries and by keys
     packing: Packing | None = None  # packed sequences, each of which has a band of its own
     joins: bool = False  # whether a call may have rows of several spans, because nothing depends on their numbers
-    why_whole: str | None = None  # the reason for one round instead of two
+    why_one_round: str | None = None  # the reason for one round instead of two
 
     @cached_property
     def by_queries(self) -> Traversal:
@@ -201,27 +204,28 @@ class Schedule:
         return self._traversal("keys")
 
     def _traversal(self, by: By) -> Traversal:
-        own, other = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
-        pieces = self._pieces(own, by)
-        rounds: tuple[list[Tile], list[Tile]] = ([], [])
-        for rank, of_rank in enumerate(pieces):
-            for i, piece in enumerate(of_rank):
+        split, exchanged = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
+        pieces = self._pieces(split, by)
+        calls_by_round: tuple[list[Tile], list[Tile]] = ([], [])
+        for rank, pieces_of_rank in enumerate(pieces):
+            for i, piece in enumerate(pieces_of_rank):
                 for partial, (number, tile) in enumerate(self._calls(by, rank, piece)):
-                    rounds[number].append(tile._replace(piece=i, partial=partial))
-        steps = self._most_steps(by, other.seqlen)
-        found: list[Round] = []
-        for number, calls in enumerate(rounds):
-            lengths = [1] * min(steps, 1) if self.why_whole is None and number == 0 else self._lengths(by, steps)
-            if calls or number > len(found):  # at least one round, even if nothing is computed
-                found.append(Round(by, tuple(calls), other, _split_heads(self.num_heads_kv, lengths)))
-        return Traversal(by, pieces, tuple(found))
+                    calls_by_round[number].append(tile._replace(piece=i, partial=partial))
+        steps = self._most_steps(by, exchanged.seqlen)
+        rounds: list[Round] = []
+        for number, calls in enumerate(calls_by_round):
+            exchanges_nothing = self.why_one_round is None and number == 0
+            lengths = [1] * min(steps, 1) if exchanges_nothing else self._lengths(by, steps)
+            if calls or number > len(rounds):  # at least one round, even if nothing is computed
+                rounds.append(Round(by, tuple(calls), exchanged, _split_heads(self.num_heads_kv, lengths)))
+        return Traversal(by, pieces, tuple(rounds))
 
     def _most_steps(self, by: By, rows: int) -> int:
         """In how many steps the rows of all ranks are exchanged. It does not depend on the number of ranks."""
         if self.steps is not None:
             return min(self.steps, self.num_heads_kv)
         total = rows * self.num_heads_kv * self.row_bytes[by == "keys"]
-        least = 1 if self.why_whole is None else 2  # two, so that something is computed before all rows have come
+        least = 1 if self.why_one_round is None else 2  # two, so that something is computed before all rows have come
         most = STEPS[total > FEW]
         if by == "keys" and total > FEW:
             most = 2 + -(-total // LARGEST_STEP)  # plus two, because the first and the last are small
@@ -229,7 +233,7 @@ class Schedule:
 
     def _lengths(self, by: By, steps: int) -> list[int]:
         """Relative lengths of the steps: the first is small, and so is the last unless lengths only grow."""
-        only_up = by == "queries" and self.why_whole is not None
+        only_up = by == "queries" and self.why_one_round is not None
         return [GROWTH ** (i if only_up else min(i, steps - 1 - i, 1)) for i in range(steps)]
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
@@ -237,7 +241,9 @@ class Schedule:
         pieces = _pieces(split, self.chunks)
         if self.packing is None:
             return pieces
-        return tuple(tuple(smaller for piece in own for smaller in self.packing.cut(piece, by)) for own in pieces)
+        return tuple(
+            tuple(smaller for piece in of_rank for smaller in self.packing.cut(piece, by)) for of_rank in pieces
+        )
 
     def _calls(self, by: By, rank: int, piece: Span) -> Iterator[tuple[int, Tile]]:
         """The calls for a piece, each with its round."""
@@ -254,29 +260,29 @@ class Schedule:
             spans = spans or ((keys if by == "queries" else queries),)
             return Tile(rank, 0, 0, queries, keys, spans, sequences, front)
 
-        if self.why_whole is not None or not is_some(needed):
+        if self.why_one_round is not None or not is_some(needed):
             yield 0, call(needed)
             return
-        own = cut(needed, split.spans[rank])
-        others = cut(needed, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
-        if sequences is not None and sequences[1] - sequences[0] > 1 and (others or len(own) > 1):
+        held = cut(needed, split.spans[rank])
+        received = cut(needed, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
+        if sequences is not None and sequences[1] - sequences[0] > 1 and (received or len(held) > 1):
             yield 1, call(needed)  # with all keys of each sequence, because diagonals depend on their number
             return
-        for of_round, spans in enumerate((own, others)):
-            for joint, of_call in self._joined(by, piece, spans):
-                yield of_round, call(joint, *of_call) if len(of_call) > 1 else call(joint)
+        for number, spans in enumerate((held, received)):
+            for joint, spans_of_call in self._joined(by, piece, spans):
+                yield number, call(joint, *spans_of_call) if len(spans_of_call) > 1 else call(joint)
 
     def _joined(self, by: By, piece: Span, spans: Sequence[Span]) -> list[tuple[Span, tuple[Span, ...]]]:
         """The spans that a piece needs, joined where one call can have several, and the numbers that their rows get."""
-        found: list[tuple[Span, tuple[Span, ...]]] = []
+        calls: list[tuple[Span, tuple[Span, ...]]] = []
         for span in spans:
-            together = (*found[-1][1], span) if found and self.joins else ()
+            together = (*calls[-1][1], span) if calls and self.joins else ()
             joint = self._band(by).joint(piece, together) if together else None
             if joint is None:
-                found.append((span, (span,)))
+                calls.append((span, (span,)))
             else:
-                found[-1] = joint, together
-        return found
+                calls[-1] = joint, together
+        return calls
 
     def _band(self, by: By) -> Band:
         """Which rows a row of a piece needs."""
@@ -295,8 +301,11 @@ class Schedule:
         split = self.split_k if by == "queries" else self.split_q
         for i in range(*(tile.own_queries if by == "queries" else tile.own_keys)):
             row = (i, i + 1)
-            seen = self._band(by).keys_of(row, split.seqlen) if self.packing is None else self.packing.needed(row, by)
-            total += sum(stop - start for start, stop in cut(seen, tile.needed))
+            if self.packing is None:
+                visible = self._band(by).keys_of(row, split.seqlen)
+            else:
+                visible = self.packing.needed(row, by)
+            total += sum(stop - start for start, stop in cut(visible, tile.needed))
         return total
 
     def describe(self) -> str:
@@ -314,25 +323,33 @@ class Schedule:
         q, k = self.split_q, self.split_k
         lines = [
             f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, "
-            + (_bounds(self.band) if self.packing is None else f"{len(self.packing.starts_q) - 1} packed sequences"),
+            + (_band_text(self.band) if self.packing is None else f"{len(self.packing.starts_q) - 1} packed sequences"),
             f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
         ]
-        if self.why_whole is not None:
-            lines.append(f"  rounds    one, of calls that have all rows that a piece needs: {self.why_whole}")
+        if self.why_one_round is not None:
+            lines.append(f"  rounds    one, of calls that have all rows that a piece needs: {self.why_one_round}")
         for traversal in (self.by_queries, self.by_keys):
-            what, results = ("keys", "out, lse, dq") if traversal.by == "queries" else ("queries", "dk, dv")
+            exchanged, results = ("keys", "out, lse, dq") if traversal.by == "queries" else ("queries", "dk, dv")
             lines.append(f"  by {traversal.by}: {results}")
             for a_round in traversal.rounds:
-                steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
-                note = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
-                whose = "received" if a_round.transfers and self.why_whole is None else "all" if note else "own"
-                lines.append(f"    with {whose} {what}: key/value heads {steps}{note}")
-                for rank in range(q.ranks):
-                    tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.needed[0])]
-                    comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]
-                    lines.append(f"      rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
-                    lines += [f"             receives {what} {', '.join(comes)}"] if comes else []
+                lines += self._lines_of(a_round, exchanged)
         return "\n".join(lines)
+
+    def _lines_of(self, a_round: Round, exchanged: str) -> Iterator[str]:
+        """A round in words: its steps, and what each rank computes and receives."""
+        steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
+        if not a_round.transfers:
+            rows, note = "own", ""
+        else:
+            rows = "received" if self.why_one_round is None else "all"
+            note = "; a step's rows are exchanged during the step before"
+        yield f"    with {rows} {exchanged}: key/value heads {steps}{note}"
+        for rank in range(a_round.split.ranks):
+            tiles = [_pairs_text(a_round.by, tile) for tile in a_round.calls_of(rank) if is_some(tile.needed[0])]
+            received = [f"{_rows_text(x.rows)} from {x.source}" for x in a_round.transfers if x.target == rank]
+            yield f"      rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}"
+            if received:
+                yield f"             receives {exchanged} {', '.join(received)}"
 
 
 @lru_cache(maxsize=64)
@@ -348,33 +365,33 @@ def make_schedule(
     step: tuple[int, int] = (1, 1),
     packing: Packing | None = None,
     joins: bool = False,
-    why_whole: str | None = None,
+    why_one_round: str | None = None,
 ) -> Schedule:
     """The schedule of a problem, after a check that splits have the same ranks, and spans consist of whole chunks.
 
-    The parameters are fields of `Schedule`. This function finds some reasons for one round (`why_whole`) itself.
+    The parameters are fields of `Schedule`. This function finds some reasons for one round (`why_one_round`) itself.
     """
     if split_q.ranks != split_k.ranks:
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
     if chunks is not None:
         for name, split in (("split", split_q), ("split_k", split_k)):
             ends = {end for chunk in _chunks_of(split, chunks) for end in chunk}
-            for own in split.spans:
-                for span in own:
+            for spans in split.spans:
+                for span in spans:
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
                         expected += ", which batch_invariant=True brings along"
                         raise value_error(name, f"a span {span}", expected)
-        why_whole = "deterministic=True"
-    elif why_whole is None and step != (1, 1):
+        why_one_round = "deterministic=True"
+    elif why_one_round is None and step != (1, 1):
         starts = (
             (start, of_side)
             for split, of_side in zip((split_q, split_k), step, strict=True)
-            for own in split.spans
-            for start, _ in own
+            for spans in split.spans
+            for start, _ in spans
         )
         if packing is not None or any(start % of_side for start, of_side in starts):
-            why_whole = f"calls begin at multiples of {step[0]} queries and {step[1]} keys, and spans do not"
+            why_one_round = f"calls begin at multiples of {step[0]} queries and {step[1]} keys, and spans do not"
     return Schedule(
         split_q=split_q,
         split_k=split_k,
@@ -386,7 +403,7 @@ def make_schedule(
         row_bytes=row_bytes,
         packing=packing,
         joins=joins and packing is None,
-        why_whole=why_whole,
+        why_one_round=why_one_round,
     )
 
 
@@ -395,7 +412,7 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     if chunks is None:
         return split.spans
     ends = _chunks_of(split, chunks)
-    return tuple(tuple(piece for span in own for piece in cut(span, ends)) for own in split.spans)
+    return tuple(tuple(piece for span in spans for piece in cut(span, ends)) for spans in split.spans)
 
 
 def _chunks_of(split: Split, chunks: int) -> list[Span]:
@@ -407,8 +424,8 @@ def _split_heads(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
     """`count` heads split about in the ratio of `lengths`, none of them empty: there are enough heads."""
     ends = [0]
     for i, length in enumerate(lengths):
-        left, later = count - ends[-1], len(lengths) - 1 - i
-        ends.append(ends[-1] + max(1, min(round(left * length / sum(lengths[i:])), left - later)))
+        heads_left, steps_left = count - ends[-1], len(lengths) - 1 - i
+        ends.append(ends[-1] + max(1, min(round(heads_left * length / sum(lengths[i:])), heads_left - steps_left)))
     return tuple(itertools.pairwise(ends))
 
 
@@ -424,22 +441,26 @@ def _most_pairs(tile: Tile) -> int:
     return (stop_q - first_q) * (stop_k - first_k)
 
 
-def _words(by: By, tile: Tile) -> str:
-    needed = " and ".join(map(_rows, tile.needed))
-    return f"{_rows(tile.own_queries)} x {needed}" if by == "queries" else f"{needed} x {_rows(tile.own_keys)}"
+def _pairs_text(by: By, tile: Tile) -> str:
+    needed = " and ".join(map(_rows_text, tile.needed))
+    return (
+        f"{_rows_text(tile.own_queries)} x {needed}" if by == "queries" else f"{needed} x {_rows_text(tile.own_keys)}"
+    )
 
 
-def _rows(span: Span) -> str:
+def _rows_text(span: Span) -> str:
     return f"{span[0]}..{span[1] - 1}"
 
 
-def _bounds(band: Band) -> str:
+def _band_text(band: Band) -> str:
     if band.left is None and band.right is None:
         return "every key visible"
-    first = "" if band.left is None else f" from {_at(band.diagonal - band.left)}"
-    last = " on" if band.right is None else f" {'to' if first else 'up to'} {_at(band.diagonal + band.right)}"
+    first = "" if band.left is None else f" from {_position_text(band.diagonal - band.left)}"
+    last = (
+        " on" if band.right is None else f" {'to' if first else 'up to'} {_position_text(band.diagonal + band.right)}"
+    )
     return f"query i attends to keys{first}{last}"
 
 
-def _at(offset: int) -> str:
+def _position_text(offset: int) -> str:
     return "i" if offset == 0 else f"i {'+' if offset > 0 else '-'} {abs(offset)}"

@@ -114,7 +114,7 @@ def test_the_plan_says_why_calls_have_all_rows(split, options, why):
     x = np.zeros((2, split.seqlen // 2, 8))
     first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, split=split, causal=True, **options).plan(x, x, x))
     rounds = len(first.by_queries.rounds), len(first.by_keys.rounds)
-    assert (first.why_whole, rounds) == (why, (2, 2) if why is None else (1, 1))
+    assert (first.why_one_round, rounds) == (why, (2, 2) if why is None else (1, 1))
     assert (f"  rounds    one, of calls that have all rows that a piece needs: {why}" in first.describe()) == bool(why)
 
 

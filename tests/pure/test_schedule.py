@@ -41,7 +41,9 @@ def schedules(draw):
         split_q, split_k = (draw(of_chunks(n, ranks, chunks)) for n in (seqlen_q, seqlen_k))
     heads, steps = draw(st.integers(0, 5)), draw(st.integers(1, 6))
     options = {"num_heads_kv": heads, "steps": steps, "step": step, "joins": step == (1, 1) and draw(st.booleans())}
-    return make_schedule(split_q, split_k, band, chunks=chunks, **options, why_whole=draw(st.none() | st.just("asked")))
+    return make_schedule(
+        split_q, split_k, band, chunks=chunks, **options, why_one_round=draw(st.none() | st.just("asked"))
+    )
 
 
 @st.composite
@@ -127,7 +129,7 @@ def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
                 for span in a_round.split.spans[rank]:
                     here[slice(*span)] += 1
                 needed = np.zeros(a_round.split.seqlen, bool)
-                for span in a_round.held(rank):
+                for span in a_round.needed_by(rank):
                     needed[slice(*span)] = True
                 for transfer in a_round.transfers:
                     if transfer.target == rank:
@@ -146,7 +148,7 @@ def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
 def test_own_rows_come_first_and_received_ones_after_them(schedule):
     """Where there are two rounds; the partial results of a piece are numbered in their order."""
     for traversal in (schedule.by_queries, schedule.by_keys):
-        assert len(traversal.rounds) in ((1, 2) if schedule.why_whole is None else (1,))
+        assert len(traversal.rounds) in ((1, 2) if schedule.why_one_round is None else (1,))
         if len(traversal.rounds) == 2:
             own, received = traversal.rounds
             assert not own.transfers
@@ -177,13 +179,13 @@ def test_steps_have_all_heads(schedule):
 
 
 @given(st.integers(1, 40), st.integers(0, 2**27), st.integers(1, 40), st.sampled_from((None, "asked")))
-def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, why_whole):
+def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, why_one_round):
     """By the rows of all ranks, so that the number of these does not matter."""
     for ranks in (2, 4):
         split = cd.contiguous(rows, ranks)
         options = {"num_heads_kv": heads, "steps": None, "row_bytes": (row_bytes, 2 * row_bytes)}
-        schedule = make_schedule(split, split, Band(0, None, None), **options, why_whole=why_whole)
-        least = 1 if why_whole is None else min(2, heads)
+        schedule = make_schedule(split, split, Band(0, None, None), **options, why_one_round=why_one_round)
+        least = 1 if why_one_round is None else min(2, heads)
         for traversal, of_row in ((schedule.by_queries, row_bytes), (schedule.by_keys, 2 * row_bytes)):
             of_steps = [stop - start for start, stop in traversal.rounds[-1].heads]
             count, total = len(of_steps), rows * heads * of_row
