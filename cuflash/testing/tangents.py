@@ -68,22 +68,22 @@ class Moved:
 
     def arrays(self, case: Case, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
         """The tangents of a case by name, laid out in memory as the case says; NaN where the array is."""
-        random, given = np.random.default_rng(self.seed), case.arrays()
+        random, arrays = np.random.default_rng(self.seed), case.arrays()
         softmax = numpy_dtype(case.problem.softmax_dtype)
-        found = {}
+        tangents = {}
         for name in self.names:
-            model = given.get(name)
+            model = arrays.get(name)
             values = random.standard_normal(() if model is None else model.shape)
             if name == "k" and self.common:
                 values = values + self.common * random.standard_normal(values.shape[-1])
             if model is not None:
                 values = np.where(np.isnan(model.astype(np.float64)), np.nan, values)
-            found[f"t{name}"] = values.astype(softmax if model is None else model.dtype)
+            tangents[f"t{name}"] = values.astype(softmax if model is None else model.dtype)
         for name in self.cotangents:
-            model = given[name[1:]]
+            model = arrays[name[1:]]
             values = np.where(np.isnan(model.astype(np.float64)), np.nan, random.standard_normal(model.shape))
-            found[name] = values.astype(model.dtype)
-        return {name: lay_out(x, case.strides, convert) for name, x in found.items()}
+            tangents[name] = values.astype(model.dtype)
+        return {name: lay_out(x, case.strides, convert) for name, x in tangents.items()}
 
 
 def movable(case: Case) -> list[str]:
@@ -107,11 +107,11 @@ def tangents_by(
     """What `jvp` and `backward_jvp` of a `cuflash.FlashAttention` give for a case: what `assert_tangents` judges."""
     arrays, tangents = case.arrays(convert), moved.arrays(case, convert)
     need = tuple(f"td{name}" for name in movable(case))
-    given = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
-    of_forward = attn.jvp(**given, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
-    given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
-    found = attn.backward_jvp(arrays["dout"], **given, **of_forward._asdict(), need=need, **tangents)
-    return {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
+    inputs = {name: arrays[name] for name in INPUTS} | optional(arrays) | case.random
+    results = attn.jvp(**inputs, **{name: x for name, x in tangents.items() if name not in COTANGENTS})
+    dlse = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    gradients = attn.backward_jvp(arrays["dout"], **inputs, **dlse, **results._asdict(), need=need, **tangents)
+    return {"tout": results.tout, "tlse": results.tlse} | gradients._asdict()
 
 
 @lru_cache(maxsize=8)
@@ -131,7 +131,7 @@ def tangent_yardsticks(
     with np.errstate(all="ignore"):
         expected = _compute(problem, arrays, tangents, random, exact)
         plain = _compute(problem, arrays, tangents, random, arrays["q"].dtype)
-        squares, zeros = _TangentCollector(problem, arrays, tangents, random, expected).found()
+        squares, zeros = _TangentCollector(problem, arrays, tangents, random, expected).collect()
         return {
             name: _yardstick(problem, name, x, plain[name], squares[name], zeros.get(name))
             for name, x in expected.items()
@@ -150,8 +150,8 @@ def _compute(
     """out, lse and results by the plain formula."""
     inputs = _inputs(problem, arrays) | {"dtype": dtype, **random}
     of_inputs = {name[1:]: x for name, x in tangents.items() if name not in COTANGENTS}
-    found = dict(zip(("out", "lse"), reference.forward(problem, **inputs), strict=True))
-    found |= zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True)
+    results = dict(zip(("out", "lse"), reference.forward(problem, **inputs), strict=True))
+    results |= zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True)
     cotangents: dict[str, Any] = {name: x for name, x in tangents.items() if name in COTANGENTS}
     if "dlse" in arrays:
         cotangents["dlse"] = arrays["dlse"]
@@ -159,7 +159,7 @@ def _compute(
     gradients = reference_tangents.backward_jvp(
         problem, arrays["dout"], tangents=of_inputs, need=need, **inputs, **cotangents
     )
-    return found | {f"t{name}": x for name, x in zip(need, gradients, strict=True)}
+    return results | {f"t{name}": x for name, x in zip(need, gradients, strict=True)}
 
 
 def _yardstick(
@@ -190,18 +190,16 @@ class _TangentCollector(Collector):
         random: Mapping[str, Any],
         expected: Mapping[str, Array],
     ) -> None:
-        own = {"out": expected["out"], "dq": expected["tdq"], "dk": expected["tdk"], "dv": expected["tdv"]}
-        super().__init__(problem, arrays, own | {"lse": expected["lse"]})
+        results = {name: expected[name] for name in ("out", "lse")}
+        results |= {name: expected[f"t{name}"] for name in ("dq", "dk", "dv")}
+        super().__init__(problem, arrays, results)
         self.tangents, self.random = tangents, random
         self.tout = finite(view_4d(expected["tout"].astype(np.float64), problem.layout))
         self.squares["out"], self.squares["lse"] = (Squares.zeros(*self.squares[x].terms.shape) for x in ("out", "lse"))
 
-        def of(name: str) -> Array:
-            like = arrays["dout"] if name == "tdout" else np.zeros(problem.lse_shape)
-            return tangents.get(name, np.zeros(like.shape))
-
-        self.tdout = finite(view_4d(of("tdout"), problem.layout).astype(np.float64))
-        self.tdlse = finite(view_rows(of("tdlse")).astype(np.float64))
+        tdout = tangents.get("tdout", np.zeros(arrays["dout"].shape))
+        self.tdout = finite(view_4d(tdout, problem.layout).astype(np.float64))
+        self.tdlse = finite(view_rows(tangents.get("tdlse", np.zeros(problem.lse_shape))).astype(np.float64))
         sizes = {"dscale": (), "dsoftcap": (), "dalibi_slopes": (problem.batch, problem.num_heads)}
         sizes["dbias"] = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
         self.sums = {
@@ -209,50 +207,50 @@ class _TangentCollector(Collector):
             for name, shape in sizes.items()
         }
 
-    def found(self) -> tuple[dict[str, Squares], dict[str, Array]]:
+    def collect(self) -> tuple[dict[str, Squares], dict[str, Array]]:
         """Squares by result, and where results are zero."""
         problem, inputs = self.problem, _inputs(self.problem, self.arrays)
         of_inputs = {name[1:]: x for name, x in self.tangents.items() if name not in COTANGENTS}
         for head in reference.each_head(problem, compute=np.float64, **inputs, **self.random):
             t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
             self.add_tangents(head, t)
-        found, zeros = {}, {}
+        squares, zeros = {}, {}
         is_zero = {"out": ~self.attends, "dq": ~self.attends, "dk": ~self.is_attended_to, "dv": ~self.is_attended_to}
         for name, of_rows in is_zero.items():
-            own = self.squares[name]
-            found[f"t{name}"] = Squares(
-                *(self._as_result(name, x.max(axis=-1, keepdims=True, initial=0)) for x in (own.terms, own.noise))
+            terms_and_noise = vars(self.squares[name]).values()
+            squares[f"t{name}"] = Squares(
+                *(self._as_result(name, x.max(axis=-1, keepdims=True, initial=0)) for x in terms_and_noise)
             )
             zeros[f"t{name}"] = self._as_result(name, of_rows[..., None])
-        found["tlse"] = Squares(*(x.reshape(problem.lse_shape) for x in vars(self.squares["lse"]).values()))
-        found["tdsinks"] = self.squares["dsinks"]
-        found |= {f"td{name}": self.squares[f"d{name}"] for name, _ in problem.score_args}
+        squares["tlse"] = Squares(*(x.reshape(problem.lse_shape) for x in vars(self.squares["lse"]).values()))
+        squares["tdsinks"] = self.squares["dsinks"]
+        squares |= {f"td{name}": self.squares[f"d{name}"] for name, _ in problem.score_args}
         for name, (terms, noise, count) in self.sums.items():
-            found[f"t{name}"] = Squares(terms.value, noise.value)
+            squares[f"t{name}"] = Squares(terms.value, noise.value)
             if name == "dbias":
                 zeros["tdbias"] = count.value == 0
-        return found, zeros
+        return squares, zeros
 
     def add_tangents(self, head: Head, t: HeadTangents) -> None:
         """Add what one head contributes."""
         visible = head.P != 0
         self.attends[head.index] = visible.any(axis=1)
         self.is_attended_to[head.index_kv] |= visible.any(axis=0)
-        own = _HeadSquares(self, head, t)
-        self.squares["out"].add(head.index, own.tO2, own.tO_moved)
-        self.squares["lse"].add(head.index, (own.P2 * own.tS2).sum(axis=1, keepdims=True), own.tL_moved)
-        self.squares["dv"].add(head.index_kv, *own.of_values())
-        dS, tdS = own.score_gradients()
-        dX, tdX, least = own.product_gradients(dS, tdS)
+        of_head = _HeadSquares(self, head, t)
+        self.squares["out"].add(head.index, of_head.tO2, of_head.tO_moved)
+        self.squares["lse"].add(head.index, (of_head.P2 * of_head.tS2).sum(axis=1, keepdims=True), of_head.tL_moved)
+        self.squares["dv"].add(head.index_kv, *of_head.of_values())
+        dS, tdS = of_head.score_gradients()
+        dX, tdX, least = of_head.product_gradients(dS, tdS)
         scale2, tscale2 = self.problem.scale**2, t.scale**2
-        K2, tK2, Q2, tQ2 = (x**2 for x in (own.K, own.tK, own.Q, own.tQ))
+        K2, tK2, Q2, tQ2 = (x**2 for x in (of_head.K, of_head.tK, of_head.Q, of_head.tQ))
         of_q = [scale2 * (tx @ K2 + x @ tK2) + tscale2 * (x @ K2) for tx, x in zip(tdX, dX, strict=True)]
         of_k = [scale2 * (tx.T @ Q2 + x.T @ tQ2) + tscale2 * (x.T @ Q2) for tx, x in zip(tdX, dX, strict=True)]
         self.squares["dq"].add(head.index, *of_q)
         self.squares["dk"].add(head.index_kv, *of_k)
-        self.squares["dsinks"].add(head.index[1], *own.of_sink())
+        self.squares["dsinks"].add(head.index[1], *of_head.of_sink())
         QK2 = np.maximum(np.where(visible, head.QK, 0) ** 2, Q2 @ K2.T)
-        tQK2 = (abs(own.tQ) @ abs(own.K).T + abs(own.Q) @ abs(own.tK).T) ** 2
+        tQK2 = (abs(of_head.tQ) @ abs(of_head.K).T + abs(of_head.Q) @ abs(of_head.tK).T) ** 2
         self._put("dscale", head, *(tx * QK2 + x * tQK2 for tx, x in zip(tdX, dX, strict=True)))
         for name, derivative in self._counted(head, np.where(visible, head.QK, 0)).items():
             d2, td2 = derivative**2, np.asarray(t.derivatives.get(name, 0.0)) ** 2
@@ -280,46 +278,55 @@ class _HeadSquares:
 
     def __init__(self, collector: _TangentCollector, head: Head, t: HeadTangents) -> None:
         self.head, self.t, self.problem, self.unit = head, t, collector.problem, collector.unit
-        self.dtype, unit, scale = collector.dtype, collector.unit, abs(collector.problem.scale)
-        visible = self.visible = head.P != 0
+        self.dtype, self.rounded, scale = collector.dtype, collector.rounded, abs(collector.problem.scale)
+        visible = head.P != 0
         is_hidden = ~visible.any(axis=0)[:, None]
         self.Q, self.tQ = finite(head.Q), finite(t.Q)
         self.K, self.tK, V, tV = (np.where(is_hidden, 0, finite(x)) for x in (head.K, t.K, head.V, t.V))
+        self.V2, self.tV2 = V**2, tV**2
+        self.dO2, self.tdO2 = collector.dout[head.index] ** 2, collector.tdout[head.index] ** 2
+        self.dL2, self.tdL2 = (
+            x[head.index].astype(np.float64)[:, None] ** 2 for x in (collector.dlse, collector.tdlse)
+        )
         sizes = collector.sizes_of(self.Q, self.K)
-        noise = self.noise = collector.noise_of(head, visible, sizes, np.where(visible, head.QK, 0))
-        self.products_moved = unit * scale * sizes
+        self.noise = collector.noise_of(head, visible, sizes, np.where(visible, head.QK, 0))
+        self.products_moved = self.unit * scale * sizes
         self.product_size = scale * (collector.sizes_of(self.tQ, self.K) + collector.sizes_of(self.Q, self.tK))
         self.product_size = self.product_size + abs(t.scale) * sizes
         P = np.where(visible, np.maximum(head.P, collector.smallest), 0)
-        self.P2, self.P_moved, self.Z2 = P**2, noise.weights**2, head.Z**2
+        self.P2, self.P_moved, self.Z2 = P**2, self.noise.weights**2, head.Z**2
+        U_unit2, tL_unit2 = self._units_of_scores(P, visible)
+        self._set_scores(U_unit2, tL_unit2, visible)
+        self._set_rows(collector, U_unit2)
+
+    def _units_of_scores(self, P: Array, visible: Array) -> tuple[Array, Array]:
+        """Squares of a unit in the last place of the terms of U and tL, and what rounding the products moves in U."""
+        # A unit in the last place of the tanh of a soft cap moves its derivative, 1 - tanh^2, by two.
+        slope_size = np.abs(self.head.cap_slope) + (0 if self.problem.softcap is None else 2)
+        tS_size = np.where(visible, slope_size * self.product_size + self.t.others, 0)
+        # The mean over the keys, without the sink, from which tL is told: next to a large sink it is the larger one.
+        sum_of_keys = P.sum(axis=1, keepdims=True)
+        mean_size = (P * tS_size).sum(axis=1, keepdims=True) / np.where(sum_of_keys == 0, 1, sum_of_keys)
+        tL_unit2 = (self.unit * (mean_size + self.head.P_sink * abs(self.t.sink + self.t.L))) ** 2
+        U_unit2 = (self.unit * tS_size) ** 2 + tL_unit2 + (self.t.slope * self.products_moved) ** 2
+        return np.where(visible, U_unit2, 0), tL_unit2
+
+    def _set_scores(self, U_unit2: Array, tL_unit2: Array, visible: Array) -> None:
+        t = self.t
         self.U2, self.tS2 = (np.where(visible, x, 0) ** 2 for x in (t.U, t.U + t.L))
-        # A unit in the last place of the terms of tS and tL, and what rounding the products makes of the derivative.
-        # A unit in the last place of the tanh of a soft cap moves 1 - tanh^2 by two.
-        slope_size = np.abs(head.cap_slope) + (0 if self.problem.softcap is None else 2)
-        tS_size = np.where(visible, slope_size * self.product_size + t.others, 0)
-        # The mean of the keys, which tL is told from: next to a large sink it is the larger one.
-        of_keys = P.sum(axis=1, keepdims=True)
-        mean_size = (P * tS_size).sum(axis=1, keepdims=True) / np.where(of_keys == 0, 1, of_keys)
-        tL_unit2 = (unit * (mean_size + head.P_sink * abs(t.sink + t.L))) ** 2
-        U_unit2 = (unit * tS_size) ** 2 + tL_unit2 + (t.slope * self.products_moved) ** 2
-        by_weights = (self.P_moved * self.U2).sum(axis=1, keepdims=True) + (noise.of_sink * t.sink) ** 2
-        rows2 = noise.rows**2
-        self.tL_moved = by_weights + tL_unit2
-        self.V2, self.tV2 = V**2, tV**2
-        self.dO2, self.tdO2 = collector.dout[head.index] ** 2, collector.tdout[head.index] ** 2
-        both = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (collector.dlse, collector.tdlse))
-        self.dL2, self.tdL2 = both
-        P2, Z2, self.rounded = self.P2, self.Z2, collector.rounded
+        by_weights = (self.P_moved * self.U2).sum(axis=1, keepdims=True) + (self.noise.of_sink * t.sink) ** 2
+        self.tL_moved = tL_unit2 + by_weights
+        self.U_moved = np.where(visible, U_unit2 + by_weights, 0)  # in the backward pass tL is one rounded number
+
+    def _set_rows(self, collector: _TangentCollector, U_unit2: Array) -> None:
+        P2, Z2, rows2 = self.P2, self.Z2, self.noise.rows**2
         self.kept2, self.kept_U2 = (self.rounded(x) for x in (P2 * Z2, P2 * Z2 * self.U2))
-        out2, tout2 = (self.rounded(x[head.index] ** 2) for x in (collector.out, collector.tout))
+        out2, tout2 = (self.rounded(x[self.head.index] ** 2) for x in (collector.out, collector.tout))
         self.O2 = np.maximum(out2, self.kept2 @ self.V2)
         self.tO2 = np.maximum(tout2, self.kept_U2 @ self.V2 + self.kept2 @ self.tV2)
         self.O_moved = (self.P_moved * Z2) @ self.V2 + rows2 * self.O2
-        of_U = np.where(visible, U_unit2, 0)
-        self.tO_moved = ((self.P_moved * self.U2 + P2 * of_U) * Z2) @ self.V2 + (self.P_moved * Z2) @ self.tV2
-        self.tO_moved = self.tO_moved + rows2 * self.tO2 + (by_weights + tL_unit2) * self.O2
-        self.U_moved = np.where(visible, U_unit2 + by_weights, 0)  # in the backward pass tL is one rounded number
-        self.sink_moved = tL_unit2 + by_weights
+        self.tO_moved = ((self.P_moved * self.U2 + P2 * U_unit2) * Z2) @ self.V2 + (self.P_moved * Z2) @ self.tV2
+        self.tO_moved = self.tO_moved + rows2 * self.tO2 + self.tL_moved * self.O2
         self.D2 = (self.dO2 * self.O2).sum(axis=-1, keepdims=True)
         self.tD2 = (self.dO2 * self.tO2 + self.tdO2 * self.O2).sum(axis=-1, keepdims=True)
         self.D_moved = (self.dO2 * self.O_moved).sum(axis=-1, keepdims=True)
@@ -333,14 +340,14 @@ class _HeadSquares:
 
     def score_gradients(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Terms and noise of dS, and of tdS."""
-        each = (self.dO2 @ self.V2.T) * self.Z2 + self.D2 + self.dL2
-        t_each = (self.dO2 @ self.tV2.T + self.tdO2 @ self.V2.T) * self.Z2 + self.tD2 + self.tdL2
-        D_moved = self.D_moved + self.unit**2 * (each + self.D2)
-        tD_moved = self.tD_moved + self.unit**2 * (t_each + self.tD2)
-        tdS = self.U2 * each + t_each
-        tdS_moved = self.U_moved * each + self.U2 * D_moved + tD_moved
+        dU = (self.dO2 @ self.V2.T) * self.Z2 + self.D2 + self.dL2
+        tdU = (self.dO2 @ self.tV2.T + self.tdO2 @ self.V2.T) * self.Z2 + self.tD2 + self.tdL2
+        D_moved = self.D_moved + self.unit**2 * (dU + self.D2)
+        tD_moved = self.tD_moved + self.unit**2 * (tdU + self.tD2)
+        tdS = self.U2 * dU + tdU
+        tdS_moved = self.U_moved * dU + self.U2 * D_moved + tD_moved
         return (
-            (self.P2 * each, self.P_moved * each + self.P2 * D_moved),
+            (self.P2 * dU, self.P_moved * dU + self.P2 * D_moved),
             (self.P2 * tdS, self.P_moved * tdS + self.P2 * tdS_moved),
         )
 
@@ -352,20 +359,20 @@ class _HeadSquares:
         A unit in the last place of tanh(x) moves 1 - tanh(x)^2 by two.
         """
         cap = self.problem.softcap
-        least, per_cap = (0.0, 0.0) if cap is None else (2 * self.unit / ulp(self.dtype), 1 / cap)
-        of_tangent = least * per_cap * self.product_size
-        slope2 = np.maximum(np.abs(self.head.cap_slope), least) ** 2
-        tslope2 = np.maximum(np.abs(self.t.slope), of_tangent) ** 2
+        least_slope, per_cap = (0.0, 0.0) if cap is None else (2 * self.unit / ulp(self.dtype), 1 / cap)
+        least_tslope = least_slope * per_cap * self.product_size
+        slope2 = np.maximum(np.abs(self.head.cap_slope), least_slope) ** 2
+        tslope2 = np.maximum(np.abs(self.t.slope), least_tslope) ** 2
         tslope_moved = (self.unit + self.products_moved * per_cap) ** 2 * tslope2
         moved = tdS[1] * slope2 + dS[1] * tslope2 + dS[0] * tslope_moved
         dX, tdX = (self.rounded(x) for x in (dS[0] * slope2, tdS[0] * slope2 + dS[0] * tslope2))
-        return (dX, dS[1] * slope2), (tdX, moved), of_tangent
+        return (dX, dS[1] * slope2), (tdX, moved), least_tslope
 
     def of_sink(self) -> tuple[Array, Array]:
         """Terms and noise of the tangent of the gradient of the sink."""
         P2, sink2 = self.head.P_sink**2, self.t.sink**2
         terms = sink2 * (self.D2 + self.dL2) + self.tD2 + self.tdL2
-        moved = self.sink_moved * (self.D2 + self.dL2) + sink2 * self.D_moved + self.tD_moved
+        moved = self.tL_moved * (self.D2 + self.dL2) + sink2 * self.D_moved + self.tD_moved
         return (P2 * terms).sum(), (self.noise.of_sink**2 * terms + P2 * moved).sum()
 
 
