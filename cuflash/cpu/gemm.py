@@ -57,40 +57,40 @@ class Products(NamedTuple):
         """
         shape, q, k = (*self.q.shape[:4], -1), self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
         ds, tds = (x.reshape(shape)[tile.index] for x in (dscaled, moved))
-        own, by_moved, found = tds * self.scale + ds * self.tscale, ds * self.scale, {}
+        dX, tdX, addends = ds * self.scale, tds * self.scale + ds * self.tscale, {}
         if "tdq" in wanted:
-            tdq = product(own, k)
+            tdq = product(tdX, k)
             if self.tk is not None:
-                tdq += product(by_moved, self.tk[..., tile.own_keys, :])
-            found["tdq"] = tdq.reshape(len(tdq), -1, *tdq.shape[3:])
+                tdq += product(dX, self.tk[..., tile.own_keys, :])
+            addends["tdq"] = tdq.reshape(len(tdq), -1, *tdq.shape[3:])
         if "tdk" in wanted:
-            tdk = product(own.swapaxes(-2, -1), q)
+            tdk = product(tdX.swapaxes(-2, -1), q)
             if self.tq is not None:
-                tdk += product(by_moved.swapaxes(-2, -1), self.tq[..., tile.own_rows, :])
-            found["tdk"] = tdk.sum(axis=2)
-        return found
+                tdk += product(dX.swapaxes(-2, -1), self.tq[..., tile.own_rows, :])
+            addends["tdk"] = tdk.sum(axis=2)
+        return addends
 
     def gradients(self, tile: Tile, dscaled: Array, wanted: Collection[str]) -> dict[str, Array]:
         """What a tile adds to those of dq and dk that are wanted, from the gradients of all scaled products."""
         q, k = self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
-        own = dscaled.reshape(*self.q.shape[:4], -1)[tile.index] * self.scale
-        found = {}
+        dX = dscaled.reshape(*self.q.shape[:4], -1)[tile.index] * self.scale
+        addends = {}
         if "dq" in wanted:
-            dq = np.empty(q.shape, own.dtype)
-            multiply(own, k, dq)
-            found["dq"] = dq.reshape(len(dq), -1, *dq.shape[3:])
+            dq = np.empty(q.shape, dX.dtype)
+            multiply(dX, k, dq)
+            addends["dq"] = dq.reshape(len(dq), -1, *dq.shape[3:])
         if "dk" in wanted:
-            dk = np.empty((*own.shape[:3], *k.shape[3:]), own.dtype)
-            multiply(own.swapaxes(-2, -1), q, dk)
-            found["dk"] = dk.sum(axis=2)
-        return found
+            dk = np.empty((*dX.shape[:3], *k.shape[3:]), dX.dtype)
+            multiply(dX.swapaxes(-2, -1), q, dk)
+            addends["dk"] = dk.sum(axis=2)
+        return addends
 
 
 def product(a: Array, b: Array) -> Array:
     """A product of matrices, as `multiply` computes it."""
-    found = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
-    multiply(a, b, found)
-    return found
+    out = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
+    multiply(a, b, out)
+    return out
 
 
 def multiply(a: Array, b: Array, out: Array) -> None:
@@ -118,5 +118,5 @@ def multiply(a: Array, b: Array, out: Array) -> None:
 def _blocks(length: int, size: int) -> tuple[tuple[slice, int, int], ...]:
     """The whole blocks of an axis, and the rest, those that there are: their slice, their number and their length."""
     whole = length // size * size
-    found = ((slice(0, whole), whole // size, size), (slice(whole, length), 1, length - whole))
-    return tuple([block for block in found if block[0].start < block[0].stop])
+    blocks = ((slice(0, whole), whole // size, size), (slice(whole, length), 1, length - whole))
+    return tuple([block for block in blocks if block[0].start < block[0].stop])

@@ -70,8 +70,8 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     is_bounded = (problem.window_left, problem.window_right) != (None, None)
     if optional_inputs or problem.has_float8:
         return f"score_mod or mask_mod with {', '.join(optional_inputs) or 'fp8'}"
-    one = problem.mean_sequence
-    pairs = one.batch * one.num_heads * one.seqlen_q * one.seqlen_k
+    sequence = problem.mean_sequence
+    pairs = sequence.batch * sequence.num_heads * sequence.seqlen_q * sequence.seqlen_k
     if pairs == 0:
         return "score_mod or mask_mod of no pairs"
     if pairs <= FEW_PAIRS and (problem.is_packed or problem.given((LENGTHS,))):
@@ -82,16 +82,16 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
         problem.program.on_numpy()
     except NotImplementedError:
         return "a score in CUDA"
-    others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.score_arg_gradients)]
-    return f"gradients besides those of score_mod args: {', '.join(others)}" if others else None
+    not_served = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.score_arg_gradients)]
+    return f"gradients besides those of score_mod args: {', '.join(not_served)}" if not_served else None
 
 
 def why_not_tangents(problem: Problem, wanted: Collection[str]) -> str | None:
     """Why the core does not compute the results `wanted` of a pass with tangents with a bias; None if it does."""
     if (reason := why_not(problem)) is not None:
         return reason
-    others = [name for name in wanted if name not in (*JVP.default, *DEFAULT_NEED_TANGENTS)]
-    return f"tangents of gradients of {', '.join(name[2:] for name in others)} with functions" if others else None
+    not_served = [name[2:] for name in wanted if name not in (*JVP.default, *DEFAULT_NEED_TANGENTS)]
+    return f"tangents of gradients of {', '.join(not_served)} with functions" if not_served else None
 
 
 def is_sum(score: Node) -> bool:
@@ -118,16 +118,16 @@ def run(
         return
     names = [name for name, _ in problem.score_args]
     score_args = {name: given.pop(name) for name in (*names, *(f"t{name}" for name in names)) if name in given}
-    results = {name: given.pop(f"d{name}") for name in score_args if f"d{name}" in given}
-    sums = {name: np.zeros(x.shape) for name, x in results.items()}
+    gradients = {name: given.pop(f"d{name}") for name in score_args if f"d{name}" in given}
+    of_all_sequences = score_args | {f"d{name}": x for name, x in gradients.items()}
+    sums = {name: np.zeros(x.shape) for name, x in gradients.items()}
     clear_gradients_of_no_sequence(problem, given)
     with np.errstate(all="ignore"):
-        for one in sequences(problem, *(given[name] for name in STARTS)):
-            own = one.of_call(given)
-            whole = own | score_args | {f"d{name}": x for name, x in results.items()}
-            prepared = Prepared(one.problem, tuple(whole), pass_, one.index)
-            prepared.compute((*whole.values(),), (seed, offset), are_disjoint=True, sums=sums)
-        for name, x in results.items():
+        for sequence in sequences(problem, *(given[name] for name in STARTS)):
+            of_call = sequence.of_call(given) | of_all_sequences
+            prepared = Prepared(sequence.problem, tuple(of_call), pass_, sequence.index)
+            prepared.compute((*of_call.values(),), (seed, offset), are_disjoint=True, sums=sums)
+        for name, x in gradients.items():
             x[...] = sums[name]
 
 
@@ -141,6 +141,17 @@ def prepare(problem: Problem, given: Mapping[str, object], pass_: Pass) -> Prepa
         return None
     prepared.fold()
     return prepared
+
+
+class _VisibleBlocks(NamedTuple):
+    """For each block of `BLOCK` rows and keys: whether a mask shows any of its pairs, and whether it hides others."""
+
+    any_pairs: Array
+    are_partial: Array  # some pairs, and not all
+
+    def tiles(self, tiles: Iterable[Tile]) -> list[Tile]:
+        """Those of some tiles in which the mask shows pairs."""
+        return [tile for tile in tiles if self.any_pairs[tile.blocks].any()]
 
 
 class _Call(NamedTuple):
@@ -162,7 +173,7 @@ class _PreparedSlice(NamedTuple):
     indices: Mapping[str, tuple[slice, ...]]  # of the slice in an array of the call, by the name of this
     pairs: Pairs
     tiles: list[Tile]
-    shown: tuple[Array, Array] | None  # `Prepared._blocks`, if these do not depend on arrays
+    visible: _VisibleBlocks | None  # of the mask, if that does not depend on arrays
     # What the core computes, by the names of the optional inputs; also as prepared, except in passes with tangents.
     calls: dict[tuple[str, ...], tuple[Problem, core.Prepared | None]]
     # For repeated calls: `Prepared.expressions` by name and tile, none for all diagonals of the slice; and the entries
@@ -177,19 +188,20 @@ class _Slice(NamedTuple):
     call: _Call
     prepared: _PreparedSlice
     tiles: list[Tile]  # in which the mask shows pairs
-    shown: tuple[Array, Array] | None  # `Prepared._blocks`, if there is a mask
+    visible: _VisibleBlocks | None  # of the mask, if there is one
     arrays: dict[str, Array]  # as the core gets them: zeros for q and k where NumPy multiplies these
     optional_inputs: dict[str, Array]
     tangents: dict[str, Array]  # of optional inputs and numbers
     of_pairs: dict[str, Array]  # `Prepared.of_pairs`
     products: Products | None
     sums: dict[str, Array]  # of `Prepared.of_products`
+    on_tiles: Callable[[Callable[[Tile], Any], Iterable[Tile]], Iterable[Any]]  # `map`, or that on all cores
 
 
 class _Names(NamedTuple):
     """The names of the arrays of a call, by what they are."""
 
-    given: tuple[str, ...]  # all, in their order
+    in_order: tuple[str, ...]  # all, as a call gets them
     score_args: tuple[str, ...]
     reads: tuple[str, ...]  # those whose gradients are wanted
     moved: tuple[str, ...]  # those that have tangents
@@ -201,8 +213,8 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, given: tuple[str, ...]) -> _Names:
-        def those_given(of: Iterable[str], prefix: str = "") -> tuple[str, ...]:
-            return tuple(name for name in of if f"{prefix}{name}" in given)
+        def those_given(names: Iterable[str], prefix: str = "") -> tuple[str, ...]:
+            return tuple(name for name in names if f"{prefix}{name}" in given)
 
         score_args = tuple(name for name, _ in problem.score_args)
         reads, moved = those_given(score_args, "d"), those_given(score_args, "t")
@@ -211,8 +223,8 @@ class _Names(NamedTuple):
         results = those_given((*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS))
         read_by_functions = (*score_args, *(f"t{name}" for name in moved))
         of_score_args = {*read_by_functions, *(f"d{name}" for name in reads)}
-        others = of_score_args.union(optional_inputs, tangents, results, STARTS)
-        arrays = tuple(name for name in given if name not in others)
+        known = of_score_args.union(optional_inputs, tangents, results, STARTS)
+        arrays = tuple(name for name in given if name not in known)
         return cls(given, score_args, reads, moved, read_by_functions, optional_inputs, tangents, results, arrays)
 
 
@@ -232,7 +244,7 @@ class _Score(NamedTuple):
         if program.score is None:
             return cls(program, False, False, None, None, False)
         multiplies = not is_sum(program.score)
-        moves_products = multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names.given)
+        moves_products = multiplies and not {"tq", "tk", "tscale"}.isdisjoint(names.in_order)
         if names.moved or moves_products:
             by_tangents = problem.score_tangents(names.moved)
             tangent = by_tangents.score
@@ -258,8 +270,8 @@ class Prepared:
         Whether arrays are (batch, heads, seqlen, dim) as they are given.
     is_split : bool
         Whether several slices add to dk and dv.
-    wide : dtype or None
-        In place of the dtype of q, if it is another one.
+    wide_dtype : dtype or None
+        In which several slices add up gradients, if it is wider than the dtype of q.
     of_products, of_core : tuple of str
         The results that follow from the gradients of products, and what the core writes.
     of_pairs : tuple of str
@@ -279,16 +291,22 @@ class Prepared:
         self.problem, self.pass_, self.sequence = problem, pass_, sequence
         self.dtype = np.dtype(problem.softmax_dtype)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
-        own = self.names = _Names.of(problem, names)
-        score = self.score = _Score.of(problem, own)
-        self.different = score.distinguishes
-        is_line = score.has_diagonals and score.program.mask is None and not own.reads
-        most, of_lines = SLICE_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
-        self._slices = list(call_slices(problem, self.different, most, of_lines))
+        self.names = _Names.of(problem, names)
+        score = self.score = _Score.of(problem, self.names)
+        self.distinguished = score.distinguishes
+        is_line = score.has_diagonals and score.program.mask is None and not self.names.reads
+        self._slices = list(
+            call_slices(
+                problem,
+                self.distinguished,
+                most=SLICE_BYTES // self.dtype.itemsize,
+                per_row_values=problem.seqlen_q + problem.seqlen_k if is_line else None,
+            )
+        )
         self.is_kept = len(self._slices) <= MOST_SLICES
         self.is_split = "dout" in names and len({call_slice.rows.start for call_slice in self._slices}) > 1
         is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
-        self.wide = self.dtype if is_wide else None
+        self.wide_dtype = self.dtype if is_wide else None
         self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
         self._set_results()
         self._set_expressions()
@@ -330,7 +348,7 @@ class Prepared:
 
     def fold(self) -> None:
         """Keep what functions make of indices alone, if it is little, for repeated calls."""
-        if self._prepared is None or sum(math.prod(one.pairs.shape) for one in self._prepared) > MOST_FOLDED:
+        if self._prepared is None or sum(math.prod(prepared.pairs.shape) for prepared in self._prepared) > MOST_FOLDED:
             return
         shapes = {name: operand.shape for name, operand in self.problem.score_args}
         for prepared in self._prepared:
@@ -363,8 +381,8 @@ class Prepared:
         """
         if not are_disjoint:
             return core.OVERLAPPING
-        given = dict(zip(self.names.given, arrays, strict=True))
         names = self.names
+        given = dict(zip(names.in_order, arrays, strict=True))
         views = {name: given[name] for name in (*names.arrays, *names.results)}
         if not self.are_4d:
             for name, x in views.items():
@@ -378,132 +396,151 @@ class Prepared:
             random=(random[0] or 0, random[1] or 0),
             memory={},
         )
-        every = self._prepared or map(self._prepare, self._slices)
+        all_prepared = self._prepared or map(self._prepare, self._slices)
         with np.errstate(all="ignore"):
             if self.is_split:
-                self._add_slices(call, every)
+                self._add_slices(call, all_prepared)
             else:
-                for name in () if self._slices else self.names.results:
+                for name in () if self._slices else names.results:
                     call.arrays[name][...] = 0
-                for prepared in every:
-                    indices = prepared.indices
-                    results = {name: call.arrays[name][indices[name]] for name in self.names.results}
+                for prepared in all_prepared:
+                    results = {name: call.arrays[name][prepared.indices[name]] for name in names.results}
                     self._run_slice(call, prepared, results)
             if sums is None:
                 for name, x in call.sums.items():
                     given[f"d{name}"][...] = x
         return core.DONE
 
-    def _add_slices(self, call: _Call, every: Iterable[_PreparedSlice]) -> None:
+    def _add_slices(self, call: _Call, all_prepared: Iterable[_PreparedSlice]) -> None:
         """Write gradients, all computed in the dtype of the softmax, where several slices add to dk and dv."""
-        whole = {name: call.arrays[name] for name in self.names.results}
-        totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
-        for prepared in every:
-            own = {name: x[prepared.indices[name]] for name, x in totals.items()}
-            results = {name: x if name in _OF_ROWS else np.empty_like(x) for name, x in own.items()}
-            self._run_slice(call, prepared, results)
-            for name, x in own.items():
+        results = {name: call.arrays[name] for name in self.names.results}
+        totals = {name: np.zeros(x.shape, self.wide_dtype or x.dtype) for name, x in results.items()}
+        for prepared in all_prepared:
+            of_slice = {name: x[prepared.indices[name]] for name, x in totals.items()}
+            addends = {name: x if name in _OF_ROWS else np.empty_like(x) for name, x in of_slice.items()}
+            self._run_slice(call, prepared, addends)
+            for name, total in of_slice.items():
                 if name not in _OF_ROWS:
-                    x += results[name]
-        for name, x in totals.items():
-            whole[name][...] = x
+                    total += addends[name]
+        for name, total in totals.items():
+            results[name][...] = total
 
     def _prepare(self, call_slice: CallSlice) -> _PreparedSlice:
-        pairs, shown = Pairs(self.problem, call_slice, self.different, self.sequence), None
+        pairs, visible = Pairs(self.problem, call_slice, self.distinguished, self.sequence), None
         tiles, mask = pairs.tiles(), self.score.program.mask
         if mask is not None and not any(at.op == "load" for at in in_order([mask])):
-            shown = self._blocks(mask, pairs, Tables({}))
-            tiles = _shown_tiles(tiles, shown)
+            visible = self._blocks(mask, pairs, Tables({}))
+            tiles = visible.tiles(tiles)
         indices = {name: call_slice.index_of(name) for name in (*self.names.arrays, *self.names.results)}
-        return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {}, {}, {})
+        return _PreparedSlice(call_slice, indices, pairs, tiles, visible, {}, {}, {})
 
-    def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
-        """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
-        slice_ = self._slice_of(call, prepared, wanted)
-        optional_inputs, of_pairs, tiles = slice_.optional_inputs, slice_.of_pairs, slice_.tiles
-        deal: Callable[..., Iterable[Any]] = map if len(tiles) == 1 else jobs.on_cores
-        written = {name: of_pairs[name] for name in self.written["whole"]}
-        is_mixed: Array | None = None
-        if slice_.shown is not None:
-            always, sometimes = slice_.shown
-            optional_inputs["block_mask"], is_mixed = sometimes, sometimes & ~always
-            if is_mixed.any():
-                written["mask"] = np.ones(prepared.pairs.shape, bool)
+    # ---- one slice ---------------------------------------------------------------------------------------------------
+
+    def _run_slice(self, call: _Call, prepared: _PreparedSlice, results: Mapping[str, Array]) -> None:
+        """Compute a slice, and write its `results`: gradients of q, k and v, or their tangents."""
+        slice_ = self._slice_of(call, prepared, results)
+        self._evaluate(slice_)
+        written = {**results, **slice_.of_pairs}
+        given = {
+            **slice_.arrays,
+            **slice_.optional_inputs,
+            **slice_.tangents,
+            **{name: written[name] for name in self.of_core},
+        }
+        problem, prepared_call = prepared.calls.get(tuple(slice_.optional_inputs)) or self._prepare_call(slice_, given)
+        if "tdbias" in slice_.of_pairs:
+            self._run_backward(slice_, problem, given)
+        arrays = tuple(given.values())
+        if prepared_call is None or core.compute(prepared_call, arrays, call.random, are_disjoint=True) != core.DONE:
+            core.run(problem, given, self.pass_, *call.random)
+        for addends_of_tile in self.adding:
+            for addends in slice_.on_tiles(functools.partial(addends_of_tile, self, slice_), slice_.tiles):
+                for total, index, x in addends:
+                    total[index] += x
+        for name, x in slice_.sums.items():
+            results[name][...] = x
+
+    def _slice_of(self, call: _Call, prepared: _PreparedSlice, results: Mapping[str, Array]) -> _Slice:
+        """The arrays of a slice, of which nothing is computed yet: views of those of the call, and arrays of pairs."""
+        arrays, optional_inputs, tangents = self._inputs_of(call, prepared)
+        size, of_pairs = math.prod(prepared.pairs.shape), dict[str, Array]()
+        for name in self.of_pairs:
+            if name not in call.memory or call.memory[name].size < size:
+                call.memory[name] = np.empty(size, self.dtype)
+            of_pairs[name] = call.memory[name][:size].reshape(prepared.pairs.shape)
+        products = None
+        if self.score.multiplies:
+            products = self._take_products(arrays, optional_inputs.get(LENGTHS), tangents, of_pairs)
+        tiles, visible, mask = prepared.tiles, prepared.visible, self.score.program.mask
+        if mask is not None and visible is None:
+            visible = self._blocks(mask, prepared.pairs, Tables(call.score_args))
+            tiles = visible.tiles(tiles)
+        sums = {name: np.zeros(results[name].shape, self.dtype) for name in self.of_products}
+        on_tiles = map if len(tiles) == 1 else jobs.on_cores
+        return _Slice(
+            call, prepared, tiles, visible, arrays, optional_inputs, tangents, of_pairs, products, sums, on_tiles
+        )
+
+    def _inputs_of(
+        self, call: _Call, prepared: _PreparedSlice
+    ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """The arrays of a slice, its optional inputs, and the tangents of optional inputs and numbers."""
+        view_of = prepared.call_slice.view_of
+        arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.names.arrays}
+        optional_inputs = {name: view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()}
+        tangents = {
+            name: x if name[1:] in NUMBERS else view_of(x, cast("int", core.AXES[name[1:]]))
+            for name, x in call.tangents.items()
+        }
+        if self.wide_dtype is not None:
+            _widen(arrays, (*arrays,), self.wide_dtype)
+            _widen(optional_inputs, ("bias",), self.wide_dtype)
+            _widen(tangents, ("tbias",), self.wide_dtype)
+        return arrays, optional_inputs, tangents
+
+    def _take_products(
+        self,
+        arrays: dict[str, Array],
+        lengths: Array | None,
+        tangents: dict[str, Array],
+        of_pairs: Mapping[str, Array],
+    ) -> Products:
+        """The products of q and k by NumPy, and of their tangents; the core gets zeros in place of q and k.
+
+        So q, k and the scale do not move for the core: their tangents are taken out of the arrays.
+        """
+        operands = {name: arrays[name] for name in ("q", "k", "tq", "tk") if name in arrays}
+        for name in ("tq", "tk"):
+            arrays.pop(name, None)
+        arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
+        batch, num_heads_kv = arrays["k"].shape[:2]
+        grouped = {}  # the query heads that share keys have an axis of their own
+        for name, x in operands.items():
+            is_of_keys = name[-1] == "k"
+            rows = _zero_past(lengths, x) if is_of_keys and lengths is not None else x
+            shape = (batch, num_heads_kv, 1 if is_of_keys else -1, *x.shape[2:])
+            grouped[name] = rows.astype(self.dtype, copy=False).reshape(shape)
+        scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
+        return Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **grouped)
+
+    def _evaluate(self, slice_: _Slice) -> None:
+        """Make the optional inputs that functions stand for, bias and masks, and the tangent of the bias."""
+        optional_inputs, visible = slice_.optional_inputs, slice_.visible
+        written = {name: slice_.of_pairs[name] for name in self.written["whole"]}
+        if visible is not None:
+            optional_inputs["block_mask"] = visible.any_pairs
+            if visible.are_partial.any():
+                written["mask"] = np.ones(slice_.prepared.pairs.shape, bool)
         if written:
-            for _ in deal(functools.partial(self._evaluate_tile, slice_, written, is_mixed), tiles):
+            for _ in slice_.on_tiles(functools.partial(self._evaluate_tile, slice_, written), slice_.tiles):
                 pass
         if self.score.has_diagonals:
-            optional_inputs["bias"] = self._bias_of_diagonals(call, prepared)
+            optional_inputs["bias"] = self._bias_of_diagonals(slice_.call, slice_.prepared)
         if self.score.tangent is not None:
             slice_.tangents["tbias"] = written.pop("tbias")
         if "mask" in optional_inputs and "mask" in written:
             written["mask"] = written["mask"] & optional_inputs["mask"]
         optional_inputs |= written
-        results = {**wanted, **of_pairs}
-        given = {
-            **slice_.arrays,
-            **optional_inputs,
-            **slice_.tangents,
-            **{name: results[name] for name in self.of_core},
-        }
-        problem, prepared_call = prepared.calls.get(tuple(optional_inputs)) or self._prepare_call(slice_, given)
-        if "tdbias" in of_pairs:
-            self._run_backward(slice_, problem, given)
-        every = tuple(given.values())
-        if prepared_call is None or core.compute(prepared_call, every, call.random, are_disjoint=True) != core.DONE:
-            core.run(problem, given, self.pass_, *call.random)
-        for addends_of_tile in self.adding:
-            for addends in deal(functools.partial(addends_of_tile, self, slice_), tiles):
-                for total, index, x in addends:
-                    total[index] += x
-        for name, x in slice_.sums.items():
-            wanted[name][...] = x
-
-    def _slice_of(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> _Slice:
-        """The arrays of a slice, of which nothing is computed yet: views of those of the call, and arrays of pairs."""
-        call_slice, shape, memory = prepared.call_slice, prepared.pairs.shape, call.memory
-        arrays = {name: call.arrays[name][prepared.indices[name]] for name in self.names.arrays}
-        optional_inputs = {
-            name: call_slice.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
-        }
-        tangents = {
-            name: x if name[1:] in NUMBERS else call_slice.view_of(x, cast("int", core.AXES[name[1:]]))
-            for name, x in call.tangents.items()
-        }
-        if self.wide is not None:
-            _widen(arrays, (*arrays,), self.wide)
-            _widen(optional_inputs, ("bias",), self.wide)
-            _widen(tangents, ("tbias",), self.wide)
-        size, of_pairs = math.prod(shape), dict[str, Array]()
-        for name in self.of_pairs:
-            if name not in memory or memory[name].size < size:
-                memory[name] = np.empty(size, self.dtype)
-            of_pairs[name] = memory[name][:size].reshape(shape)
-        products = None
-        if self.score.multiplies:
-            operands = {name: arrays[name] for name in ("q", "k", "tq", "tk") if name in arrays}
-            if LENGTHS in optional_inputs:
-                operands |= {
-                    name: _zero_past(optional_inputs[LENGTHS], x) for name, x in operands.items() if name[-1] == "k"
-                }
-            grouped = {
-                # The query heads that share keys have an axis of their own.
-                name: x.astype(self.dtype, copy=False).reshape(
-                    *arrays["k"].shape[:2], -1 if name[-1] == "q" else 1, *x.shape[2:]
-                )
-                for name, x in operands.items()
-            }
-            scale, tscale = self.dtype.type(self.problem.scale), self.dtype.type(tangents.pop("tscale", 0))
-            products = Products(of_pairs["scaled"], scale, moved=of_pairs.get("tscaled"), tscale=tscale, **grouped)
-            for name in ("tq", "tk"):
-                arrays.pop(name, None)
-            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
-        tiles, shown, mask = prepared.tiles, prepared.shown, self.score.program.mask
-        if mask is not None and shown is None:
-            shown = self._blocks(mask, prepared.pairs, Tables(call.score_args))
-            tiles = _shown_tiles(tiles, shown)
-        sums = {name: np.zeros(wanted[name].shape, self.dtype) for name in self.of_products}
-        return _Slice(call, prepared, tiles, shown, arrays, optional_inputs, tangents, of_pairs, products, sums)
 
     def _run_backward(self, slice_: _Slice, problem: Problem, given: Mapping[str, Array]) -> None:
         """Compute the gradient of the bias, on which the tangents of gradients of q and k depend."""
@@ -519,11 +556,12 @@ class Prepared:
         slice_.prepared.calls[tuple(slice_.optional_inputs)] = problem, prepared_call
         return problem, prepared_call
 
-    def _evaluate_tile(self, slice_: _Slice, written: Mapping[str, Array], is_mixed: Array | None, tile: Tile) -> None:
+    def _evaluate_tile(self, slice_: _Slice, written: Mapping[str, Array], tile: Tile) -> None:
         """Write the products of a tile, and optional inputs; these may be anything in tiles that are hidden."""
         if slice_.products is not None:
             slice_.products.write(tile)
-        group = "whole" if is_mixed is None or not is_mixed[tile.blocks].any() else "masked"
+        is_cut = slice_.visible is not None and slice_.visible.are_partial[tile.blocks].any()
+        group = "masked" if is_cut else "whole"
         folded = slice_.prepared.folded.get((group, tile))
         inputs = tile.inputs() if folded is None else {}
         if slice_.products is not None:
@@ -536,15 +574,15 @@ class Prepared:
 
     def _options(self, call_slice: CallSlice) -> Options:
         """The options of a slice."""
-        whole = self.problem
-        window, origin = (whole.window_left, whole.window_right), whole.origin
+        problem = self.problem
+        window, origin = (problem.window_left, problem.window_right), problem.origin
         head = ((call_slice.batches.start or 0) + self.sequence) * origin.num_heads + (call_slice.heads.start or 0)
         return Options(
-            **whole.numbers,
+            **problem.numbers,
             window=None if window == (None, None) else window,
-            diagonal=whole.diagonal + call_slice.rows.start,
+            diagonal=problem.diagonal + call_slice.rows.start,
             block_size=BLOCK,
-            dropout=whole.dropout,
+            dropout=problem.dropout,
             origin=Origin(origin.query + call_slice.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
 
@@ -554,11 +592,11 @@ class Prepared:
         *outer, rows, keys = pairs.shape
         line = np.empty((*outer, 1, max(rows + keys - 1, 0)), self.dtype)
         for first in range(0, line.shape[-1], LINE):
-            own = line[..., first : first + LINE]
+            segment = line[..., first : first + LINE]
             inputs = {}
             if folded is None:
-                inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + own.shape[-1]))
-            (own[...],) = evaluate(self.expressions["diagonals"], inputs, call.score_args, self.dtype, folded)
+                inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + segment.shape[-1]))
+            (segment[...],) = evaluate(self.expressions["diagonals"], inputs, call.score_args, self.dtype, folded)
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
@@ -567,13 +605,14 @@ class Prepared:
 
         The sums are flat.
         """
-        dbias, found, folded = slice_.of_pairs["dbias"][tile.index], [], slice_.prepared.folded.get(("loads", tile))
+        dbias, folded = slice_.of_pairs["dbias"][tile.index], slice_.prepared.folded.get(("loads", tile))
         inputs = tile.inputs(are_diagonals=self.score.has_diagonals) if folded is None else {}
         if self.score.has_diagonals:
             dbias = sums_of_diagonals(dbias)
         if slice_.products is not None:
             inputs["s"] = slice_.products.scaled[tile.index]
         values = iter(evaluate(self.expressions["loads"], inputs, slice_.call.score_args, self.dtype, folded))
+        addends = []
         for number, (name, load) in enumerate(self.loads):
             # A pair that does not count adds nothing, whatever the derivative is.
             of_pairs = dbias * np.where(dbias == 0, 0, next(values))
@@ -581,8 +620,8 @@ class Prepared:
             named = slice_.prepared.entries.get((number, tile))
             if named is None:
                 named = entries(slice_.call.score_args[name].shape, indices)
-            found.append((slice_.call.sums[name].reshape(-1), *sums_of_entries(named, of_pairs)))
-        return found
+            addends.append((slice_.call.sums[name].reshape(-1), *sums_of_entries(named, of_pairs)))
+        return addends
 
     def _gradients_of_tile(self, slice_: _Slice, tile: Tile) -> list[tuple[Array, Any, Array]]:
         """What a tile adds to gradients of q and k, or to their tangents, which follow from that of the bias.
@@ -591,7 +630,7 @@ class Prepared:
         """
         assert slice_.products is not None
         has_tangents, folded = self.pass_.has_tangents, slice_.prepared.folded.get(("by_s", tile))
-        of_pairs, whole = slice_.of_pairs, slice(None)
+        of_pairs = slice_.of_pairs
         dbias, tangent = (of_pairs[name][tile.index] for name in ("dbias", "tdbias" if has_tangents else "dbias"))
         inputs = tile.inputs() if folded is None else {}
         inputs["s"] = slice_.products.scaled[tile.index]
@@ -604,30 +643,25 @@ class Prepared:
             tangent += dbias * np.where(dbias == 0, 0, of_slope)
         dbias *= np.where(dbias == 0, 0, slope)
         if has_tangents:
-            found = slice_.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], slice_.sums)
+            addends = slice_.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], slice_.sums)
         else:
-            found = slice_.products.gradients(tile, of_pairs["dbias"], slice_.sums)
+            addends = slice_.products.gradients(tile, of_pairs["dbias"], slice_.sums)
         return [
-            (slice_.sums[name], (whole, whole, tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
-            for name, x in found.items()
+            (slice_.sums[name], (slice(None), slice(None), tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
+            for name, x in addends.items()
         ]
 
     def _moved(self, tile: Tile, products: Products | None) -> Array:
         """The tangents of the products of a tile; zero where these do not move."""
         return np.zeros(1, self.dtype) if products is None or products.moved is None else products.moved[tile.index]
 
-    def _blocks(self, mask: Node, pairs: Pairs, tables: Tables) -> tuple[Array, Array]:
-        """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
+    def _blocks(self, mask: Node, pairs: Pairs, tables: Tables) -> _VisibleBlocks:
+        """What a mask shows of the blocks of a slice, by batch entry and head if functions distinguish these."""
         batches, heads = (pairs.of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
         keys, block_size = range(self.problem.seqlen_k), (BLOCK, BLOCK)
         shown = [[shown_blocks(mask, pairs.rows, keys, block_size, b, h, tables) for h in heads] for b in batches]
-        always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
-        return always, sometimes
-
-
-def _shown_tiles(tiles: Iterable[Tile], shown: tuple[Array, Array]) -> list[Tile]:
-    """The tiles in which a mask shows pairs: `shown` is what `Prepared._blocks` found."""
-    return [tile for tile in tiles if shown[1][tile.blocks].any()]
+        always, sometimes = (np.array([[of_head[n] for of_head in of_batch] for of_batch in shown]) for n in range(2))
+        return _VisibleBlocks(sometimes, sometimes & ~always)
 
 
 def _zero_past(lengths: Array, keys: Array) -> Array:

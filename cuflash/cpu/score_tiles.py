@@ -31,8 +31,8 @@ class CallSlice(NamedTuple):
 
     def view_of(self, array: Array, axes: int) -> Array:
         """The view of an optional input that is broadcast to the first axes of the scores."""
-        own = (self.batches, self.heads, self.rows, slice(None))[axes - array.ndim : axes]
-        index = tuple(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True))
+        along = (self.batches, self.heads, self.rows, slice(None))[axes - array.ndim : axes]
+        index = tuple(of_axis if n > 1 else slice(None) for n, of_axis in zip(array.shape, along, strict=True))
         return array[index] if index else array  # an array without axes stays one: the core reads no NumPy scalars
 
 
@@ -42,25 +42,25 @@ def slices(count: int, size: int) -> list[slice]:
 
 
 def call_slices(
-    problem: Problem, different: Collection[str], most: int, per_row_values: int | None = None
+    problem: Problem, distinguished: Collection[str], most: int, per_row_values: int | None = None
 ) -> Iterator[CallSlice]:
     """The slices of a call, in a fixed order.
 
-    Batch entries and heads that functions do not distinguish share all numbers; `different` says which they do. A slice
-    has at most `most` numbers, or as many as belong to a block of rows and the heads of one key/value head. With
+    Batch entries and heads that functions do not distinguish share all numbers; `distinguished` names what they do. A
+    slice has at most `most` numbers, or as many as belong to a block of rows and the heads of one key/value head. With
     `per_row_values`, so many belong to all rows of a head, in place of one to each pair: rows stay together.
     """
-    whole = max(per_row_values or problem.seqlen_q * problem.seqlen_k, 1)
+    of_head = max(per_row_values or problem.seqlen_q * problem.seqlen_k, 1)  # numbers
     group, every = problem.group_size, slice(None)
-    batches, heads, seen = [every], [(every, every)], problem.num_heads if "head" in different else 1
-    if "batch" in different:
-        size = min(max(most // (seen * whole), 1), max(problem.batch, 1))
-        batches, seen = slices(problem.batch, size), seen * size
-    if "head" in different and seen * whole > most:
-        size = min(max(most // (group * whole), 1), problem.num_heads_kv)
+    batches, heads, num_matrices = [every], [(every, every)], problem.num_heads if "head" in distinguished else 1
+    if "batch" in distinguished:
+        size = min(max(most // (num_matrices * of_head), 1), max(problem.batch, 1))
+        batches, num_matrices = slices(problem.batch, size), num_matrices * size
+    if "head" in distinguished and num_matrices * of_head > most:
+        size = min(max(most // (group * of_head), 1), problem.num_heads_kv)
         heads = [(slice(h.start * group, h.stop * group), h) for h in slices(problem.num_heads_kv, size)]
-        seen = group * size
-    num_rows = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1)) * BLOCK
+        num_matrices = group * size
+    num_rows = max(1, most // max(num_matrices * BLOCK * problem.seqlen_k, 1)) * BLOCK
     if per_row_values:
         num_rows = max(1, problem.seqlen_q)
     for batch in batches:
@@ -76,11 +76,13 @@ class Pairs:
     products: functions that depend on them are given others.
     """
 
-    def __init__(self, problem: Problem, call_slice: CallSlice, different: Collection[str], first_entry: int) -> None:
+    def __init__(
+        self, problem: Problem, call_slice: CallSlice, distinguished: Collection[str], first_entry: int
+    ) -> None:
         self._problem = problem
         batches, heads = np.arange(problem.batch)[call_slice.batches], np.arange(problem.num_heads)[call_slice.heads]
         batches, heads = (
-            every if name in different else every[:1] for name, every in (("batch", batches), ("head", heads))
+            every if name in distinguished else every[:1] for name, every in (("batch", batches), ("head", heads))
         )
         self.rows = range(call_slice.rows.start, call_slice.rows.stop)
         self.of_all = {
@@ -92,14 +94,14 @@ class Pairs:
 
     def tiles(self) -> list[Tile]:
         """Tiles of at most `BLOCK` rows and `KEYS` keys, which hold all blocks of pairs that bounds show."""
-        found = []
-        for own in slices(len(self.rows), BLOCK):
-            rows = self.rows[own]
+        tiles = []
+        for block in slices(len(self.rows), BLOCK):
+            rows = self.rows[block]
             first, stop = self._problem.key_range(rows[0])[0], self._problem.key_range(rows[-1])[1]
             stop = min(-(-stop // BLOCK) * BLOCK, self.shape[3])
             keys = range(first // BLOCK * BLOCK, stop)
-            found += [Tile(self, rows, keys[some]) for some in slices(len(keys), KEYS)]
-        return found
+            tiles += [Tile(self, rows, keys[some]) for some in slices(len(keys), KEYS)]
+        return tiles
 
     def of_diagonals(self, differences: Array) -> dict[str, Array]:
         """The inputs of functions that follow from these differences i - j alone."""
