@@ -163,7 +163,6 @@ int load_call(Work &work, const void *fixed, const Changing *changing) {
     }
     if (status != DONE) return status;
     if (!changing->are_disjoint && !are_disjoint(work.call)) return OVERLAPPING;
-    for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
     work.stopped = false;
     return DONE;
 }

@@ -206,10 +206,10 @@ template <class T> NOINLINE void clear_sums(int64_t num_rows, bool reduces, Forw
 template <class T> void forward_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
     ForwardBuffers<T> buffers(work, memory);
-    if (MAY_HOLD_TILES && work.holds_tiles) {
+    if (MAY_HOLD_TILES && work.packed.are_held) {
         const int64_t head = *buffers.head;
         job = take_block(work, *buffers.head);
-        if (*buffers.head != head) memset(buffers.is_held, 0, work.packed_in_head);
+        if (*buffers.head != head) memset(buffers.is_held, 0, work.packed.tiles_per_head);
     }
     const Block &block = work.blocks[job];
     const Entry &entry = work.entries[block.entry];

@@ -72,7 +72,8 @@ template <class T> struct PackedTiles {
     int64_t bytes(int64_t num_tiles) const { return num_tiles * count * int64_t(sizeof(T)); }
     T *at(const Entry &entry, int64_t head_kv, int64_t first) const {
         const int64_t heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
-        return (T *)work.packed_keys->data() + (heads * work.packed_in_head + first / work.keys_per_tile) * count;
+        return (T *)work.packed.shared->data() +
+               (heads * work.packed.tiles_per_head + first / work.keys_per_tile) * count;
     }
     void pack(const KeySlice &keys, T *rows, T *packed) const {
         load_transposed_keys(keys, rows, packed, keys_stride);
@@ -84,9 +85,9 @@ template <class T> struct PackedTiles {
 
 template <class T> void pack_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call;
-    const int64_t head = job / work.packed_in_head, head_kv = head % call.num_heads_kv;
+    const int64_t head = job / work.packed.tiles_per_head, head_kv = head % call.num_heads_kv;
     const Entry &entry = work.entries[head / call.num_heads_kv];
-    const int64_t first = job % work.packed_in_head * work.keys_per_tile;
+    const int64_t first = job % work.packed.tiles_per_head * work.keys_per_tile;
     const Keys visible = keys_visible_to(call, entry, 0, entry.seqlen_q - 1);
     const int64_t count = smaller(work.keys_per_tile, visible.stop - first);
     if (count <= 0 || first + count <= visible.first) return;
@@ -100,7 +101,8 @@ inline bool read_tiles_again(Work &work, int64_t num_blocks) {
     const Call &call = work.call;
     const bool is_narrow = call.window_left + call.window_right < NARROW_WINDOW;
     for (int64_t e = 0; e < work.num_entries; ++e)
-        work.packed_in_head = larger(work.packed_in_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
+        work.packed.tiles_per_head =
+            larger(work.packed.tiles_per_head, ceil_div(work.entries[e].seqlen_k, work.keys_per_tile));
     return !call.arrays[BLOCK_MASK] && !call.arrays[MASK] && !is_narrow &&
            num_blocks >= 2 * work.num_entries * call.num_heads_kv;
 }
@@ -108,19 +110,19 @@ inline bool read_tiles_again(Work &work, int64_t num_blocks) {
 // Has threads hold the tiles of a head, if they are read again and are few.
 template <class T> inline void hold_tiles(Work &work, int64_t num_blocks) {
     const PackedTiles<T> tiles(work);
-    work.packed_count = tiles.count;
-    work.holds_tiles = read_tiles_again(work, num_blocks) && tiles.bytes(work.packed_in_head) <= HELD_BYTES;
+    work.packed.elements_per_tile = tiles.count;
+    work.packed.are_held = read_tiles_again(work, num_blocks) && tiles.bytes(work.packed.tiles_per_head) <= HELD_BYTES;
 }
 
 // Packs the tiles before the blocks, if they are read again.
 template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks) {
     const Call &call = work.call;
     if (!read_tiles_again(work, num_blocks)) return true;
-    const int64_t num_tiles = work.num_entries * call.num_heads_kv * work.packed_in_head;
+    const int64_t num_tiles = work.num_entries * call.num_heads_kv * work.packed.tiles_per_head;
     const int64_t bytes = PackedTiles<T>(work).bytes(num_tiles);
     if (bytes > PACKED_BYTES) return true;
-    work.packed_keys = LargeMemory::take(bytes);
-    if (!work.packed_keys) return false;
+    work.packed.shared = LargeMemory::take(bytes);
+    if (!work.packed.shared) return false;
     work.add_phase(pack_job<T>, num_tiles);
     return true;
 }
@@ -146,12 +148,12 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
     const KeySlice keys = {call, K, entry, head_kv, first, count}, values = {call, V, entry, head_kv, first, count};
-    if (MAY_SHARE_PACKED && work.packed_keys) {
+    if (MAY_SHARE_PACKED && work.packed.shared) {
         const PackedTiles<T> tiles(work);
         const T *packed = tiles.at(entry, head_kv, first);
         return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
     }
-    if (MAY_HOLD_TILES && work.holds_tiles) return held_tile(work, entry, head_kv, first, buffers);
+    if (MAY_HOLD_TILES && work.packed.are_held) return held_tile(work, entry, head_kv, first, buffers);
     if constexpr (MAY_USE_TILES<T>)
         if (terms == 2) {
             T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
@@ -176,7 +178,7 @@ template <class T>
 ALWAYS_INLINE void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
                                       int64_t begin, int64_t end, int64_t rows) {
     const Call &call = work.call;
-    if (MAY_SHARE_PACKED && work.packed_keys) {
+    if (MAY_SHARE_PACKED && work.packed.shared) {
         if (first >= entry.seqlen_k) return;
         const PackedTiles<T> tiles(work);
         const char *tile = (const char *)tiles.at(entry, head_kv, first);

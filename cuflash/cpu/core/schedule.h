@@ -186,23 +186,23 @@ NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
     for (int64_t e = 0; e < work.num_entries; ++e) most_splits = larger(most_splits, splits_of(work.entries[e]).count);
     if (!work.allocate(work.blocks, count * most_splits + NUM_CUTS * CUT_BLOCKS)) return false;
     if (most_splits > 1 && !work.allocate(work.split_blocks, count)) return false;
-    if (work.holds_tiles && !work.allocate(work.heads, num_heads)) return false;
+    if (work.packed.are_held && !work.allocate(work.packed.heads, num_heads)) return false;
     auto make = [&](int64_t i, int64_t head) {
         const int64_t e = head / call.num_heads_kv;
         make_blocks_of(work, splits_of(work.entries[e]), i, e, head % call.num_heads_kv);
     };
     // Where packed tiles stay in the cache, the blocks of a head follow each other.
-    if (work.packed_keys || work.holds_tiles) {
+    if (work.packed.shared || work.packed.are_held) {
         for (int64_t head = 0; head < num_heads; ++head) {
             const int64_t first = work.num_blocks;
             for (int64_t i = blocks.in_head - 1; i >= 0; --i) make(i, head);
-            if (work.holds_tiles) new (&work.heads[head]) HeadBlocks{{first}, work.num_blocks};
+            if (work.packed.are_held) new (&work.packed.heads[head]) HeadBlocks{{first}, work.num_blocks};
         }
     } else {
         for (int64_t i = blocks.in_head - 1; i >= 0; --i)
             for (int64_t head = 0; head < num_heads; ++head) make(i, head);
     }
-    const bool may_cut = (!HAS_TILES || !call.batch_invariant) && !work.holds_tiles;
+    const bool may_cut = (!HAS_TILES || !call.batch_invariant) && !work.packed.are_held;
     if (may_cut && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
     return true;
@@ -214,14 +214,14 @@ inline int64_t take_block(Work &work, int64_t &head) {
     const int64_t num_heads = work.num_entries * work.call.num_heads_kv, none = -1;
     auto take = [&](int64_t from) {
         head = from;
-        const int64_t block = work.heads[from].next.fetch_add(1, std::memory_order_relaxed);
-        return block < work.heads[from].stop ? block : none;
+        const int64_t block = work.packed.heads[from].next.fetch_add(1, std::memory_order_relaxed);
+        return block < work.packed.heads[from].stop ? block : none;
     };
     int64_t block = head == NO_HEAD ? none : take(head);
     while (block == none) {
-        int64_t from = work.next_head.fetch_add(1, std::memory_order_relaxed);
+        int64_t from = work.packed.next_head.fetch_add(1, std::memory_order_relaxed);
         if (from >= num_heads) {
-            auto num_left = [&](int64_t h) { return work.heads[h].stop - work.heads[h].next.load(); };
+            auto num_left = [&](int64_t h) { return work.packed.heads[h].stop - work.packed.heads[h].next.load(); };
             from = 0;
             for (int64_t h = 1; h < num_heads; ++h)
                 if (num_left(h) > num_left(from)) from = h;

@@ -20,9 +20,10 @@ template <class T> struct ForwardBuffers {
 
     NOINLINE ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
-        head = scratch.template take<int64_t>(work.holds_tiles);  // comes first: `compute` clears it
-        is_held = scratch.template take<unsigned char>(work.holds_tiles ? work.packed_in_head : 0);
-        held = scratch.template take<T>(work.holds_tiles ? work.packed_in_head * work.packed_count : 0);
+        head = scratch.template take<int64_t>(work.packed.are_held);  // comes first: `compute` clears it
+        is_held = scratch.template take<unsigned char>(work.packed.are_held ? work.packed.tiles_per_head : 0);
+        held = scratch.template take<T>(
+            work.packed.are_held ? work.packed.tiles_per_head * work.packed.elements_per_tile : 0);
         const int64_t rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
         const int64_t terms = max_terms<T>(work.call),

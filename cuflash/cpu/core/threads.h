@@ -130,14 +130,13 @@ bool lend_core(Running &running, Participant &self) {
 
 // ---- a call ---------------------------------------------------------------------------------------------------------
 
-inline bool is_past(const Work &work, int phase) {
-    return work.done[phase].load(std::memory_order_acquire) >= work.phases[phase].num_jobs ||
-           work.stopped.load(std::memory_order_relaxed);
+inline bool is_past(const Work &work, const Phase &phase) {
+    return phase.done.load(std::memory_order_acquire) >= phase.num_jobs || work.stopped.load(std::memory_order_relaxed);
 }
 
 inline bool is_done(const Running &running) {
-    const int num_phases = running.work.num_phases;
-    return !num_phases || is_past(running.work, num_phases - 1);
+    const Work &work = running.work;
+    return !work.num_phases || is_past(work, work.phases[work.num_phases - 1]);
 }
 
 void announce(Running &running) {
@@ -190,19 +189,20 @@ void set_at_jobs(Running &running, Participant &self, bool is_at_jobs) {
 void compute(Running &running, Participant &self, char *scratch) {
     Work &work = running.work;
     running.kernels->begin();
-    if (work.holds_tiles) *(int64_t *)scratch = NO_HEAD;
-    for (int phase = 0; phase < work.num_phases; ++phase) {
-        if (phase && wait_until(running, self, [&] { return is_past(work, phase - 1); })) {
+    if (work.packed.are_held) *(int64_t *)scratch = NO_HEAD;
+    for (int i = 0; i < work.num_phases; ++i) {
+        Phase &phase = work.phases[i];
+        if (i && wait_until(running, self, [&] { return is_past(work, work.phases[i - 1]); })) {
             leave_core(self.core);  // it may have lent it
             self.core = enter_free_core();
         }
-        const int64_t num_jobs = work.phases[phase].num_jobs;
+        const int64_t num_jobs = phase.num_jobs;
         set_at_jobs(running, self, true);
         for (;;) {
-            const int64_t job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
+            const int64_t job = phase.next.fetch_add(1, std::memory_order_relaxed);
             if (job >= num_jobs || work.stopped.load(std::memory_order_relaxed)) break;
-            work.phases[phase].run(work, scratch, job);
-            if (work.done[phase].fetch_add(1, std::memory_order_acq_rel) + 1 == num_jobs) announce(running);
+            phase.run(work, scratch, job);
+            if (phase.done.fetch_add(1, std::memory_order_acq_rel) + 1 == num_jobs) announce(running);
         }
         set_at_jobs(running, self, false);
     }

@@ -14,6 +14,8 @@ struct Work;
 struct Phase {
     void (*run)(Work &work, char *scratch, int64_t job);
     int64_t num_jobs;
+    std::atomic<int64_t> next;  // the job that is taken next
+    std::atomic<int64_t> done;  // how many jobs are done
 };
 
 // A batch entry or a packed sequence.
@@ -71,6 +73,16 @@ struct LargeMemory {
     }
 };
 
+// Tiles of keys and values in the layout that products read, where several blocks of a head read them. Either threads
+// share them, which one phase packs, or each thread holds those that it has packed of the head whose blocks it takes.
+struct PackedKv {
+    LargeMemory *shared = nullptr;  // null where threads do not share them
+    bool are_held = false;          // whether each thread holds its own
+    int64_t tiles_per_head = 0, elements_per_tile = 0;
+    HeadBlocks *heads = nullptr;        // the blocks of each head of k, if they are held
+    std::atomic<int64_t> next_head{0};  // the first one that no thread has begun
+};
+
 // Partial dq of a step of a job, kept until its turn to be added. The elements of its rows follow.
 struct KeptDq {
     KeptDq *next;
@@ -92,8 +104,6 @@ struct Work {
     Call *tangents = nullptr;  // of a pass with tangents
     int num_phases = 0;
     Phase phases[MAX_PHASES];
-    std::atomic<int64_t> next[MAX_PHASES];  // the job that is taken next
-    std::atomic<int64_t> done[MAX_PHASES];  // how many jobs are done
     std::atomic<bool> stopped;
     int64_t scratch_bytes = 0;          // of each thread
     bool adds_dq = false;               // whether jobs of keys add to dq
@@ -115,20 +125,16 @@ struct Work {
     char *bias_sums = nullptr;                 // partial sums for a bias of keys, by entry and head
     char *row_sums = nullptr;                  // sums of rows, if lse of any of them is large
     int64_t *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
-    LargeMemory *packed_keys = nullptr;        // tiles of k and v, where blocks share them
-    bool holds_tiles = false;                  // whether each thread keeps those that it has packed of a head
-    HeadBlocks *heads = nullptr;               // the blocks of each head of k, if so
-    std::atomic<int64_t> next_head{0};         // the first one that no thread has begun
-    int64_t rows_per_partial = 0;              // rows of a block whose keys are split, at most
-    int64_t rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
-    int64_t packed_in_head = 0, packed_count = 0;  // packed tiles of a head, and numbers of a tile
+    PackedKv packed;
+    int64_t rows_per_partial = 0;  // rows of a block whose keys are split, at most
+    int64_t rows_per_block = 0, keys_per_tile = 0;
     void *allocated[16] = {};
     int num_allocated = 0;
 
     ~Work() {
         for (int64_t t = 0; kept_dq && t < num_tiles; ++t) KeptDq::release(kept_dq[t]);
         for (int i = 0; i < num_allocated; ++i) free_aligned(allocated[i]);
-        LargeMemory::leave(packed_keys);
+        LargeMemory::leave(packed.shared);
     }
 
     // Allocates memory for the time of the call; returns false if there is none left.
@@ -145,6 +151,6 @@ struct Work {
 
     // Every phase has jobs, so that a call is done when its last phase is.
     void add_phase(void (*run)(Work &, char *, int64_t), int64_t num_jobs) {
-        if (num_jobs > 0) phases[num_phases++] = Phase{run, num_jobs};
+        if (num_jobs > 0) new (&phases[num_phases++]) Phase{run, num_jobs, {0}, {0}};
     }
 };
