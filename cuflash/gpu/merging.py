@@ -327,7 +327,7 @@ def kernel_spec(
 ) -> KernelSpec:
     """How an operation is compiled. `dtypes`: those of partial results and of results, and how many partial ones."""
     from cuflash.plan import KernelSpec  # not before: `import cuflash` would take half as long again
-    from cuflash.plan.draft import DTYPE_TAGS
+    from cuflash.plan.defines import DTYPE_TAGS
 
     partial, result, partials = dtypes
     real = "double" if partial == "float64" else "float"

@@ -12,7 +12,8 @@ from cuflash.plan.architectures import (
     MAXIMA_FAMILIES,
     SCORES_FAMILIES,
 )
-from cuflash.plan.draft import SORTED_WAVES, SUMS_SCORE_ARGS, Draft
+from cuflash.plan.block_index import SORTED_WAVES, add_block_index, add_tile_order, may_leave_out_tiles
+from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import (
     BACK_SECTION,
     BackwardFamily,
@@ -122,7 +123,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     is_prepared = main is not None and _may_be_ordered(rows)
     if main is not None and is_prepared:  # before the kernel of delta, which clears what an order needs to be cleared
         main.family.prepare(draft, main.tile)
-        draft.add_block_index(main.tile, "query_index")
+        add_block_index(draft, main.tile, "query_index")
         _add_tile_order(draft, main)
     helper = _add_delta(draft, rows)
     if rows.scores is not None:
@@ -349,7 +350,7 @@ def _add_delta(draft: Draft, rows: _Rows) -> Tile:
         helper = delta = family_of(DQ_FAMILIES, rows.dq).accumulator_layout(first)
     if rows.dq is not None:  # the kernel of delta has one block for each tile of the kernels that read delta
         delta = helper.changed(block_m=max(helper.block_m, rows.dq.block_m))
-    clears = rows.main is not None and rows.main.writes_dbias and (num_summed(draft) > 1 or draft.may_leave_out_tiles)
+    clears = rows.main is not None and rows.main.writes_dbias and (num_summed(draft) > 1 or may_leave_out_tiles(draft))
     add_preprocess(draft, first, delta, draft.need, finds_maxima=rows.maxima is None, clears_dbias=clears)
     return helper
 
@@ -422,7 +423,7 @@ def _add_tile_order(draft: Draft, main: _Main) -> None:
     one of them to do so.
     """
     run_time, heads = draft.run_time, draft.problem.array_batch * draft.problem.num_heads_kv
-    if run_time.group_splits > 1 or not draft.add_tile_order(main.tile, "query_index") or run_time.clear_ahead == 0:
+    if run_time.group_splits > 1 or not add_tile_order(draft, main.tile, "query_index") or run_time.clear_ahead == 0:
         return
     heads_of_last = -(-SORTED_WAVES * tiles_at_once(main.tile, draft.device) * heads // main.n_blocks)
     ahead = max(run_time.clear_ahead, heads_of_last + run_time.head_section)
@@ -439,7 +440,7 @@ def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile, *, is_prepar
         family.prepare(draft, tile)
         if maxima is not None:
             family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
-        draft.add_block_index(tile, "query_index")
+        add_block_index(draft, tile, "query_index")
     run_time = draft.run_time
     shared = (main.n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
@@ -471,7 +472,7 @@ def _add_dq(draft: Draft, rows: _Rows) -> None:
     """Add the kernel that makes dq alone."""
     dq, is_wide = rows.dq, draft.has_wide("dq")
     m_blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m)
-    draft.add_block_index(dq, "key_index")
+    add_block_index(draft, dq, "key_index")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
     family = family_of(DQ_FAMILIES, dq)
     draft.models.append(family.model)

@@ -10,8 +10,9 @@ from cuflash.arrays.array_info import ITEMSIZE, Operand
 from cuflash.arrays.checks import value_error
 from cuflash.plan.backward import draft_backward
 from cuflash.plan.backward_jvp import draft_backward_jvp
+from cuflash.plan.defines import common_defines, has_natural_scores
 from cuflash.plan.device import DeviceSpec, why_by_lanes
-from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.forward import draft_forward
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.reductions import draft_reduction

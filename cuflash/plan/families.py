@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from cuflash.plan.block_index import add_block_index
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
 from cuflash.plan.traffic import Model
@@ -126,7 +127,7 @@ class ForwardFamily(Family[Row]):
 
     def draft(self, draft: Draft, tile: Row) -> None:
         """Add the kernels of the pass: unless a family says otherwise, one with a block for each tile of queries."""
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks)
 
@@ -176,7 +177,7 @@ class BackwardJvpFamily(KeysFamily[Row], ForwardFamily[Row]):
 
     def draft(self, draft: Draft, tile: Row) -> None:
         """Add the kernel, whose blocks own keys."""
-        draft.add_block_index(tile, "query_index")
+        add_block_index(draft, tile, "query_index")
         problem = draft.problem
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
         draft.add_main(self.source, tile, blocks)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.block_index import add_bias_tile_classes
 from cuflash.plan.draft import ADDS_SCORE_ARGS, FINDS_LARGEST, SUMS_SCORE_ARGS, Draft, check_blocks
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import OPTIONAL_INPUTS
@@ -93,7 +94,7 @@ def add_stored(
         check_blocks(blocks)
         blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
-    options = needs(stored) | _sums(axes) | draft.add_bias_tile_classes(tile) | defines
+    options = needs(stored) | _sums(axes) | add_bias_tile_classes(draft, tile) | defines
     shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, stored))
     draft.add(source, tile, blocks, shared_bytes, makes, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
@@ -113,7 +114,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     m_blocks = math.prod(sizes[:3])
     splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_tile_classes(tile)
+    options = needs(sums) | _sums((False, False, False, True)) | add_bias_tile_classes(draft, tile)
     shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, sums))
     draft.add(source, tile, m_blocks * splits, shared_bytes, makes, **options)
     draft.scratch["sums_partials"] = (len(SCORE_GRADIENTS) - 1) * m_blocks * splits

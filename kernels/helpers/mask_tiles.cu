@@ -177,7 +177,7 @@ struct ClassifiedTile {
   bool exists;
   int batch, head, m_block, n_block;
 
-  // A bias with more tiles is not looked at: `MOST_BIAS_PAIRS` of cuflash/plan/draft.py.
+  // A bias with more tiles is not looked at: `MOST_BIAS_PAIRS` of cuflash/plan/block_index.py.
   using Index = Either<kLooksAtBias, u32, i64>::Type;
 
   CUFLASH_DEVICE ClassifiedTile(const Params& params, Index index) {

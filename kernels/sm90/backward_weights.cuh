@@ -18,7 +18,7 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
 }
 
 // Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows. With kKeepsWeightsOfCap
-// none has: where soft caps are so large, scores are natural (cuflash/plan/draft.py).
+// none has: where soft caps are so large, scores are natural (cuflash/plan/defines.py).
 CUFLASH_DEVICE bool has_large_rows(u32 s_stats) {
   return !kKeepsWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
 }

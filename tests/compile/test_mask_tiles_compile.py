@@ -45,7 +45,7 @@ def test_kernels_that_iterate_over_what_masks_leave_spill_little(arch, dtype, he
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("arch, dtype, head_dim, ceilings", BIASED_ROWS)
 def test_kernels_that_iterate_over_what_a_bias_leaves_spill_little(arch, dtype, head_dim, ceilings, monkeypatch):
-    monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.block_index.LOOK_BIAS_FLOPS", 0)
     case = ct.Case(
         seqlen_q=512, seqlen_k=512, num_heads=2, head_dim=head_dim, dtype=dtype, bias=(2, 512, 512), bias_dtype="input"
     )

@@ -316,7 +316,7 @@ def test_a_mask_is_looked_at_where_that_pays(monkeypatch, rows, keys):
     problem = problem_of(case, arrays)
     found = []
     for flops in (2**62, 0):
-        monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", flops)
+        monkeypatch.setattr("cuflash.plan.block_index.LOOK_FLOPS", flops)
         launches: list[Statistics] = []
         out, lse = attention.forward(problem, arrays, tiles=(fitting(case),), arch="8.0", statistics=launches)
         judge(problem, arrays, {"out": out, "lse": lse})

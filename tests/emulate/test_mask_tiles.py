@@ -49,8 +49,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def small_masks_are_looked_at(monkeypatch):
-    monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", 0)
-    monkeypatch.setattr("cuflash.plan.draft.LOOK_KEYS", 0)
+    monkeypatch.setattr("cuflash.plan.block_index.LOOK_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.block_index.LOOK_KEYS", 0)
 
 
 def sizes(draw, multiple, least):
@@ -305,7 +305,7 @@ HIDDEN, NO_NUMBERS = slice(64, 288), slice(128, 256)
 
 @pytest.fixture
 def small_biases_are_looked_at(monkeypatch):
-    monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.block_index.LOOK_BIAS_FLOPS", 0)
 
 
 def with_holes(bias, rng, kept):
@@ -366,7 +366,7 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
         assert set(LISTS) <= set(sources)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 1 << 60)
+        patch.setattr("cuflash.plan.block_index.LOOK_BIAS_FLOPS", 1 << 60)
         expected = results_of(arrays)
     yardsticks = ct.yardsticks(problem, arrays)
     nowhere = {x: arrays[x].copy() for x in "kv"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES
 from cuflash.emulator.memory import Scratch
-from cuflash.plan import DeviceSpec, draft
+from cuflash.plan import DeviceSpec, block_index
 from cuflash.plan.sm90 import scored
 from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.emulate import attention
@@ -48,7 +48,7 @@ def bucket_of(steps, total, is_last, num_tiles):
 def expected_order(steps):
     """The launch indices of tiles in their order, and whether any of them has left its neighbours."""
     total, count = sum(steps), len(steps)
-    last = count - draft.SORTED_WAVES * SMS
+    last = count - block_index.SORTED_WAVES * SMS
     buckets = [bucket_of(n, total, index >= last, count) for index, n in enumerate(steps)]
     return sorted(range(count), key=lambda index: buckets[index]), any(bucket in FAR for bucket in buckets)
 
@@ -97,7 +97,7 @@ def check_order(plan, scratch, problem, name):
     tile, run_time, of_keys = plan.tiles[0], plan.run_time, name == "query_index"
     num_rows, length = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
     num_rows, length = (length, num_rows) if of_keys else (num_rows, length)
-    shape = (run_time.index_batches, run_time.index_heads, num_rows, draft.INDEX_HEADER + length)
+    shape = (run_time.index_batches, run_time.index_heads, num_rows, block_index.INDEX_HEADER + length)
     words = scratch.array(name, np.uint32)
     rows = words[: np.prod(shape)].reshape(shape)[..., 0]
     rows = np.broadcast_to(rows, (problem.batch, problem.num_heads, num_rows))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.plan import draft
+from cuflash.plan import block_index
 from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import is_sm90, plan_of
 from tests.sampling import examples
@@ -68,7 +68,7 @@ def test_results_do_not_depend_on_the_order(cupy, monkeypatch, head_dim, causal)
         assert is_ordered(plan_of(FORWARD, attn, q, k, v, block_mask=blocks))
         ordered = [both_passes() for _ in range(3)]
         with monkeypatch.context() as patch:
-            patch.setattr(draft, "MOST_ORDERED", 0)
+            patch.setattr(block_index, "MOST_ORDERED", 0)
             backend.forget_launches()
             in_launch_order = both_passes()
             assert not is_ordered(plan_of(FORWARD, attn, q, k, v, block_mask=blocks))

@@ -15,8 +15,8 @@ import cuflash.testing as ct
 from cuflash import block_masks
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import fallback
-from cuflash.plan import DeviceSpec, choose_plan, draft
-from cuflash.plan.draft import LOOK_FLOPS, LOOK_KEYS
+from cuflash.plan import DeviceSpec, block_index, choose_plan
+from cuflash.plan.block_index import LOOK_FLOPS, LOOK_KEYS
 from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES_WITHOUT_TANGENTS
 from cuflash.spec.problem import make_problem
@@ -376,7 +376,7 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     sizes = {"batch": 2, "num_heads": 4, "seqlen_k": 2100, "head_dim": head_dim, "mask": mask, "block_mask": None}
     sizes |= {"dtype": dtype, "bias": bias, "bias_dtype": "input"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "LOOK_BIAS_FLOPS", 3e9)
+        patch.setattr(block_index, "LOOK_BIAS_FLOPS", 3e9)
         plan = plan_of(pass_, arch, deterministic, **sizes | options)
     problem, text = plan.problem, plan.describe(verbose=True, width=0)
     if not axes[2] or not axes[3]:

@@ -230,7 +230,7 @@ def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
     q = view(np.zeros((), ct.numpy_dtype("bfloat16")), (2, 16, 8192, 64))
     problem, device = make_problem(Options(), q, q, q, mask=mask), DeviceSpec.for_arch("8.0")
     looked_at = traffic_of(problem, device, pass_)
-    monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", 2**63)
+    monkeypatch.setattr("cuflash.plan.block_index.LOOK_FLOPS", 2**63)
     looked_up = traffic_of(problem, device, pass_)
     assert looked_up.read - looked_at.read == (2 * 16 - 1) * 8192**2
     assert (looked_up.tiles, looked_up.written) == (looked_at.tiles, looked_at.written)

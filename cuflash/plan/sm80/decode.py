@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.block_index import add_tile_classes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
@@ -149,5 +150,5 @@ class Decode(ForwardFamily[DecodeTile]):
         return None
 
     def draft(self, draft: Draft, tile: DecodeTile) -> None:
-        draft.add_tile_classes(tile)
+        add_tile_classes(draft, tile)
         add_sharing_kernel(draft, self.source, tile, block_n=tile.warp_groups * tile.block_n)

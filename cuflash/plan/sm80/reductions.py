@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from cuflash.plan.block_index import add_block_index
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ReductionFamily
 from cuflash.plan.sm80.tiles import COLUMN_TILES, TOP_TILES, ColumnTile, TopTile
@@ -19,7 +20,7 @@ def wants_many(draft: Draft) -> bool:
 
 def add_columns(draft: Draft, source: str, tile: Tile) -> None:
     """Add the kernel of a reduction over queries, after the one that finds row statistics."""
-    draft.add_block_index(tile, "query_index")
+    add_block_index(draft, tile, "query_index")
     blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_k, tile.block_n)
     is_max, has_factors = draft.pass_ is COLUMN_MAX, "dlse" in draft.arrays
     makes = ("max",) if is_max else ("weighted",) if has_factors else ()
@@ -29,7 +30,7 @@ def add_columns(draft: Draft, source: str, tile: Tile) -> None:
 
 def add_top(draft: Draft, source: str, tile: Tile) -> None:
     """Add the kernel of the strongest keys, after the one that finds row statistics."""
-    draft.add_block_index(tile, "key_index")
+    add_block_index(draft, tile, "key_index")
     draft.add_main(source, tile, draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m))
 
 

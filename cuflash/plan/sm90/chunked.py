@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from cuflash.arrays.array_info import ITEMSIZE, Operand
 from cuflash.arrays.checks import counted
+from cuflash.plan.block_index import add_block_index
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BackwardFamily, ForwardFamily
@@ -190,7 +191,7 @@ class ForwardChunked(ForwardFamily[ForwardChunkedSm90Tile]):
         tile = tile.changed(bias_of_keys=bias_by(draft.problem) == "keys")
         draft.tiles = (tile,)
         add_copies(draft, tile, MAPPED_WITHOUT_VALUES)
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         draft.map_tensors({"q": tile.rows, "k": tile.block_n // tile.row_blocks})
         tiles = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         splits = _splits(draft, tile, tiles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.block_index import add_block_index, add_tile_order, always_indexed
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.narrow import is_narrow
@@ -66,7 +67,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         add_copies(draft, tile, mapped)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
         boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
         stored = draft.defines["CUFLASH_STORES_BY_ROWS"]
@@ -75,7 +76,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         draft.map_tensors(boxes | bias)
         batch_first = _shares_bias(draft.problem, tile)
         claimed_heads = 0 if batch_first else _claimed_heads(draft, tile)
-        is_ordered = claimed_heads > 0 and draft.add_tile_order(tile, "key_index")
+        is_ordered = claimed_heads > 0 and add_tile_order(draft, tile, "key_index")
         add_persistent(
             draft, tile, self.source, batch_first=batch_first, claimed_heads=claimed_heads, is_ordered=is_ordered
         )
@@ -87,7 +88,7 @@ def _claimed_heads(draft: Draft, tile: ForwardSm90Tile) -> int:
     So few that the tiles of these heads, and of those that are left at the end, are CLAIMED_WAVES for each block. If
     only a block-sparse index says which tiles are long, they are those that are side by side anyway.
     """
-    waves = claimed_waves(draft.problem, draft.device, tile, are_listed=draft.lists_tiles)
+    waves = claimed_waves(draft.problem, draft.device, tile, are_listed=always_indexed(draft))
     if waves == 0:
         return 0
     if not takes_pairs(draft.problem):
@@ -121,7 +122,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         has_registers = tile.block_m == 128 and tile.bf16_terms == 3
         tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
         draft.tiles = (tile,)
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         split = tuple(name for name in _SPLIT if name in _mapped(draft))
         boxes: dict[str, int] = {}
         if tile.splits_operands:
@@ -165,7 +166,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         return None
 
     def draft(self, draft: Draft, tile: ForwardFloat8Sm90Tile) -> None:
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box})
         draft.reasons.append("sums of each tile of keys are added in float32, since tensor cores keep 14 bits of them")
@@ -193,8 +194,11 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
         add_copies(draft, tile, MAPPED)
-        draft.add_block_index(
-            tile, "key_index", why_not_for_bias="a block-sparse index next to it takes more registers than there are"
+        add_block_index(
+            draft,
+            tile,
+            "key_index",
+            why_not_for_bias="a block-sparse index next to it takes more registers than there are",
         )
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
@@ -247,10 +251,12 @@ def add_persistent(
     So there a block takes a pair of tiles, or one where they are few, and ends.
     Blocks of a cluster take a tile together, and count as one until they are launched.
     With a window, tiles that attend to the whole of it come first, head by head, and the shorter ones of many heads
-    follow. With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
-    With `heads_together` each block takes one tile and ends: the device hands tiles out, the longest ones of so many
-    heads first. With `claimed_heads` blocks claim tiles in that order, or in the one of `Draft.add_tile_order`, and
-    stay.
+    follow.
+
+    - `batch_first`: the batch entries of a head are neighbours in launch order, because they share what it reads.
+    - `heads_together`: each block takes one tile and ends, and the device hands tiles out, the longest ones of so many
+      heads first.
+    - `claimed_heads`: blocks stay, and claim tiles in that order or, if it `is_ordered`, in that of `add_tile_order`.
     """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)

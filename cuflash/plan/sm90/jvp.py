@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from cuflash.plan.block_index import add_block_index
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, exceeds, why_not_split
@@ -197,7 +198,7 @@ class _OfTerms(ForwardFamily[_Row]):
         return why_not_split(draft, self.table(draft.problem))
 
     def draft(self, draft: Draft, tile: _Row) -> None:
-        draft.add_block_index(tile, "key_index")
+        add_block_index(draft, tile, "key_index")
         moved = draft.problem.moved or ()
         arrays = ("q", "k", "v")
         add_bf16_split(draft, tile, arrays, tuple(f"t{name}" for name in arrays if name in moved))
@@ -230,7 +231,7 @@ def _heads_together(problem: Problem, least_keys: int) -> int:
 
 def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int, heads_together: int = 0) -> None:
     """Add a persistent kernel, with boxes of so many rows of the arrays and of their tangents."""
-    draft.add_block_index(tile, "key_index")
+    add_block_index(draft, tile, "key_index")
     rows = {"q": of_q, "k": of_k, "v": of_v}
     rows |= {f"t{name}": n for name, n in rows.items()} | {"out": 64, "tout": 64}
     draft.map_tensors({name: rows[name] for name in _mapped(draft)})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from cuflash.arrays.array_info import ITEMSIZE
-from cuflash.plan.draft import COUNTED_BY_DQ, Draft
+from cuflash.plan.block_index import COUNTED_BY_DQ, num_masks_of
+from cuflash.plan.draft import Draft
 from cuflash.plan.sm90.scored import BITS_BLOCK, ScoredTile
 
 WARPS = 4  # of a block of the kernel that packs; each takes one block of the mask at a time
@@ -18,7 +19,7 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     The bits are in the order of accumulators whose lines are queries or, `transposed`, keys.
     """
     problem = draft.problem
-    own = draft.own_masks(problem.block_mask, problem.mask)
+    own = num_masks_of(draft, problem.block_mask, problem.mask)
     draft.set(index_batches=own[0], index_heads=own[1], mask_batches=own[0], mask_heads=own[1])
     # Where blocks add to dq in order, their turns count the tiles that the index would leave out.
     draft.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))

@@ -60,7 +60,7 @@ class Trial:
         with (
             mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.plan.backward.__dict__", dict.fromkeys(names, 0)),
-            mock.patch.dict("cuflash.plan.draft.__dict__", {"LOOK_BIAS_FLOPS": 0} if self.hides else {}),
+            mock.patch.dict("cuflash.plan.block_index.__dict__", {"LOOK_BIAS_FLOPS": 0} if self.hides else {}),
         ):
             self._run(kernels)
 
