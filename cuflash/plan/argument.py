@@ -91,10 +91,10 @@ def params_bytes(problem: Problem) -> int:
     With score_mod and mask_mod, it ends with the arrays that these read (tables among them), the gradients of these
     arrays, and two scratch arrays.
     """
-    own = bytes_without_functions(problem)
+    without_functions = bytes_without_functions(problem)
     if not problem.has_functions:
-        return own
-    return own + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16
+        return without_functions
+    return without_functions + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16
 
 
 def maps_offset(problem: Problem) -> int:

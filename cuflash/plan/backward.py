@@ -32,7 +32,7 @@ from cuflash.plan.scores import (
     score_gradients,
     stored_and_sums,
 )
-from cuflash.plan.tiles import LOOKED_UP, ROLES, Role, Tile, tile_bytes, tiles_at_once
+from cuflash.plan.tiles import PAIR_BY_PAIR, ROLES, Role, Tile, tile_bytes, tiles_at_once
 from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.outputs import ROW_REDUCTION_SCRATCH
 
@@ -385,7 +385,7 @@ def add_preprocess(
         warps = min(warps, DELTA_WARPS_MAXIMA)
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
-    own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
+    own = {**dims, **PAIR_BY_PAIR, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
     own |= {"CUFLASH_FINDS_MAXIMA": 1} if finds_maxima else {}
     own |= {"CUFLASH_CLEARS_DBIAS": 1} if clears_dbias else {}
     draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)

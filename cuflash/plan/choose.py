@@ -72,22 +72,22 @@ def choose_plan(
     widest = _Accesses(*widest_accesses(problem, pass_, arrays, need))
     accesses = _Accesses(load_bytes or widest.load_bytes, store_bytes or widest.store_bytes)
     arrays = _aligned(problem, pass_, arrays, accesses, widest)
-    planned = _PLANNED[pass_]
-    seen = planned.seen(problem)
+    planning = _PLANNING[pass_]
+    read_problem = planning.read(problem)
     draft = Draft(
-        problem=seen,
+        problem=read_problem,
         device=device,
         pass_=pass_,
         arrays=arrays,
-        defines=common_defines(seen, device, *accesses, natural=has_natural_scores(problem))
-        | _of_row_reductions(problem, pass_),
+        defines=common_defines(read_problem, device, *accesses, natural=has_natural_scores(problem))
+        | _row_reduction_defines(problem, pass_),
         has_sinks=problem.sinks is not None,
         need=tuple(name for name in _results(problem, pass_) if name in need),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
-        program=seen.hoisted,
+        program=read_problem.hoisted,
     )
-    planned.draft(draft, tiles)
+    planning.draft(draft, tiles)
     draft.reasons += _remarks(problem, device)
     return LaunchPlan(
         pass_=pass_,
@@ -127,7 +127,10 @@ def _as_planned(problem: Problem, pass_: Pass) -> tuple[Problem, Pass]:
 def _aligned(
     problem: Problem, pass_: Pass, arrays: Mapping[str, Operand], accesses: _Accesses, widest: _Accesses
 ) -> dict[str, Operand]:
-    """How all arrays of a pass lie, inputs included, of which nothing is known where accesses are less than widest."""
+    """All arrays of a pass, inputs included, with no more alignment than such accesses need.
+
+    Accesses narrower than the widest ones that strides allow say that addresses are aligned to no more than these.
+    """
     if min(accesses) < ITEMSIZE[problem.dtype]:
         raise value_error(
             "q",
@@ -136,7 +139,7 @@ def _aligned(
         )
     aligned = {**arrays, **{name: getattr(problem, name) for name in INPUTS}}
     for names, width, most in zip((read_rows(pass_, arrays), pass_.written), accesses, widest, strict=True):
-        if width < most:  # nothing else is known of the addresses
+        if width < most:
             aligned |= {name: replace(aligned[name], alignment=width) for name in names}
     if problem.bias is not None:
         aligned["bias"] = problem.bias
@@ -161,7 +164,7 @@ def _remarks(problem: Problem, device: DeviceSpec) -> list[str]:
     return remarks
 
 
-def _of_row_reductions(problem: Problem, pass_: Pass) -> dict[str, str | int]:
+def _row_reduction_defines(problem: Problem, pass_: Pass) -> dict[str, str | int]:
     """The macro of row reductions, with bits for those that a pass makes, or takes the gradients of."""
     bits = sum(1 << ROW_REDUCTIONS.index(name) for name in problem.row_reductions)
     return {"CUFLASH_ROW_REDUCTIONS": bits << (0 if pass_ is FORWARD else 16)} if bits else {}
@@ -178,32 +181,32 @@ def _without_softmax_inputs(problem: Problem) -> Problem:
     return replace(problem, **absent)
 
 
-def _of_planned_length(problem: Problem) -> Problem:
+def _with_planned_length(problem: Problem) -> Problem:
     """The problem with as many keys as its forward pass is planned for: a few more than there are."""
     if _has_keys_elsewhere(problem):
         return problem
     return problem.of_length(planned_length(problem.seqlen_k))
 
 
-def _as_it_is(problem: Problem) -> Problem:
+def _unchanged(problem: Problem) -> Problem:
     return problem
 
 
-class _Planned(NamedTuple):
-    """How a pass is planned: the problem as its kernels read it, and what adds them."""
+class _Planning(NamedTuple):
+    """How a pass is planned: what makes the problem as its kernels read it, and what adds these."""
 
-    seen: Callable[[Problem], Problem]
+    read: Callable[[Problem], Problem]
     draft: Callable[[Draft, tuple[Tile, ...] | None], None]
 
 
-_PLANNED = {
-    FORWARD: _Planned(_of_planned_length, draft_forward),
-    BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
-    JVP: _Planned(_as_it_is, draft_forward),
-    BACKWARD_JVP: _Planned(_without_softmax_inputs, draft_backward_jvp),
-    COLUMN_SUMS: _Planned(_without_softmax_inputs, draft_reduction),
-    COLUMN_MAX: _Planned(_without_softmax_inputs, draft_reduction),
-    TOP_KEYS: _Planned(_without_softmax_inputs, draft_reduction),
+_PLANNING = {
+    FORWARD: _Planning(_with_planned_length, draft_forward),
+    BACKWARD: _Planning(_without_softmax_inputs, draft_backward),
+    JVP: _Planning(_unchanged, draft_forward),
+    BACKWARD_JVP: _Planning(_without_softmax_inputs, draft_backward_jvp),
+    COLUMN_SUMS: _Planning(_without_softmax_inputs, draft_reduction),
+    COLUMN_MAX: _Planning(_without_softmax_inputs, draft_reduction),
+    TOP_KEYS: _Planning(_without_softmax_inputs, draft_reduction),
 }
 
 

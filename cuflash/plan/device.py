@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# From this compute capability on, devices have instructions that later ones lack, and launches may overlap.
-FIRST_OF_ITS_OWN = 90
+# From this compute capability on, targets have architecture-specific instructions (sm_90a), which no later device has,
+# and launches may overlap (programmatic dependent launch).
+FIRST_ARCH_SPECIFIC = 90
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,17 @@ class DeviceSpec:
         return f"sm_{self.compiled_for or self.arch}"
 
     def target_for(self, source: str) -> str:
-        """The same for a file of the kernels: those of an architecture from 9.0 on have instructions that it alone has.
+        """The same for a file of the kernels: "sm_90a" for those that use instructions of 9.0 alone.
 
         A file lies in the folder of its architecture, such as sm90, or in one for all architectures.
         """
-        own = _number(source.partition("/")[0])
-        return self.target + ("a" if own >= FIRST_OF_ITS_OWN else "")
+        folder_arch = _number(source.partition("/")[0])
+        return self.target + ("a" if folder_arch >= FIRST_ARCH_SPECIFIC else "")
 
     @property
     def overlaps_launches(self) -> bool:
         """Whether a kernel may start before the one before it has ended (programmatic dependent launch)."""
-        return self.arch >= FIRST_OF_ITS_OWN
+        return self.arch >= FIRST_ARCH_SPECIFIC
 
     def as_arch(self, arch: str) -> DeviceSpec:
         """The device as one of an earlier compute capability: kernels use no instructions of later ones."""

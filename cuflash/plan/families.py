@@ -17,17 +17,16 @@ from cuflash.plan.traffic import Model
 from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.problem import Problem
 
-# What some families do not know, besides optional inputs: the words of a plan, and how a problem tells.
+# How sequences may be stored. With `batch_invariant` a sequence has the same bits in each of these ways, so a family
+# has to serve all of them, also in a call that has none.
+_PACKED, _PAGES = "packed sequences", "pages"
+ANY_CALL = ", which a call that is batch_invariant has to count on"
+# What some families do not serve, besides optional inputs: its name in plans, and whether a problem has it.
 _FEATURES: dict[str, Callable[[Problem], bool]] = {
     "dropout": lambda problem: problem.dropout > 0,
-    "packed sequences": lambda problem: problem.is_packed,
-    "pages": lambda problem: problem.page_size > 0,
+    _PACKED: lambda problem: problem.is_packed,
+    _PAGES: lambda problem: problem.page_size > 0,
 }
-
-
-# Of these, the ones that any sequence may be found in: with `batch_invariant` it has the same bits there.
-_STORAGES = ("packed sequences", "pages")
-ANY_CALL = ", which a call that is batch_invariant has to count on"
 
 BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
 
@@ -76,17 +75,15 @@ class Family(ABC, Generic[Row]):
     def why_unknown(self, problem: Problem) -> str | None:
         """Which options of a problem it does not know; None if it knows all."""
         features = [name for name in self.unknown if name in _FEATURES and _FEATURES[name](problem)]
-        found = [*problem.given(name for name in self.unknown if name not in _FEATURES), *features]
-        if found:
-            return f"it knows no {' and no '.join(found)}"
+        unknown = [*problem.given(name for name in self.unknown if name not in _FEATURES), *features]
+        if unknown:
+            return f"it knows no {' and no '.join(unknown)}"
         if not problem.batch_invariant:
             return None
-        # Decode has kernels of its own everywhere but in packed sequences. Tangents have no pages on any device.
-        possible = [name for name in _STORAGES if name in self.unknown]
-        possible = [
-            x for x in possible if not (self.reads_keys_once if x == _STORAGES[0] else problem.moved is not None)
-        ]
-        return f"it knows no {' and no '.join(possible)}{ANY_CALL}" if possible else None
+        # No decode kernel serves packed sequences, and none for tangents on 9.0 reads pages.
+        storages = (*[_PACKED] * (not self.reads_keys_once), *[_PAGES] * (problem.moved is None))
+        unknown = [name for name in storages if name in self.unknown]
+        return f"it knows no {' and no '.join(unknown)}{ANY_CALL}" if unknown else None
 
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
@@ -164,7 +161,7 @@ class KeysFamily(Family[Row]):
 
 
 def may_make_dq_alone(families: Iterable[KeysFamily[Any]], draft: Draft) -> bool:
-    """Whether one of these serves a problem, and is preferred to kernels that make dq, or tdq, alone."""
+    """Whether one of these serves a problem, and makes dq, or tdq, alone: rather than a family of dq."""
     return any(family.makes_dq_alone and family.why_not_served(draft) is None for family in families)
 
 
@@ -309,21 +306,23 @@ class Architecture:
         return tuple(family for row in fields(self) if row.name != "known" for family in getattr(self, row.name))
 
 
-F = TypeVar("F", bound=Family[Any])
+FamilyT = TypeVar("FamilyT", bound=Family[Any])
 
 
-def family_of(families: Sequence[F], tile: Tile) -> F:
+def family_of(families: Sequence[FamilyT], tile: Tile) -> FamilyT:
     """The family whose row this is."""
     return next(family for family in families if isinstance(tile, family.tile))
 
 
-def chosen(families: Sequence[F], draft: Draft, tiles: tuple[Tile, ...] | None) -> tuple[F, Any, str]:
-    """The family and the row that are given, or those that `choose_family` finds, and the story of the choice."""
+def given_or_chosen(
+    families: Sequence[FamilyT], draft: Draft, tiles: tuple[Tile, ...] | None
+) -> tuple[FamilyT, Any, str]:
+    """The family and the row that the caller gives, or those that `choose_family` finds, and the reasons."""
     return (family_of(families, tiles[0]), tiles[0], draft.origin) if tiles else choose_family(families, draft)
 
 
-def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
-    """The first family that serves the problem, the row of its table, and the story of the choice."""
+def choose_family(families: Sequence[FamilyT], draft: Draft) -> tuple[FamilyT, Any, str]:
+    """The first family that serves the problem, the row of its table, and the reasons for both."""
     reasons_against: list[str] = []
     for family in families:
         why_not = family.why_not_served(draft)
@@ -332,8 +331,8 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
         if why_not:
             reasons_against.append(f"not {family.kernel}: {why_not}")
     # The last family serves all that no other one does.
-    seen = draft.problem if family.reads_keys_once else draft.problem.typical
-    tile, reason = choose_row(family.table(draft.problem), seen, draft.device)
+    problem = draft.problem if family.reads_keys_once else draft.problem.typical
+    tile, reason = choose_row(family.table(draft.problem), problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
         reasons_against.append("fp8 q, k and v become half precision, exactly, and are multiplied so")
     return family, tile, "\n".join([reason, *reasons_against])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plan.architectures import FORWARD_FAMILIES, JVP_FAMILIES
 from cuflash.plan.argument import bytes_without_functions
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import chosen
+from cuflash.plan.families import given_or_chosen
 from cuflash.plan.tiles import Tile
 from cuflash.spec.outputs import MOVABLE
 from cuflash.spec.problem import Problem
@@ -14,7 +14,7 @@ from cuflash.spec.problem import Problem
 def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the pass, with the tile that is given, or one of the tables."""
     problem, has_tangents = draft.problem, draft.pass_.has_tangents
-    family, tile, reason = chosen(JVP_FAMILIES if has_tangents else FORWARD_FAMILIES, draft, tiles)
+    family, tile, reason = given_or_chosen(JVP_FAMILIES if has_tangents else FORWARD_FAMILIES, draft, tiles)
     draft.tiles = (tile,)
     is_wide = draft.arrays["out"].dtype != problem.dtype  # and so tout
     draft.defines |= {"CUFLASH_OUT_WIDE": int(is_wide), "CUFLASH_LSE_WIDE": int("lse" in problem.wide)}

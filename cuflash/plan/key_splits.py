@@ -10,10 +10,10 @@ from cuflash.plan.draft import Draft, check_blocks
 from cuflash.plan.tiles import Tile, tiles_at_once
 from cuflash.spec.problem import Problem
 
-DECODE_ROWS = 64  # up to this many queries, of all heads that share keys, count as few
-DECODE_MIN_SEQLEN_K = 512  # visible keys from which on sharing them pays
+DECODE_ROWS = 64  # decode has up to this many queries, of all heads that share keys
+DECODE_MIN_SEQLEN_K = 512  # visible keys from which on splitting them pays
 MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
-COMBINE_TILES = 2  # to share a head costs each block as much time as this many tiles of keys
+COMBINE_TILES = 2  # to split the keys of a head costs each block as much time as this many tiles of keys
 COMBINE_COLUMNS = 32  # columns of one row that a warp of helpers/split_combine.cu combines
 # The block of a head that is done last combines its results if these have at most COMBINE_PIECES pieces, of one row and
 # COMBINE_COLUMNS columns each, and keys and values at most COMBINE_KEY_BYTES bytes: that saves the host a launch, for
@@ -32,8 +32,8 @@ def rows_of(problem: Problem) -> int:
     return problem.group_size * problem.mean_sequence.seqlen_q
 
 
-def are_few(problem: Problem) -> bool:
-    """Whether this is decode: keys are split where queries are few and keys many.
+def is_decode(problem: Problem) -> bool:
+    """Whether keys are split: queries are few and keys many.
 
     With `batch_invariant` any number of keys will do, because other entries of the batch may have more.
     """
@@ -52,7 +52,7 @@ def visible_keys(problem: Problem) -> int:
     return max(0, stop - start)
 
 
-def add_sharing_kernel(
+def add_split_kernel(
     draft: Draft, source: str, tile: Tile, *, block_n: int, cluster: int = 1, combines: bool = True
 ) -> None:
     """Add a main kernel whose blocks take equal splits of the keys of all heads, and what combines their results.
@@ -81,27 +81,25 @@ def add_sharing_kernel(
         "CUFLASH_SPLIT_TILES": split_tiles,
     }
     draft.add(source, tile, blocks * cluster, tile.shared_bytes(*dims), **defines)
-    who = f"{blocks} clusters of {cluster} blocks" if cluster > 1 else f"{blocks} blocks"
+    takers = f"{blocks} clusters of {cluster} blocks" if cluster > 1 else f"{blocks} blocks"
     if whole_heads:
-        draft.reasons.append(f"{who} take whole heads")
+        draft.reasons.append(f"{takers} take whole heads")
         return
     draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
     draft.scratch["partial_sums"] = (heads + blocks) * rows * 2
     if combines:
         draft.scratch["arrivals"] = heads * 8 // ITEMSIZE[problem.softmax_dtype]  # words of 64 bits
-        combined = "the last one combines their results"
     else:
-        draft.add(
-            "helpers/split_combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS
-        )
-        combined = "another kernel combines their results"
-    if split_tiles:
-        draft.reasons.append(
-            f"{who} take {split_tiles * tile.block_n} keys each, {draft.key_splits} those of one head: {combined}"
-        )
-        return
+        combine_blocks = -(-heads * pieces // COMBINE_WARPS)
+        draft.add("helpers/split_combine.cu", tile, combine_blocks, 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
     draft.reasons.append(
-        f"{who} take equal splits of the keys, up to {draft.key_splits} of them those of one head: {combined}"
+        f"{takers} take "
+        + (
+            f"{split_tiles * tile.block_n} keys each, {draft.key_splits} those of one head: "
+            if split_tiles
+            else f"equal splits of the keys, up to {draft.key_splits} of them those of one head: "
+        )
+        + ("the last one combines their results" if combines else "another kernel combines their results")
     )
 
 
@@ -123,23 +121,23 @@ def _blocks_of_equal_splits(problem: Problem, split_keys: int) -> int:
 
 
 def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:
-    """The number of blocks that share all keys evenly in the least time; of equals, the smallest.
+    """The number of blocks that split all keys evenly in the least time; of equals, the smallest.
 
-    As many blocks as are resident leave no SM idle, but they share heads, whose results must be combined.
-    With a few blocks less, every head may be whole, or all heads may be shared by the same number of blocks.
+    As many blocks as are resident leave no SM idle, but they split heads, whose results must be combined.
+    With a few blocks less, every head may be whole, or each may be split among the same number of blocks.
     """
     heads = problem.batch * problem.num_heads_kv
     check_blocks(heads)
     tiles_of_head = -(-visible_keys(problem) // block_n)
     num_tiles = heads * tiles_of_head
     most = max(1, min(resident, num_tiles // MIN_TILES_OF_BLOCK, MAX_SPLIT_STEPS // heads))
-    even = {most}
+    candidates = {most}
     if heads <= most:
-        even.add(most // heads * heads)
+        candidates.add(most // heads * heads)
     elif heads % -(-heads // most) == 0:
-        even.add(heads // -(-heads // most))
+        candidates.add(heads // -(-heads // most))
 
     def duration(blocks: int) -> int:
         return -(-num_tiles // blocks) + (COMBINE_TILES if heads % blocks else 0)
 
-    return min(sorted(even), key=duration)
+    return min(sorted(candidates), key=duration)

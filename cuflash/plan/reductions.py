@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuflash.plan.architectures import COLUMN_FAMILIES, TOP_FAMILIES
 from cuflash.plan.backward import add_preprocess
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BACK_SECTION, chosen
+from cuflash.plan.families import BACK_SECTION, given_or_chosen
 from cuflash.plan.scores import needs
 from cuflash.plan.tiles import Tile
 from cuflash.spec.passes import TOP_KEYS
@@ -24,7 +24,7 @@ NO_GRADIENTS = {
 def draft_reduction(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of a reduction, with the tile that is given, or one of the tables."""
     families = TOP_FAMILIES if draft.pass_ is TOP_KEYS else COLUMN_FAMILIES
-    family, tile, reason = chosen(families, draft, tiles)
+    family, tile, reason = given_or_chosen(families, draft, tiles)
     tile = family.configured(tile, draft)
     draft.tiles = (tile,)
     draft.defines |= NO_GRADIENTS

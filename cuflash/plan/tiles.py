@@ -25,8 +25,8 @@ COMMON_DEFINES = (
     "dim_multiple",
     "fragments_ahead",
 )
-# Defines of a kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
-LOOKED_UP = {
+# Defines of a kernel that looks up masks and biases pair by pair, in a pass whose main kernel may load them by tile.
+PAIR_BY_PAIR = {
     "CUFLASH_BIAS_OF_PAIRS": 0,
     "CUFLASH_BIAS_OF_KEYS": 0,
     "CUFLASH_MASK_OF_KEYS": 0,
@@ -87,7 +87,7 @@ def chunked_bytes(rows: int, columns: int) -> int:
     return -(-columns // CHUNK) * rows * CHUNK * 2
 
 
-# Candidates for the strongest keys of a row, where at most a quarter as many keys are wanted; else twice as many.
+# Candidates that a row keeps for its strongest keys, if at most a quarter as many keys are wanted; else twice as many.
 FEW_CANDIDATES = 64
 
 
@@ -158,8 +158,8 @@ class Tile:
         return False
 
     def __post_init__(self) -> None:
-        known = not self.conditions or self.serves in self.conditions
-        for holds, rule in (*self.rules(), (known, f"one of {', '.join(self.conditions)} in serves")):
+        has_condition = not self.conditions or self.serves in self.conditions
+        for holds, rule in (*self.rules(), (has_condition, f"one of {', '.join(self.conditions)} in serves")):
             if not holds:
                 raise ValueError(f"{self}: expected {rule}")
 
@@ -219,14 +219,14 @@ def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) ->
 def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str | None:
     """Why as many blocks as the tile promises do not fit on an SM; None where they do."""
     shared = tile.shared_bytes(*tile.padded_dims(problem))
-    needed = tile.min_blocks * (shared + device.shared_bytes_reserved)
-    if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
+    of_sm = tile.min_blocks * (shared + device.shared_bytes_reserved)
+    if shared <= device.shared_bytes_per_block and of_sm <= device.shared_bytes_per_sm:
         return None
     return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of an SM"
 
 
 def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tuple[Row, str]:
-    """The first row that serves the head dimensions and fits the device, and the story of the choice."""
+    """The first row that serves the head dimensions and fits the device, and why it was taken, and others not."""
     rejected = []
     for tile in table:
         if not serves_dims(tile, problem):

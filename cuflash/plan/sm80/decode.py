@@ -15,7 +15,7 @@ from cuflash.plan.block_index import add_tile_classes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.key_splits import DECODE_ROWS, add_sharing_kernel, are_few, rows_of
+from cuflash.plan.key_splits import DECODE_ROWS, add_split_kernel, is_decode, rows_of
 from cuflash.plan.sm80.tiles import FLOAT8_TILES, FORWARD_TILES, Sm80Tile
 from cuflash.plan.tiles import ARITHMETIC, Tile, maker, round_up, serves_dims, tile_bytes, why_too_large
 from cuflash.spec.problem import Problem
@@ -133,7 +133,7 @@ class Decode(ForwardFamily[DecodeTile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device
-        if not are_few(problem):
+        if not is_decode(problem):
             return ""
         if unknown := self.why_unknown(problem):
             return unknown
@@ -151,4 +151,4 @@ class Decode(ForwardFamily[DecodeTile]):
 
     def draft(self, draft: Draft, tile: DecodeTile) -> None:
         add_tile_classes(draft, tile)
-        add_sharing_kernel(draft, self.source, tile, block_n=tile.warp_groups * tile.block_n)
+        add_split_kernel(draft, self.source, tile, block_n=tile.warp_groups * tile.block_n)

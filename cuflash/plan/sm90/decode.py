@@ -7,7 +7,7 @@ from typing import ClassVar
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.key_splits import DECODE_MIN_SEQLEN_K, DECODE_ROWS, add_sharing_kernel, are_few, rows_of, visible_keys
+from cuflash.plan.key_splits import DECODE_MIN_SEQLEN_K, DECODE_ROWS, add_split_kernel, is_decode, rows_of, visible_keys
 from cuflash.plan.sm80 import decode as sm80_decode
 from cuflash.plan.sm90.decode_tiles import (
     DECODE_FLOAT8_SM90_TILES,
@@ -39,7 +39,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device
-        if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not are_few(problem) or draft.why_not_mapped(MAPPED):
+        if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not is_decode(problem) or draft.why_not_mapped(MAPPED):
             return ""
         largest = max(row.max_dim for row in self.table(problem))
         if max(problem.head_dim, problem.head_dim_v) > largest:
@@ -62,7 +62,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         draft.hides_last_keys = True
         boxes = {"q": problem.seqlen_q, "k": box, "v": box}
         draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
-        add_sharing_kernel(draft, self.source, tile, block_n=tile.block_n)
+        add_split_kernel(draft, self.source, tile, block_n=tile.block_n)
 
 
 class DecodeFloat8(Decode):
@@ -116,4 +116,4 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
                     "tiles: got a row for values in keys, expected v to be the first columns of k"
                 )
             draft.reasons.append("v is the first columns of k, and not loaded again")
-        add_sharing_kernel(draft, self.source, tile, block_n=tile.block_n, cluster=tile.cluster, combines=False)
+        add_split_kernel(draft, self.source, tile, block_n=tile.block_n, cluster=tile.cluster, combines=False)

@@ -18,7 +18,7 @@ from cuflash.plan.sm90.reduction_tiles import (
     TopSm90Tile,
 )
 from cuflash.plan.sm90.tiles import BackwardSm90Tile
-from cuflash.plan.tiles import FEW_CANDIDATES, LOOKED_UP, Tile, choose_row
+from cuflash.plan.tiles import FEW_CANDIDATES, PAIR_BY_PAIR, Tile, choose_row
 from cuflash.plan.traffic import Model
 
 _OPERANDS = ("q", "k")
@@ -80,4 +80,4 @@ class FirstMaxima(MaximaFamily[MaximaSm90Tile]):
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
         draft.models.append(None)
-        draft.add(self.source, tile, blocks, shared_bytes, **LOOKED_UP, CUFLASH_BOX_KEYS=main.block_n)
+        draft.add(self.source, tile, blocks, shared_bytes, **PAIR_BY_PAIR, CUFLASH_BOX_KEYS=main.block_n)
