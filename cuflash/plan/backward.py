@@ -50,15 +50,14 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
 # 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SPLIT_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
-# Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these, and so does
-# Q, which stays in registers while the first maxima of rows are found.
-DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
-DELTA_WARPS_MAXIMA = 16
+# Warps that an SM has at least in the preprocess kernel, which bounds the registers of each. Products of float64 need
+# more registers, and so does Q, which stays in them while the first maxima of rows are found.
+PREPROCESS_WARPS = {"float64": 16, "float32": 24, "others": 32}
+PREPROCESS_WARPS_MAXIMA = 16
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of softmax inputs
-_OF_KEYS = ("dk", "dv")
+OF_KEYS = ("dk", "dv")  # gradients whose rows are keys
 # The kernels that make the gradients of softmax inputs, one each.
 SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
-
 
 # Defines of kernels of gradients in passes without a main kernel.
 WITHOUT_MAIN = {
@@ -121,7 +120,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         return
 
     is_prepared = main is not None and _may_be_ordered(rows)
-    if main is not None and is_prepared:  # before the kernel of delta, which clears what an order needs to be cleared
+    if main is not None and is_prepared:  # before the preprocess kernel, which clears what an order needs
         main.family.prepare(draft, main.tile)
         add_block_index(draft, main.tile, "query_index")
         _add_tile_order(draft, main)
@@ -135,7 +134,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if rows.dq is not None:
         _add_dq(draft, rows)
     if main is not None:
-        add_convert(draft, main.family, main.tile, helper, main.n_blocks, main.reduces_dq)
+        add_postprocess(draft, main.family, main.tile, helper, main.n_blocks, main.reduces_dq)
 
 
 def set_order(draft: Draft, family: KeysFamily[Any], main: Any, *, reduces_dq: bool) -> None:
@@ -155,25 +154,25 @@ def set_order(draft: Draft, family: KeysFamily[Any], main: Any, *, reduces_dq: b
 
 
 def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
-    """Choose the rows."""
+    """The rows that are given, or those of the tables: first that of the main kernel, then of what it leaves."""
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
-    row, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
-    main = _main_row(draft, row, chooses=not tiles)
+    main_row, dq, scores, bias, maxima = (given.get(role) for role in ROLES)
+    main = _main_of(draft, main_row, chooses=not tiles)
     dq = _dq_row(draft, main, dq)
     if main is not None:
-        main = _summing(draft, main, dq, is_alone=scores is None)
-        others = ScoreGradients.of(draft, main.summed, of_args=not main.sums_score_args)
+        main = _with_sums(draft, main, dq, may_sum=scores is None)
+        left = ScoreGradients.of(draft, main.summed, of_args=not main.sums_score_args)
     else:
-        others = ScoreGradients.of(draft)
-    row = None if main is None else main.tile
-    bias = _bias_row(draft, row, bias, others, chooses=scores is None)
-    of_scores = others if bias is None else others._replace(stored=())
+        left = ScoreGradients.of(draft)
+    main_row = None if main is None else main.tile
+    bias = _bias_row(draft, main_row, bias, left, chooses=scores is None)
+    of_scores = left if bias is None else left._replace(stored=())
     scores = _scores_row(draft, scores, of_scores)
     if "max" not in draft.problem.row_reductions or scores is not None:  # whose kernels run before the main one
         maxima = None
     elif maxima is None:
-        maxima = _first(of_maxima.choose(draft, row) for of_maxima in MAXIMA_FAMILIES)
-    return _Rows(main, dq, scores, bias, maxima, others.stored, of_scores)
+        maxima = _first(family.choose(draft, main_row) for family in MAXIMA_FAMILIES)
+    return _Rows(main, dq, scores, bias, maxima, left.stored, of_scores)
 
 
 def _first(tiles: Iterable[Any]) -> Any:
@@ -181,7 +180,7 @@ def _first(tiles: Iterable[Any]) -> Any:
     return next((tile for tile in tiles if tile is not None), None)
 
 
-def _main_row(draft: Draft, row: Any, *, chooses: bool) -> _Main | None:
+def _main_of(draft: Draft, row: Any, *, chooses: bool) -> _Main | None:
     """The main kernel, if there is one: by the given row, or the one that this chooses."""
     need, family = set(draft.need), None
     if not chooses:
@@ -192,7 +191,7 @@ def _main_row(draft: Draft, row: Any, *, chooses: bool) -> _Main | None:
         draft.reasons.append(reason)
     if family is None or not need & {"dq", "dk", "dv"}:
         return None
-    missing = " and ".join(name for name in _OF_KEYS if name not in need)
+    missing = " and ".join(name for name in OF_KEYS if name not in need)
     if missing and family.makes_both:
         draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
     return _Main(family, family.configured(row, draft))
@@ -217,11 +216,11 @@ def _makes_dq(draft: Draft, main: _Main) -> bool:
     return family.makes_dq and (in_order or not draft.problem.deterministic)
 
 
-def _summing(draft: Draft, main: _Main, dq: Any, *, is_alone: bool) -> _Main:
-    """The main kernel with all that it sums: no score gradients where a kernel of these is given, too."""
+def _with_sums(draft: Draft, main: _Main, dq: Any, *, may_sum: bool) -> _Main:
+    """The main kernel with all that it sums: score gradients, if it may sum these, and dq without a kernel of dq."""
     family, problem = main.family, draft.problem
-    summed = _summed_by_main(draft, main) if is_alone else ()
-    sums_score_args = is_alone and _sums_score_args(draft, main)
+    summed = _summed_by_main(draft, main) if may_sum else ()
+    sums_score_args = may_sum and _sums_score_args(draft, main)
     tile = family.summing(main.tile, summed)
     tile = family.summing_score_args(draft, tile) if sums_score_args else tile
     reduces_dq = "dq" in draft.need and dq is None and not family.stores_dq
@@ -238,8 +237,8 @@ def _sums_score_args(draft: Draft, main: _Main) -> bool:
     if hoisted.tables and (why_not is not None or hoisted.reads_pairs):
         draft.program = unhoisted
         if main.family.why_not_score_args(draft, main.tile) is None:
-            why = why_not or "per-row and per-key values, and sums of gradients, leave few registers for tables"
-            draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
+            reason = why_not or "per-row and per-key values, and sums of gradients, leave few registers for tables"
+            draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {reason}")
             return True
         draft.program = hoisted
     if why_not is not None:
@@ -259,13 +258,13 @@ def _summed_by_main(draft: Draft, main: _Main) -> tuple[str, ...]:
     return tuple(summed)
 
 
-def _bias_row(draft: Draft, main: Any, bias: Any, others: ScoreGradients, *, chooses: bool) -> Any:
-    """The row of the kernel that makes the stored gradient alone, if there is one: as given, or chosen."""
-    if not others.stored:
+def _bias_row(draft: Draft, main: Any, bias: Any, left: ScoreGradients, *, chooses: bool) -> Any:
+    """The row of the kernel that makes the stored gradient alone, if the main one does not and there is a kernel."""
+    if not left.stored:
         return None
     if bias is not None:
         return family_of(BIAS_FAMILIES, bias).configured(bias, draft.problem)
-    return _first(of_bias.choose(draft, main) for of_bias in BIAS_FAMILIES) if chooses else None
+    return _first(family.choose(draft, main) for family in BIAS_FAMILIES) if chooses else None
 
 
 def _scores_row(draft: Draft, scores: Any, gradients: ScoreGradients) -> Any:
@@ -284,11 +283,12 @@ def _scores_row(draft: Draft, scores: Any, gradients: ScoreGradients) -> Any:
 def _share_work(draft: Draft, main: _Main) -> None:
     """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
     family, n_blocks = main.family, main.n_blocks
-    # What blocks share are sums of partial results, where tiles are few.
+    # Whether tiles are few depends on other batch entries, and sums of partial results have other bits than those of
+    # one block. So with `batch_invariant` blocks share nothing.
     if n_blocks == 0 or not family.shares_tiles or draft.problem.batch_invariant:
         return
     draft.set(group_splits=_group_splits(draft, family, main.tile, n_blocks))
-    if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*_OF_KEYS):
+    if draft.run_time.group_splits == 1 and family.splits_tail and not draft.has_wide(*OF_KEYS):
         _share_tail(draft, main, n_blocks)
 
 
@@ -309,46 +309,47 @@ def _share_tail(draft: Draft, main: _Main, n_blocks: int) -> None:
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.tile.block_n)
     # What a block mask leaves of a tile is known on the device. It decides by tile, where tiles are many.
     shares_many = tiles >= 2 * resident and not (main.summed or main.sums_score_args or problem.dropout)
-    least = main.family.min_shared_steps if problem.block_mask is not None and shares_many else 0
+    min_shared_steps = main.family.min_shared_steps if problem.block_mask is not None and shares_many else 0
     # Under a causal mask the longest tiles start first, so that only short ones are left at the end.
-    even = (problem.window_left is None) == (problem.window_right is None)
-    even = even and (problem.block_mask is None or least > 0)
-    rest = tiles % resident if even else tiles
-    if rest == 0 or steps == 0:
+    are_equal = (problem.window_left is None) == (problem.window_right is None)
+    are_equal = are_equal and (problem.block_mask is None or min_shared_steps > 0)
+    shared = tiles % resident if are_equal else tiles
+    if shared == 0 or steps == 0:
         return
 
     def duration(splits: int) -> float:
-        waves, longest = -(-rest * splits // resident), steps / splits
-        loop_steps = waves * longest if even else max(longest, rest * steps / 2 / resident)
+        waves, longest = -(-shared * splits // resident), steps / splits
+        loop_steps = waves * longest if are_equal else max(longest, shared * steps / 2 / resident)
         if splits == 1:
             return waves * SPLIT_STEPS + loop_steps
-        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_PER_PARTIAL * splits
+        sums = SUM_STEPS * (1 if shared == tiles else 2) + SUM_STEPS_PER_PARTIAL * splits
         return waves * SPLIT_STEPS + loop_steps + sums
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
         # Packed: the same fraction of the table is shared as of the tiles.
-        draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
-        if least > 0:
-            draft.defines["CUFLASH_MIN_SHARED_STEPS"] = least
+        draft.set(whole_tiles=n_blocks - n_blocks * shared // tiles, tail_splits=splits)
+        if min_shared_steps > 0:
+            draft.defines["CUFLASH_MIN_SHARED_STEPS"] = min_shared_steps
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 def _add_delta(draft: Draft, rows: _Rows) -> Tile:
-    """Add the kernel of delta, which all others read, and the kernels of gradients of softmax inputs.
+    """Add the preprocess kernel, whose delta all others read, and the kernels of gradients of softmax inputs.
 
-    Returns the tile whose fragments tell the helper kernels how memory is laid out.
+    Returns the tile whose fragments tell the helper kernels how accumulators are laid out in memory.
     """
     first = draft.tiles[0] if draft.tiles else choose_family(SCORES_FAMILIES, draft)[1]
     draft.add_tables(first)
-    helper = delta = first
+    helper = first
     if rows.main is not None:
-        helper = delta = rows.main.family.accumulator_layout(first)
+        helper = rows.main.family.accumulator_layout(first)
     elif rows.dq is not None:
-        helper = delta = family_of(DQ_FAMILIES, rows.dq).accumulator_layout(first)
-    if rows.dq is not None:  # the kernel of delta has one block for each tile of the kernels that read delta
+        helper = family_of(DQ_FAMILIES, rows.dq).accumulator_layout(first)
+    delta = helper
+    if rows.dq is not None:  # the preprocess kernel has one block for each tile of the kernels that read delta
         delta = helper.changed(block_m=max(helper.block_m, rows.dq.block_m))
     clears = rows.main is not None and rows.main.writes_dbias and (num_summed(draft) > 1 or may_leave_out_tiles(draft))
     add_preprocess(draft, first, delta, draft.need, finds_maxima=rows.maxima is None, clears_dbias=clears)
@@ -364,10 +365,11 @@ def add_preprocess(
     finds_maxima: bool = False,
     clears_dbias: bool = False,
 ) -> None:
-    """Add the kernel of delta, whose blocks serve the rows of the tile `delta`, and those of softmax inputs in `need`.
+    """Add the preprocess kernel, which makes delta, and the kernels of gradients of softmax inputs in `need`.
 
-    `first` is the tile of the first main kernel. With `finds_maxima`, this kernel finds the first keys with the largest
-    scores of rows, if their gradients are taken. With `clears_dbias` it clears dbias, which the main kernel writes.
+    Its blocks serve the rows of the tile `delta`; `first` is the tile of the first main kernel. With `finds_maxima`, it
+    finds the first keys with the largest scores of rows, if their gradients are taken. With `clears_dbias` it clears
+    dbias, which the main kernel writes.
     """
     problem = draft.problem
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
@@ -379,19 +381,23 @@ def add_preprocess(
     if problem.row_reductions:
         draft.scratch |= dict.fromkeys(ROW_REDUCTION_SCRATCH, draft.heads * rows)
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
-    warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
+    warps = PREPROCESS_WARPS.get(problem.dtype, PREPROCESS_WARPS["others"])
     finds_maxima = finds_maxima and "max" in problem.row_reductions
     if finds_maxima:
-        warps = min(warps, DELTA_WARPS_MAXIMA)
-    resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
-    sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
-    own = {**dims, **PAIR_BY_PAIR, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
-    own |= {"CUFLASH_FINDS_MAXIMA": 1} if finds_maxima else {}
-    own |= {"CUFLASH_CLEARS_DBIAS": 1} if clears_dbias else {}
-    draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
-    own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        warps = min(warps, PREPROCESS_WARPS_MAXIMA)
+    defines = {
+        **dims,
+        **PAIR_BY_PAIR,
+        "CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps),
+        **{name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")},
+        "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks),
+    }
+    defines |= {"CUFLASH_FINDS_MAXIMA": 1} if finds_maxima else {}
+    defines |= {"CUFLASH_CLEARS_DBIAS": 1} if clears_dbias else {}
+    draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **defines)
+    softmax_defines = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in need):
-        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
+        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **softmax_defines)
 
 
 def _add_scores(draft: Draft, rows: _Rows) -> None:
@@ -411,9 +417,9 @@ def _add_bias(draft: Draft, rows: _Rows) -> None:
 def _may_be_ordered(rows: _Rows) -> bool:
     """Whether the blocks that own keys might start in another order: nothing but dq, dk and dv depends on it."""
     main = rows.main
-    others = (rows.scores, rows.bias, rows.maxima)
-    is_alone = main is not None and all(row is None for row in others) and not (main.summed or main.sums_score_args)
-    return is_alone and main is not None and main.family.orders_tiles
+    if main is None or main.summed or main.sums_score_args:
+        return False
+    return main.family.orders_tiles and all(row is None for row in (rows.scores, rows.bias, rows.maxima))
 
 
 def _add_tile_order(draft: Draft, main: _Main) -> None:
@@ -483,7 +489,7 @@ def _add_dq(draft: Draft, rows: _Rows) -> None:
         )
 
 
-def add_convert(
+def add_postprocess(
     draft: Draft,
     family: KeysFamily[Any],
     main: Tile,
@@ -491,49 +497,49 @@ def add_convert(
     n_blocks: int,
     reduces_dq: bool,
 ) -> None:
-    """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
+    """Add the postprocess kernel, which turns the sums or partial sums of the blocks of `main` into results."""
     # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
     partial_warps = helper.num_warps if helper is main else main.block_n // 16
-    of_keys = _convert_keys(draft, family, main, n_blocks, partial_warps // helper.num_warps)
-    of_dq = _convert_dq(draft, family, main) if reduces_dq else _Converted()
+    of_keys = _postprocess_keys(draft, family, main, n_blocks, partial_warps // helper.num_warps)
+    of_dq = _postprocess_dq(draft, family, main) if reduces_dq else _Postprocess()
     shared_bytes = max(of_keys.shared_bytes, of_dq.shared_bytes)
     if shared_bytes:
         defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
-        wide = tuple(name for name in ("dq", *_OF_KEYS) if draft.has_wide(name))
-        defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
+        wide = tuple(name for name in ("dq", *OF_KEYS) if draft.has_wide(name))
+        defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
         blocks = of_keys.blocks + of_dq.blocks
         draft.add("helpers/backward_postprocess.cu", helper, blocks, shared_bytes, makes, **defines)
 
 
-class _Converted(NamedTuple):
-    """What it takes to turn sums into results."""
+class _Postprocess(NamedTuple):
+    """What the postprocess kernel needs to turn sums into results."""
 
     blocks: int = 0
     shared_bytes: int = 0
 
 
-def _convert_keys(draft: Draft, family: KeysFamily[Any], main: Tile, n_blocks: int, divisors: int) -> _Converted:
-    """Add scratch memory for the sums that blocks leave of dk and dv, if they do; `divisors` blocks convert a tile."""
+def _postprocess_keys(draft: Draft, family: KeysFamily[Any], main: Tile, n_blocks: int, divisors: int) -> _Postprocess:
+    """Add scratch memory for the sums that blocks leave of dk and dv, if they do; `divisors` blocks round a tile."""
     run_time, (dim, dim_v) = draft.run_time, draft.padded_dims(main)
     splits = max(run_time.group_splits, run_time.tail_splits)
-    results = len(set(draft.need) & set(_OF_KEYS))
+    results = len(set(draft.need) & set(OF_KEYS))
     is_wide = _leaves_wide_keys(draft, family)
     if not results or (splits == 1 and not is_wide):
-        return _Converted()
+        return _Postprocess()
     shared = n_blocks - run_time.whole_tiles
     draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
-    what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
-    last = "the last " if run_time.whole_tiles else ""
     if splits > 1:
-        draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
+        loop = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
+        last = "the last " if run_time.whole_tiles else ""
+        draft.reasons.append(f"{splits} blocks share the {loop}: {last}{shared} tiles of keys are few")
     if is_wide:
         draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
     shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
-    return _Converted(shared * divisors * results, shared_bytes)
+    return _Postprocess(shared * divisors * results, shared_bytes)
 
 
-def _convert_dq(draft: Draft, family: KeysFamily[Any], main: Tile) -> _Converted:
+def _postprocess_dq(draft: Draft, family: KeysFamily[Any], main: Tile) -> _Postprocess:
     """Add the dq accumulator, with what its order and its clearing take."""
     problem, run_time, (dim, _) = draft.problem, draft.run_time, draft.padded_dims(main)
     m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
@@ -546,10 +552,10 @@ def _convert_dq(draft: Draft, family: KeysFamily[Any], main: Tile) -> _Converted
         name = "tdq" if draft.pass_.has_tangents else "dq"
         draft.reasons.append(f"deterministic: tiles of keys add to {name} in order")
     draft.scratch["dq_accumulator"] = elements
-    return _Converted(m_blocks, tile_bytes(main.block_m, dim, main.element_bytes))
+    return _Postprocess(m_blocks, tile_bytes(main.block_m, dim, main.element_bytes))
 
 
 def _leaves_wide_keys(draft: Draft, family: KeysFamily[Any]) -> bool:
     """Whether blocks leave sums of dk and dv because not all are rounded to the dtype of k and v."""
     stores = isinstance(family, BackwardFamily) and not family.shares_tiles
-    return not stores and draft.has_wide(*_OF_KEYS)
+    return not stores and draft.has_wide(*OF_KEYS)

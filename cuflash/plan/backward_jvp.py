@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES, SCORES_JVP_FAMILIES
-from cuflash.plan.backward import WITHOUT_MAIN, add_convert, add_preprocess, set_order
+from cuflash.plan.backward import WITHOUT_MAIN, add_postprocess, add_preprocess, set_order
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import BackwardJvpFamily, ForwardFamily, choose_family, family_of, may_make_dq_alone
 from cuflash.plan.forward import tangent_defines
@@ -57,7 +57,7 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if family is not None and (makes_tdq or set(need) & _OF_KEYS):
         _add(draft, family, of_keys)
     if family is not None and makes_tdq:
-        add_convert(draft, family, of_keys, helper, 0, reduces_dq=True)
+        add_postprocess(draft, family, of_keys, helper, 0, reduces_dq=True)
     if rows.of_queries is not None:
         _add(draft, family_of(DQ_JVP_FAMILIES, rows.of_queries), rows.of_queries)
     if rows.of_pairs is not None:
@@ -66,9 +66,9 @@ def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(draft: Draft, tiles: tuple[Tile, ...] | None, gradients: ScoreGradients) -> _Rows:
     """Choose the rows."""
-    given = {tile.role: tile for tile in tiles or ()}
-    of_keys, of_queries, of_pairs = (given.get(role) for role in ("main", "dq", "scores"))
-    if given:
+    by_role = {tile.role: tile for tile in tiles or ()}
+    of_keys, of_queries, of_pairs = (by_role.get(role) for role in ("main", "dq", "scores"))
+    if tiles:
         draft.reasons.append(draft.origin)
     family, of_keys = _keys_row(draft, of_keys, gradients)
     adds_to_tdq = family is not None and family.adds_to_tdq(draft, of_keys) and "tdq" in draft.need
@@ -87,7 +87,7 @@ def _keys_row(draft: Draft, of_keys: Any, gradients: ScoreGradients) -> tuple[Ba
     elif (
         need & _OF_KEYS
         or ("tdq" in need and may_make_dq_alone(BACKWARD_JVP_FAMILIES, draft))
-        or not ("tdq" in need or any(gradients))  # nothing is wanted: its tile is that of the kernel of delta
+        or not ("tdq" in need or any(gradients))  # nothing is wanted: its tile is that of the preprocess kernel
     ):
         family, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
         draft.reasons.append(reason)

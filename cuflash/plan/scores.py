@@ -20,9 +20,9 @@ SCORES_REDUCE_WARPS = 8
 # are written and read 0.04 us.
 SPLIT_STEPS, ADD_STEPS, ADD_STEPS_PER_SPLIT = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
-# Gradients over pairs, which are stored; and those that have a number for each head, of those that are sums.
+# Score gradients are stored, pair by pair (dbias), or are sums: a number for each head, or one number.
 STORED = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and row.broadcasts)
-OF_HEADS = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and not row.broadcasts)
+PER_HEAD = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and not row.broadcasts)
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
@@ -38,21 +38,21 @@ def stored_and_sums(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str,
 
 
 class ScoreGradients(NamedTuple):
-    """Score gradients, or those whose tangents are wanted, by how kernels of their own make them."""
+    """Score gradients, or those whose tangents are wanted, that have kernels of their own: by kernel."""
 
     stored: tuple[str, ...]  # the one over pairs, if any
     sums: tuple[str, ...]
     of_args: tuple[str, ...]  # of arrays that the score reads
 
     @classmethod
-    def of(cls, draft: Draft, besides: Collection[str] = (), *, of_args: bool = True) -> ScoreGradients:
-        """All that are wanted besides these, and unless `of_args` besides all of arrays that the score reads."""
-        names = [name for name in score_gradients(draft) if name not in besides]
+    def of(cls, draft: Draft, made: Collection[str] = (), *, of_args: bool = True) -> ScoreGradients:
+        """All that are wanted and not `made` by the main kernel; `of_args` says whether it leaves those of arrays."""
+        names = [name for name in score_gradients(draft) if name not in made]
         return cls(*stored_and_sums(names), draft.score_arg_gradients if of_args else ())
 
 
-def is_of_keys(draft: Draft) -> bool:
-    """Whether the gradient that is stored differs from key to key only."""
+def is_per_key(draft: Draft) -> bool:
+    """Whether the gradient that is stored is per-key: the same for all queries."""
     *_, of_row, of_key = draft.arrays[draft.result_of("dbias")].strides
     return of_row == 0 and of_key != 0
 
@@ -61,7 +61,7 @@ def num_summed(draft: Draft) -> int:
     """How many pairs add to each element of the gradient that is stored."""
     problem = draft.problem
     lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    return math.prod(n for n, summed in zip(lengths, _axes_of_stored(draft), strict=True) if summed)
+    return math.prod(n for n, summed in zip(lengths, _summed_axes_of_stored(draft), strict=True) if summed)
 
 
 def needs(names: Collection[str]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def add_stored(
     draft: Draft, tile: Tile, source: str, stored: Collection[str], *, persistent: bool = False, **defines: int
 ) -> None:
     """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
-    sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
+    sizes, axes = _sizes(draft, tile), _summed_axes_of_stored(draft)
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
     summed_tiles, resident = math.prod(sizes) // max(owned, 1), draft.device.num_sms * tile.min_blocks
     shared = owned % resident if persistent else owned
@@ -94,11 +94,11 @@ def add_stored(
         check_blocks(blocks)
         blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
-    options = needs(stored) | _sums(axes) | add_bias_tile_classes(draft, tile) | defines
+    options = needs(stored) | _sum_defines(axes) | add_bias_tile_classes(draft, tile) | defines
     shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, stored))
     draft.add(source, tile, blocks, shared_bytes, makes, **options)
-    words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
-    draft.reasons.append(f"{makes[0]}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
+    summed = ", ".join(f"{n} {x}" for x, n, is_sum in zip(_AXES_WORDS, sizes, axes, strict=True) if is_sum and n > 1)
+    draft.reasons.append(f"{makes[0]}: {owned} tiles of pairs" + (f", each a sum over {summed}" if summed else ""))
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
         draft.scratch["score_partials"] = shared * splits * rows * columns
@@ -114,11 +114,11 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     m_blocks = math.prod(sizes[:3])
     splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    options = needs(sums) | _sums((False, False, False, True)) | add_bias_tile_classes(draft, tile)
+    options = needs(sums) | _sum_defines((False, False, False, True)) | add_bias_tile_classes(draft, tile)
     shared_bytes, makes = tile.shared_bytes(*draft.padded_dims(tile)), tuple(map(draft.result_of, sums))
     draft.add(source, tile, m_blocks * splits, shared_bytes, makes, **options)
     draft.scratch["sums_partials"] = (len(SCORE_GRADIENTS) - 1) * m_blocks * splits
-    _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
+    _add_reduce(draft, tile, _count_of_sums(draft, sums), sums, _summed_axes_per_head(draft), by_keys=False)
     draft.reasons.append(f"{', '.join(makes)}: sums by {m_blocks * splits} blocks, added in a fixed order")
 
 
@@ -130,9 +130,9 @@ def add_score_args(draft: Draft, tile: Tile, source: str) -> None:
     draft.set(sums_splits=splits)
     add_score_arg_helpers(draft, tile, ADDS_SCORE_ARGS, stores=False)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    options = needs(()) | _sums((False, False, False, True))
-    for step, what in ((FINDS_LARGEST, "largest"), (ADDS_SCORE_ARGS, "added")):
-        draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_SCORE_ARGS=step)
+    options = needs(()) | _sum_defines((False, False, False, True))
+    for step, name in ((FINDS_LARGEST, "largest"), (ADDS_SCORE_ARGS, "added")):
+        draft.add(source, tile, m_blocks * splits, shared_bytes, (name,), **options, CUFLASH_NEEDS_SCORE_ARGS=step)
     add_score_arg_helpers(draft, tile, ADDS_SCORE_ARGS, stores=True)
     draft.reasons.append(
         f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
@@ -196,15 +196,15 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
     warps = tile.block_n // 16
     stored, sums = stored_and_sums(made)
     if stored:
-        axes = _axes_of_stored(draft)
+        axes = _summed_axes_of_stored(draft)
         owners = math.prod(n for n, summed in zip((problem.batch, problem.num_heads), axes, strict=False) if not summed)
         grid = owners * -(-problem.seqlen_k // (32 * SCORES_REDUCE_WARPS))
         draft.scratch["score_partials"] = key_splits * tile.block_n
         _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
     if sums:
-        of_heads = len(set(sums) & set(OF_HEADS))
+        of_heads = len(set(sums) & set(PER_HEAD))
         draft.scratch["sums_partials"] = warps * (key_splits * of_heads + blocks * (len(sums) - of_heads))
-        _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
+        _add_reduce(draft, tile, _count_of_sums(draft, sums), sums, _summed_axes_per_head(draft), by_keys=True)
     draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
 
 
@@ -212,31 +212,32 @@ def _add_reduce(
     draft: Draft, tile: Tile, blocks: int, names: Collection[str], axes: Sequence[bool], *, by_keys: bool
 ) -> None:
     """Add the kernel that adds up partial sums."""
-    options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
+    options = needs(names) | _sum_defines(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
     warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     makes = tuple(map(draft.result_of, names))
     draft.add("helpers/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, makes, **options, **warps)
 
 
-def _sums(axes: Sequence[bool]) -> dict[str, int]:
+def _sum_defines(axes: Sequence[bool]) -> dict[str, int]:
+    """The macros that tell a kernel which axes it sums over."""
     return {f"CUFLASH_SUMS_{x}": int(on) for x, on in zip(_AXES, axes, strict=True)}
 
 
-def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
+def _summed_axes_of_stored(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is stored is summed over."""
     return tuple(stride == 0 for stride in draft.arrays[draft.result_of("dbias")].strides)
 
 
-def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
+def _summed_axes_per_head(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
-    names = [name for name in map(draft.result_of, OF_HEADS) if name in draft.arrays]
+    names = [name for name in map(draft.result_of, PER_HEAD) if name in draft.arrays]
     lack_batch = any(draft.arrays[name].strides[0] == 0 for name in names)
     return (lack_batch, False, False, True)
 
 
-def _numbers(draft: Draft, sums: Collection[str]) -> int:
-    """How many numbers these gradients have together, all of which are sums."""
+def _count_of_sums(draft: Draft, sums: Collection[str]) -> int:
+    """How many elements these gradients have together, each of which is a sum."""
     problem = draft.problem
-    of_heads = len(set(sums) & set(OF_HEADS))
-    numbers = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch)
-    return of_heads * numbers + len(sums) - of_heads
+    per_head = len(set(sums) & set(PER_HEAD))
+    heads = problem.num_heads * (1 if _summed_axes_per_head(draft)[0] else problem.batch)
+    return per_head * heads + len(sums) - per_head

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BACK_SECTION, BackwardFamily, Family, KeysFamily
-from cuflash.plan.scores import is_of_keys, num_summed
+from cuflash.plan.scores import is_per_key, num_summed
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, BackwardTile
 from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies
@@ -184,7 +184,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
             return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
         if name in _OF_FUNCTIONS:
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device)
-        if name == "dbias" and not is_of_keys(draft):
+        if name == "dbias" and not is_per_key(draft):
             return "only what differs from key to key, and not from query to query, is summed by keys"
         return None
 
