@@ -1,12 +1,13 @@
 """What a plan moves: tiles to SMs, and bytes through device memory. A model, without a device.
 
-Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
-dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory traffic is less,
-because blocks that run side by side iterate over the same operands, and the first of them brings these to L2 for all.
+Its two numbers are easily confused. Blocks load tiles to shared memory, mostly from L2: for N keys and queries of head
+dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature (`Traffic.tiles`). Less comes from
+device memory (`Traffic.read`), because blocks that run side by side iterate over the same operands, and the first of
+them brings these to L2 for all.
 
 The first number is exact for problems whose visible tiles follow from shapes and windows. Pairs that masks, lengths in
-an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on the
-rules below.
+an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on a
+model of L2 (`OperandLoop.read`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cuflash.spec.problem import Problem
 # the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
 # fitted to the counters of an H200.
 L2_FRACTION = 0.42
-LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
+MASK_READERS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 # What the blocks of a main kernel own: tiles of queries, equal splits of the keys of all heads (decode), tiles of keys,
 # those of them that some query attends to, tiles of queries for dq alone, or tiles of keys of a query head
 # (all of them, or those that some query attends to).
@@ -207,29 +208,32 @@ class OperandLoop:
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
         """Bytes of an operand that are read from device memory, if blocks load `tiles` bytes of it in all.
 
-        The heads under way need `head_bytes` each, and a fraction of that stays in L2. Each further pass reads the rest
-        again. So does each half of L2: its blocks are too far from those of the other to share what is soon gone.
+        `once` is the size of the operand. The heads under way need `head_bytes` each, and a fraction of that stays in
+        L2. Each further pass reads the rest again. So does each half of L2: its blocks are too far from those of the
+        other to share what is soon evicted.
         """
-        gone = max(0, 1 - L2_FRACTION * l2_bytes / (self.heads_at_once * head_bytes))
+        evicted = max(0, 1 - L2_FRACTION * l2_bytes / (self.heads_at_once * head_bytes))
         loaded = tiles * self.passes / (self.heads * self.tiles_of_head)
-        return max(once, min(tiles, once + gone * (2 * loaded - once)))
+        return max(once, min(tiles, once + evicted * (2 * loaded - once)))
 
 
-def _of_pairs(plan: Plan) -> float:
-    """Bytes of per-pair inputs beyond those that count once: each head reads what is broadcast to it.
+def _repeated_pair_bytes(plan: Plan) -> float:
+    """Bytes of per-pair inputs that are read again: each head reads what is broadcast to it.
 
     If a kernel has looked at a mask beforehand, the others do not read it in tiles that are visible as a whole.
     """
-    problem, more = plan.problem, 0.0
-    looked_at = any(kernel.source in LOOKS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels)
+    problem, repeated = plan.problem, 0.0
+    looked_at = any(
+        kernel.source in MASK_READERS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels
+    )
     for row in OPTIONAL_INPUTS:
         operand = getattr(problem, row.name)
         if operand is None or (row.name == "mask" and looked_at):
             continue
         if row.broadcasts and operand.nbytes > L2_FRACTION * plan.device.l2_bytes:
             arrays = 1 + (row.name in (problem.moved or ()))
-            more += arrays * max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
-    return more
+            repeated += arrays * max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
+    return repeated
 
 
 def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
@@ -237,6 +241,7 @@ def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
 
 
 def _forward(plan: Plan) -> Traffic:
+    """Blocks own tiles of queries, or splits of the keys of all heads (decode)."""
     problem, tile = plan.problem, plan.tiles[0]
     sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
@@ -244,17 +249,17 @@ def _forward(plan: Plan) -> Traffic:
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(sequence, tile.block_m, tile.block_n)
-        in_all = heads * sum(rows) * row_bytes.keys
-        keys = _keys_read(plan, tile, rows, in_all, persistent=plan.run_time.resident_blocks > 0)
-        tiles = in_all + heads * sequence.seqlen_q * row_bytes.q
+        key_tiles = heads * sum(rows) * row_bytes.keys
+        keys = _keys_read(plan, tile, rows, key_tiles, persistent=plan.run_time.resident_blocks > 0)
+        tiles = key_tiles + heads * sequence.seqlen_q * row_bytes.q
     result_bytes = row_bytes.dout + ITEMSIZE[problem.softmax_dtype]
     results = heads * sequence.seqlen_q * result_bytes * (1 + plan.pass_.has_tangents)
     least = plan.pass_.least_bytes(problem)
-    others = least - results - heads_kv * sequence.seqlen_k * row_bytes.keys
+    read_once = least - results - heads_kv * sequence.seqlen_k * row_bytes.keys
     scratch = plan.extra_bytes if plan.extra_bytes > L2_FRACTION * plan.device.l2_bytes else 0
     return Traffic(
         tiles=tiles,
-        read=round(others + keys + scratch + _of_pairs(plan)),
+        read=round(read_once + keys + scratch + _repeated_pair_bytes(plan)),
         written=results + scratch,
         least=least,
         flops=plan.pass_.flops(problem),
@@ -275,11 +280,12 @@ def _decoding(plan: Plan) -> tuple[int, float]:
 
 
 def _backward(plan: Plan) -> Traffic:
+    """Blocks own tiles of keys, of queries for dq alone, or both in two kernels."""
     problem, sequence, row_bytes = plan.problem, plan.problem.mean_sequence, _RowBytes.of(plan.problem)
     of_q, of_v = _plain_row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     stats = _stats_bytes(plan)
-    added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
+    added = _added_to_dq(plan) if "dq_accumulator" in plan.scratch_sizes else 0
     loops = []
     if "keys" in plan.models or "visible keys" in plan.models:
         loops.append(_by_keys(plan, added, every="keys" in plan.models))
@@ -301,7 +307,7 @@ def _backward(plan: Plan) -> Traffic:
     return Traffic(
         tiles=round(tiles),
         added=added,
-        read=round(read + _of_pairs(plan)),
+        read=round(read + _repeated_pair_bytes(plan)),
         written=round(written),
         least=inputs + results,
         flops=plan.pass_.flops(problem),
@@ -312,11 +318,11 @@ def _columns(plan: Plan) -> Traffic:
     """A reduction over queries: a block owns a tile of keys of a query head."""
     problem, tile = plan.problem, plan.tiles[0]
     sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
-    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    numbers = 2 * ITEMSIZE[problem.softmax_dtype]  # of each row
+    heads = problem.batch * problem.num_heads
+    stats_of_row = 2 * ITEMSIZE[problem.softmax_dtype]
     query_blocks, every = query_tiles(sequence, tile.block_m, tile.block_n), "keys of query heads" in plan.models
     rows = sum(min(r.stop * tile.block_m, sequence.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
-    of_queries = heads * (rows * row_bytes.q + sum(map(len, query_blocks)) * tile.block_m * numbers)
+    of_queries = heads * (rows * row_bytes.q + sum(map(len, query_blocks)) * tile.block_m * stats_of_row)
     keys = sum(
         min(tile.block_n, sequence.seqlen_k - n * tile.block_n) for n, r in enumerate(query_blocks) if every or r
     )
@@ -329,20 +335,17 @@ def _columns(plan: Plan) -> Traffic:
         whole=blocks,
     )
     stats = _stats_bytes(plan)
-    head_bytes = sequence.seqlen_q * (row_bytes.q + numbers)
+    head_bytes = sequence.seqlen_q * (row_bytes.q + stats_of_row)
     queries = loop.read(heads * sequence.seqlen_q * row_bytes.q + stats, of_queries, head_bytes, plan.device.l2_bytes)
     least = plan.pass_.least_bytes(problem)
     results = heads * sequence.seqlen_k * ITEMSIZE[problem.softmax_dtype]
     if least + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
         read, written = float(least - results), results
     else:  # an earlier kernel reads lse, and leaves the statistics of rows
-        others = (
-            least - results - heads * sequence.seqlen_q * row_bytes.q - heads_kv * sequence.seqlen_k * row_bytes.keys
-        )
-        read, written = others + queries + heads_kv * sequence.seqlen_k * row_bytes.keys, results + stats
+        read, written = least - results - heads * sequence.seqlen_q * row_bytes.q + queries, results + stats
     return Traffic(
         tiles=of_queries + heads * keys * row_bytes.keys,
-        read=round(read + _of_pairs(plan)),
+        read=round(read + _repeated_pair_bytes(plan)),
         written=written,
         least=least,
         flops=plan.pass_.flops(problem),
@@ -354,7 +357,7 @@ def _stats_bytes(plan: Plan) -> int:
     return plan.scratch_sizes["row_stats"] + plan.scratch_sizes.get("row_tangents", 0)
 
 
-def _added(plan: Plan) -> int:
+def _added_to_dq(plan: Plan) -> int:
     """Bytes that blocks which own keys add to the dq accumulator: whole tiles of queries, for each tile of keys."""
     problem, tile = plan.problem, plan.tiles[0]
     steps = sum(map(len, query_tiles(problem.mean_sequence, tile.block_m, tile.block_n)))
@@ -366,33 +369,25 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
     """Bytes of tiles, bytes read and bytes written, where blocks own keys: those of some query, or `every` tile."""
     problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
     sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
-    numbers = (4 if plan.pass_.has_tangents else 2) * ITEMSIZE[problem.softmax_dtype]  # of each row
+    stats_of_row = (4 if plan.pass_.has_tangents else 2) * ITEMSIZE[problem.softmax_dtype]
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     sizes = plan.scratch_sizes
     query_blocks = query_tiles(sequence, tile.block_m, tile.block_n)
     steps = sum(map(len, query_blocks))
     rows = sum(min(r.stop * tile.block_m, sequence.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
-    of_queries = heads * (rows * (row_bytes.q + row_bytes.dout) + steps * tile.block_m * numbers)
-    key_starts = [n * tile.block_n for n, r in enumerate(query_blocks) if every or r]
-    keys = sum(min(tile.block_n, sequence.seqlen_k - start) for start in key_starts)
-    n_blocks = heads_kv * len(query_blocks)
-    shared = range(run_time.whole_tiles, n_blocks) if run_time.tail_splits > 1 else range(0)
-    keys = heads_kv * run_time.group_splits * keys
-    for index in shared:  # each block that has queries loads its keys
-        block = _block_at(index, len(query_blocks), heads_kv, run_time.head_section)
-        splits = min(run_time.tail_splits, len(query_blocks[block]) * problem.group_size)
-        keys += min(tile.block_n, sequence.seqlen_k - block * tile.block_n) * max(0, splits - 1)
-    splits = run_time.group_splits
+    of_queries = heads * (rows * (row_bytes.q + row_bytes.dout) + steps * tile.block_m * stats_of_row)
+    n_blocks, splits = heads_kv * len(query_blocks), run_time.group_splits
+    num_shared = n_blocks - run_time.whole_tiles if run_time.tail_splits > 1 else 0
     loop = OperandLoop(
         heads=heads_kv * splits,
         tiles_of_head=len(query_blocks),
         section=min(run_time.head_section, heads_kv) * splits,
         at_once=_blocks_at_once(plan, tile, n_blocks * splits),
-        whole=n_blocks * splits - len(shared),
+        whole=n_blocks * splits - num_shared,
         splits=run_time.tail_splits,
     )
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
-    head_bytes = sequence.seqlen_q * (row_bytes.q + row_bytes.dout + numbers) + accumulator / heads
+    head_bytes = sequence.seqlen_q * (row_bytes.q + row_bytes.dout + stats_of_row) + accumulator / heads
 
     def loaded(once: float, in_all: float) -> float:
         return loop.read(once, in_all, head_bytes, device.l2_bytes)
@@ -406,7 +401,26 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
         cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
         read += cleared + sums  # the last read is that of the kernel that makes dq of them
+    keys = _key_rows_loaded(plan, query_blocks, every=every)
     return of_queries + keys * row_bytes.keys, read, written
+
+
+def _key_rows_loaded(plan: Plan, query_blocks: list[range], *, every: bool) -> int:
+    """Rows of keys that blocks load which own keys: those of some query, or `every` tile. Splits load them each."""
+    problem, run_time, tile = plan.problem, plan.run_time, plan.tiles[0]
+    heads_kv, seqlen_k = problem.batch * problem.num_heads_kv, problem.mean_sequence.seqlen_k
+
+    def rows_of(block: int) -> int:
+        return min(tile.block_n, seqlen_k - block * tile.block_n)
+
+    of_head = sum(rows_of(block) for block, queries in enumerate(query_blocks) if every or queries)
+    rows = heads_kv * run_time.group_splits * of_head
+    if run_time.tail_splits > 1:
+        for index in range(run_time.whole_tiles, heads_kv * len(query_blocks)):
+            block = _block_at(index, len(query_blocks), heads_kv, run_time.head_section)
+            splits = min(run_time.tail_splits, len(query_blocks[block]) * problem.group_size)
+            rows += rows_of(block) * max(0, splits - 1)
+    return rows
 
 
 def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
@@ -421,14 +435,17 @@ def _by_queries(plan: Plan) -> tuple[float, float, float]:
     sequence, row_bytes = problem.mean_sequence, _RowBytes.of(problem)
     heads = problem.batch * problem.num_heads
     rows = key_rows(sequence, tile.block_m, tile.block_n)
-    in_all = heads * sum(rows) * row_bytes.keys
+    key_tiles = heads * sum(rows) * row_bytes.keys
     of_queries = heads * sequence.seqlen_q * (row_bytes.q + row_bytes.dout)
-    read = _keys_read(plan, tile, rows, in_all) + of_queries + _stats_bytes(plan)
-    return in_all + of_queries, read, 0
+    read = _keys_read(plan, tile, rows, key_tiles) + of_queries + _stats_bytes(plan)
+    return key_tiles + of_queries, read, 0
 
 
-def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persistent: bool = False) -> float:
-    """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
+def _keys_read(plan: Plan, tile: Tile, rows: list[int], key_tiles: float, *, persistent: bool = False) -> float:
+    """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile.
+
+    `key_tiles` are the bytes of all these loads.
+    """
     problem = plan.problem
     head_bytes = problem.mean_sequence.seqlen_k * _RowBytes.of(problem).keys
     heads = problem.batch * problem.num_heads
@@ -446,7 +463,7 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persis
         at_once=at_once,
         whole=heads * units,
     )
-    return loop.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
+    return loop.read(problem.batch * problem.num_heads_kv * head_bytes, key_tiles, head_bytes, plan.device.l2_bytes)
 
 
 _TRAFFIC = {
