@@ -211,6 +211,21 @@ def serves_dims(tile: Tile, problem: Problem) -> bool:
     return tile.element_bytes == ITEMSIZE[problem.dtype] and max(tile.padded_dims(problem)) <= tile.max_dim
 
 
+def largest_dim(table: Iterable[Tile]) -> int:
+    """The largest head dimension that rows of a table serve."""
+    return max(row.max_dim for row in table)
+
+
+def exceeds(problem: Problem, table: Iterable[Tile]) -> bool:
+    """Whether a head dimension is above those of a table."""
+    return max(problem.head_dim, problem.head_dim_v) > largest_dim(table)
+
+
+def why_too_wide(problem: Problem, table: Iterable[Tile]) -> str | None:
+    """Which head dimensions a table serves, if a problem has larger ones."""
+    return f"it serves head dimensions up to {largest_dim(table)}" if exceeds(problem, table) else None
+
+
 def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) -> int:
     """How many tiles a device computes at the same time: one at least, even if it is smaller than a cluster."""
     return max(1, device.num_sms // (cluster or tile.cluster)) * tile.min_blocks

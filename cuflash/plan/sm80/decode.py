@@ -59,8 +59,8 @@ class DecodeTile(Sm80Tile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes
         keys = sum(tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
-        number = max(size, 4)
-        sums = max(16 * dim_v // self.warps_d, 256) * number + 32 * number + 16  # that a warp hands over
+        sum_size = max(size, 4)
+        sums = max(16 * dim_v // self.warps_d, 256) * sum_size + 32 * sum_size + 16  # that a warp hands over
         warp_group = max(self.num_stages * keys, self.warps_per_group * sums if self.warp_groups > 1 else 0)
         return tile_bytes(self.block_m, dim, size) + self.warp_groups * round_up(warp_group, 128)
 
@@ -142,10 +142,10 @@ class Decode(ForwardFamily[DecodeTile]):
                 f"{rows_of(problem)} rows of such head dimensions do not fit into shared memory, nor does their output"
             )
         # Where each head has its own block on the device, and no two heads share keys, others read keys once as well.
-        shares = problem.group_size > 1 or problem.batch_invariant
-        if device.arch == 90 and ITEMSIZE[problem.dtype] == 2 and not shares and 2 * draft.heads >= device.num_sms:
+        shares_keys = problem.group_size > 1 or problem.batch_invariant
+        if device.arch == 90 and ITEMSIZE[problem.dtype] == 2 and not shares_keys and 2 * draft.heads >= device.num_sms:
             return f"{draft.heads} heads fill the device, and no two share keys"
-        if rows_of(problem) > DECODE_ROWS // 4 and not shares and draft.heads >= device.num_sms:
+        if rows_of(problem) > DECODE_ROWS // 4 and not shares_keys and draft.heads >= device.num_sms:
             return f"{draft.heads} heads of {problem.seqlen_q} queries fill the device, and no two share keys"
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cuflash.plan.sm80.tiles import Sm80Tile
-from cuflash.plan.tiles import ARITHMETIC
+from cuflash.plan.tiles import ARITHMETIC, exceeds
 from cuflash.spec.problem import Problem
 
 
@@ -45,5 +45,4 @@ FORWARD_NARROW_TILES = (
 
 def is_narrow(problem: Problem) -> bool:
     """Whether the kernel of narrow heads serves a problem."""
-    most = max(row.max_dim for row in FORWARD_NARROW_TILES)
-    return problem.dtype == "float32" and problem.head_dim_v == 0 and problem.head_dim <= most
+    return problem.dtype == "float32" and problem.head_dim_v == 0 and not exceeds(problem, FORWARD_NARROW_TILES)

@@ -235,8 +235,8 @@ class BackwardJvpTile(BackwardTile):
     variations: ClassVar = {"block_m": (16, 32, 64), "num_stages": (1, 2), "min_blocks": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        one = (self.block_n * self.warps_d == 16 * self.num_warps, "one fragment of keys for every warp")
-        return (*super().rules(), one)
+        one_fragment = self.block_n * self.warps_d == 16 * self.num_warps
+        return (*super().rules(), (one_fragment, "one fragment of keys for every warp"))
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys, queries = (self.tiles_bytes(n, dim, dim_v) for n in (self.block_n, self.block_m))
@@ -384,11 +384,11 @@ _scores_chunked = maker(
 _scores_jvp = maker(ScoresJvpTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
 
 
-def _with_tangents(here: float, times: float, of_pass: str, others: str, length: int) -> str:
+def _with_tangents(tflops: float, ratio: float, pass_name: str, other_rows: str, seqlen: int) -> str:
     """What was measured of a row for tangents, over 6 products of jvp or 10 of backward_jvp."""
     return (
-        f"on an H200 {here} TFLOP/s, {times} times the {of_pass} pass's time, {others} (batch 2, heads 16, "
-        f"seqlen {length}, head_dim max_dim)"
+        f"on an H200 {tflops} TFLOP/s, {ratio} times the {pass_name} pass's time, {other_rows} (batch 2, heads 16, "
+        f"seqlen {seqlen}, head_dim max_dim)"
     )
 
 

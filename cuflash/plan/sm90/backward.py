@@ -10,7 +10,7 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BACK_SECTION, BackwardFamily, Family, KeysFamily
 from cuflash.plan.scores import is_per_key, num_summed
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, BackwardTile
-from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.plan.sm90.bf16_split import add_bf16_split, note_bias_lookup, why_not_split
 from cuflash.plan.sm90.copies import add_copies
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.mask_bits import add_mask_bits
@@ -58,11 +58,11 @@ SPLIT_ROLES_REVERSED_ONE_IN, GROUPED_REVERSED_ONE_IN = 8, 4
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
 TERMS_IN_ANY_ORDER = 2  # so many terms that blocks add to zero have the same sum in any order
-_OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
+_CAP_GRADIENTS = frozenset(f"d{name}" for name in CAPS)
 
 
 class OfWarpgroups(Family[Row]):
-    """A family whose results lie in memory as fragments of the warps of one warpgroup, one below the other."""
+    """A family whose accumulators lie in memory as fragments of the four warps of a warpgroup, one below the other."""
 
     def accumulator_layout(self, main: Row) -> BackwardTile:
         return BackwardTile(
@@ -126,7 +126,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
-        return tuple(_taking(row, problem) for row in BACKWARD_SM90_TILES)
+        return tuple(_with_row_reductions(row, problem) for row in BACKWARD_SM90_TILES)
 
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*self.table(problem), *BACKWARD_TILES)
@@ -142,22 +142,22 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
                 "weights are multiplied by the derivatives of scores, and the gradient of entropy needs their logarithm"
             )
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
-        if why_not is None and _has_separate_dq(draft):
+        if why_not is None and has_separate_dq(draft):
             tile, _ = choose_row(self.table(problem), problem, draft.device)
-            if _seeing(tile, draft).mask_by_bits:
+            if _with_masks(tile, draft).mask_by_bits:
                 return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
         return why_not
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-        has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
-        main = replace(_taking(main, draft.problem), dq_in_order=has_order)
-        tile = _seeing(main, draft)
-        if tile.mask_by_bits and _has_separate_dq(draft):
+        has_order = draft.problem.deterministic and "dq" in draft.need and not has_separate_dq(draft)
+        main = replace(_with_row_reductions(main, draft.problem), dq_in_order=has_order)
+        tile = _with_masks(main, draft)
+        if tile.mask_by_bits and has_separate_dq(draft):
             raise NotImplementedError(
                 "tiles: got a BackwardSm90Tile with deterministic=True and pairs that block_mask hides one by one, "
                 "expected a BackwardTile and a DqTile"
             )
-        return _with_rows(tile, draft)
+        return _with_score_values(tile, draft)
 
     def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
         if not main.dq_in_order or draft.problem.window_right is None:
@@ -182,21 +182,21 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
             return None
         if main.splits_roles and (names := draft.problem.given(CAPS)):
             return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
-        if name in _OF_FUNCTIONS:
+        if name in _CAP_GRADIENTS:
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device)
         if name == "dbias" and not is_per_key(draft):
             return "only what differs from key to key, and not from query to query, is summed by keys"
         return None
 
     def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
-        return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
+        return replace(main, keeps_scores=not _CAP_GRADIENTS.isdisjoint(names))
 
     def why_not_score_args(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
         program, summed = draft.program, draft.summed_score_args
         for name in summed:
-            for found in program.classes((name,)):
-                if found not in READ_CLASSES:
-                    return f"an entry of {name} belongs to a pair [{found}], each of which adds to memory"
+            for access in program.classes((name,)):
+                if access not in READ_CLASSES:
+                    return f"an entry of {name} belongs to a pair [{access}], each of which adds to memory"
         if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
         return why_too_large(self.summing_score_args(draft, main), draft.problem, draft.device)
@@ -210,7 +210,7 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
             query_sums=classes.count("i"),
             diagonal_sums=classes.count("i - j"),
         )
-        return _with_rows(summing, draft)
+        return _with_score_values(summing, draft)
 
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n
@@ -263,35 +263,35 @@ class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[Back
         return replace(main, writes_dbias="dbias" in names)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
-        read = _read(draft)
-        add_bf16_split(draft, main, read)
-        pairs = ("bias", "dbias")[: bool(main.bias_of_pairs) + main.writes_dbias]
-        draft.map_tensors(dict.fromkeys(read, 64) | dict.fromkeys(pairs, main.block_m))
-        tell_of_bias(draft, main)
+        operands = _operands(draft)
+        add_bf16_split(draft, main, operands)
+        per_pair = ("bias", "dbias")[: bool(main.bias_of_pairs) + main.writes_dbias]
+        draft.map_tensors(dict.fromkeys(operands, 64) | dict.fromkeys(per_pair, main.block_m))
+        note_bias_lookup(draft, main)
 
 
-def _read(draft: Draft) -> tuple[str, ...]:
-    """Those that TMA reads."""
+def _operands(draft: Draft) -> tuple[str, ...]:
+    """The arrays that TMA reads."""
     return ("q", "k", "v", "dout") if draft.problem.head_dim_v else ("q", "k")
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:
     """The arrays that TMA reads or writes."""
-    return (*_read(draft), *(name for name in ("dk", "dv") if name in draft.need))
+    return (*_operands(draft), *(name for name in ("dk", "dv") if name in draft.need))
 
 
-def _has_separate_dq(draft: Draft) -> bool:
-    """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
-    return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
+def has_separate_dq(draft: Draft) -> bool:
+    """Whether dq, or tdq, has a kernel of its own: its order would count the tiles that a block-sparse index lacks."""
+    return draft.problem.deterministic and "dq" in draft.gradients and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 
 
-def _taking(row: BackwardSm90Tile, problem: Problem) -> BackwardSm90Tile:
+def _with_row_reductions(row: BackwardSm90Tile, problem: Problem) -> BackwardSm90Tile:
     """The row with shared memory for the gradients of row reductions that a problem has."""
-    taken = problem.row_reductions
-    return replace(row, takes_dmax="max" in taken, takes_dentropy="entropy" in taken)
+    reductions = problem.row_reductions
+    return replace(row, takes_dmax="max" in reductions, takes_dentropy="entropy" in reductions)
 
 
-def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+def _with_masks(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     """The tile for the bias and the masks of a problem.
 
     A per-pair bias is loaded by tile if that fits into shared memory, if need be with fewer stages.
@@ -300,17 +300,17 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         staged = replace(main, num_stages=stages).loading_bias(draft.problem, draft.device)
         if staged.bias_of_pairs:
             return staged
-    return main.seeing(draft.problem, 0)
+    return main.for_masks(draft.problem, 0)
 
 
-def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+def _with_score_values(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     """The tile with shared memory for the per-row and per-key values that score_mod reads, if it fits."""
     if draft.problem.score is None:
         return main
     rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
-    with_numbers = replace(main, per_row_values=rows, per_warp_key_values=keys)
-    too_large = why_too_large(with_numbers, draft.problem, draft.device)
-    return replace(main, per_row_values=0, per_warp_key_values=0) if too_large else with_numbers
+    with_values = replace(main, per_row_values=rows, per_warp_key_values=keys)
+    too_large = why_too_large(with_values, draft.problem, draft.device)
+    return replace(main, per_row_values=0, per_warp_key_values=0) if too_large else with_values
 
 
 def _head_bytes(draft: Draft, main: Tile) -> int:

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, TypeVar
 
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.plan.families import BackwardJvpFamily
-from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups
-from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, exceeds, why_not_split
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, InOrder, OfWarpgroups, has_separate_dq
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile
 from cuflash.plan.sm90.tiles import (
@@ -22,7 +22,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardJvpFloat32Sm90Tile,
     BackwardJvpFloat32WideSm90Tile,
 )
-from cuflash.plan.tiles import choose_row, chunked_bytes, maker, why_too_large
+from cuflash.plan.tiles import choose_row, chunked_bytes, exceeds, maker, why_too_large
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.passes import BACKWARD_JVP
 
@@ -129,7 +129,7 @@ class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm9
             return unknown
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        if _has_separate_tdq(draft) and not {"tdk", "tdv"} & set(draft.need):
+        if has_separate_dq(draft) and not {"tdk", "tdv"} & set(draft.need):
             return "the order of tdq counts the tiles that the block-sparse index leaves out"
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_JVP_SM90_TILES)
         if why_not is None and problem.counts_as_packed:
@@ -142,7 +142,7 @@ class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm9
         return why_not
 
     def configured(self, main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
-        has_order = draft.problem.deterministic and "tdq" in draft.need and not _has_separate_tdq(draft)
+        has_order = draft.problem.deterministic and "tdq" in draft.need and not has_separate_dq(draft)
         return _with_tdout(replace(main, dq_in_order=has_order), draft)
 
     def head_section(self, draft: Draft, main: BackwardJvpSm90Tile) -> int:
@@ -225,11 +225,6 @@ def _with_tdout(main: BackwardJvpSm90Tile, draft: Draft) -> BackwardJvpSm90Tile:
     if why_too_large(tile, draft.problem, draft.device) is not None:
         tile = replace(tile, schedule="kHalfStages", num_stages=1)
     return tile
-
-
-def _has_separate_tdq(draft: Draft) -> bool:
-    """Whether tdq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
-    return draft.problem.deterministic and "tdq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from cuflash.plan.sm90.wide_tiles import (
     BackwardWideSm90Tile,
     DqWideSm90Tile,
 )
-from cuflash.plan.tiles import Row, tiles_at_once
+from cuflash.plan.tiles import Row, exceeds, tiles_at_once
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -29,7 +29,7 @@ class Wide(OfWarpgroups[Row]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in BACKWARD_SM90_TILES):
+        if not exceeds(problem, BACKWARD_SM90_TILES):
             return ""
         if unknown := self.why_unknown(problem):
             return unknown

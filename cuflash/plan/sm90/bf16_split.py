@@ -15,9 +15,8 @@ from cuflash.plan.sm90.tiles import (
     JvpFloat32Sm90Tile,
     JvpFloat32WideSm90Tile,
 )
-from cuflash.plan.tiles import Tile
+from cuflash.plan.tiles import Tile, why_too_wide
 from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
-from cuflash.spec.problem import Problem
 
 SplitTile = (
     ForwardFloat32Sm90Tile
@@ -45,8 +44,8 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return "it would split all pages of the pool, whoever they belong to"
     if problem.counts_as_packed:
         return f"it knows no packed sequences{'' if problem.is_packed else ANY_CALL}"
-    if exceeds(problem, table):
-        return f"it serves head dimensions up to {max(row.max_dim for row in table)}"
+    if too_wide := why_too_wide(problem, table):
+        return too_wide
     rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
     keys = problem.seqlen_k
     if problem.window_left is not None and problem.window_right is not None:
@@ -57,17 +56,13 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
     return "there is nothing to compute" if problem.batch == 0 else None
 
 
-def exceeds(problem: Problem, table: tuple[Tile, ...]) -> bool:
-    """Whether a head dimension is above those of a table."""
-    return max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in table)
-
-
-def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:
+def note_bias_lookup(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:
     """Say why the pairs of a bias are looked up one by one, where they are."""
-    by = bias_by(draft.problem)
-    if by == "elements" or (by == "pairs" and not tile.bias_of_pairs):
-        why = "TMA cannot read tiles of it" if by == "elements" else "no tile of it fits into shared memory"
-        draft.reasons.append(f"bias: looked up pair by pair: {why}")
+    loaded_by = bias_by(draft.problem)
+    if loaded_by == "elements":
+        draft.reasons.append("bias: looked up pair by pair: TMA cannot read tiles of it")
+    elif loaded_by == "pairs" and not tile.bias_of_pairs:
+        draft.reasons.append("bias: looked up pair by pair: no tile of it fits into shared memory")
 
 
 def add_bf16_split(draft: Draft, tile: SplitTile, names: tuple[str, ...], tangents: tuple[str, ...] = ()) -> None:
@@ -79,13 +74,8 @@ def add_bf16_split(draft: Draft, tile: SplitTile, names: tuple[str, ...], tangen
     describe_split(draft, tile, (*names, *tangents))
 
 
-def describe_split(
-    draft: Draft,
-    tile: SplitTile,
-    names: tuple[str, ...],
-    when: str = "",
-) -> None:
-    """Say which arrays are split into how many terms, and what comes of that."""
+def describe_split(draft: Draft, tile: SplitTile, names: tuple[str, ...], when: str = "") -> None:
+    """Say which arrays are split into how many terms, and which products of these count."""
     listed = ", ".join(names[:-1]) + " and " + names[-1]
     draft.reasons.append(
         f"{listed} are split into {tile.bf16_terms} bf16 terms{when}: "

@@ -20,7 +20,7 @@ from cuflash.plan.sm90.forward import MAPPED_WITHOUT_VALUES, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, bias_by
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
-from cuflash.plan.tiles import chunked_bytes, maker, round_up, tiles_at_once
+from cuflash.plan.tiles import chunked_bytes, largest_dim, maker, round_up, tiles_at_once
 from cuflash.spec.problem import Problem
 
 MOST_SPLITS = 256  # of the keys of a query tile
@@ -179,7 +179,7 @@ class ForwardChunked(ForwardFamily[ForwardChunkedSm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if problem.head_dim_v > 0 or problem.head_dim <= max(row.max_dim for row in FORWARD_SM90_TILES):
+        if problem.head_dim_v > 0 or problem.head_dim <= largest_dim(FORWARD_SM90_TILES):
             return ""
         if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
             return ""
@@ -225,7 +225,7 @@ class BackwardChunked(OfWarpgroups[BackwardChunkedSm90Tile], BackwardFamily[Back
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if problem.head_dim_v > 0 or problem.head_dim <= max(row.max_dim for row in BACKWARD_SM90_TILES):
+        if problem.head_dim_v > 0 or problem.head_dim <= largest_dim(BACKWARD_SM90_TILES):
             return ""
         if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
             return ""

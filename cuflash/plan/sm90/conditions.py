@@ -30,30 +30,29 @@ _LONG = f"{LONG_SEQLEN} keys or more; no {_PER_PAIR}, score_mod or mask_mod, no 
 
 
 class ForwardFit(Fit):
-    """A row of the forward pass with a problem, as the row loads bias, masks and score."""
+    """A row of the forward pass with a problem. `row` is that row as it loads bias, masks and score of the problem."""
 
     @cached_property
-    def seeing(self) -> ScoredTile:
-        """The row for the problem."""
-        seeing: ScoredTile = self.tile.configured(self.problem)
-        return seeing
+    def row(self) -> ScoredTile:
+        configured: ScoredTile = self.tile.configured(self.problem)
+        return configured
 
     @cached_property
     def bias(self) -> str:
         return bias_by(self.problem)
 
     @cached_property
-    def looks_up_none(self) -> bool:
+    def looks_nothing_up(self) -> bool:
         """Whether nothing is looked up pair by pair, neither what hides pairs nor what a score reads."""
         problem = self.problem
         reads_pairs = problem.score is not None and problem.hoisted.reads_pairs
         # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
-        return not self.seeing.looks_up_pairs(problem) and not reads_pairs
+        return not self.row.looks_up_pairs(problem) and not reads_pairs
 
     @property
     def has_no_pairs(self) -> bool:
         """Whether there is no per-pair bias either."""
-        return self.has_no_pair_bias and self.looks_up_none
+        return self.has_no_pair_bias and self.looks_nothing_up
 
     @property
     def has_no_pair_bias(self) -> bool:
@@ -65,7 +64,8 @@ class ForwardFit(Fit):
 
     @property
     def reads_points(self) -> bool:
-        return self.seeing.reads_points(self.problem)
+        """`ScoredTile.reads_points`: a score_mod of coordinates, say."""
+        return self.row.reads_points(self.problem)
 
     @property
     def is_full(self) -> bool:
@@ -77,7 +77,7 @@ class ForwardFit(Fit):
 
     @property
     def claimed_waves(self) -> float:
-        return claimed_waves(self.problem, self.device, self.seeing)
+        return claimed_waves(self.problem, self.device, self.row)
 
     @property
     def is_few(self) -> bool:
@@ -114,7 +114,7 @@ FORWARD = by_name(
     ),
     Condition(
         "bias",
-        lambda fit: fit.looks_up_none and fit.bias == "pairs",
+        lambda fit: fit.looks_nothing_up and fit.bias == "pairs",
         f"{BIAS_BY_TMA}, without masks that are looked up pair by pair",
     ),
     Condition("long", lambda fit: _ends_early(fit, THREE_CONSUMERS), _LONG),
@@ -150,13 +150,13 @@ FORWARD = by_name(
             and not fit.has_dropout
             and fit.problem.window_left is None
             and fit.pays(FOUR_CONSUMERS)
-            and fit.seeing.asks_function_alone(fit.problem)
+            and fit.row.has_mask_mod_alone(fit.problem)
         ),
         f"a mask_mod without dropout, window_left, ALiBi, bias or key mask; {_UNLESS_EARLIER}",
     ),
     Condition(
         "lists",
-        lambda fit: fit.has_no_pair_bias and (fit.has_block_index or fit.seeing.mask_by_bits),
+        lambda fit: fit.has_no_pair_bias and (fit.has_block_index or fit.row.mask_by_bits),
         "block masks, per-pair masks and mask_mod, without a per-pair bias",
     ),
     Condition(
@@ -171,7 +171,7 @@ FORWARD = by_name(
     ),
     Condition(
         "space",
-        lambda fit: fit.reads_points and not fit.has_dropout and fit.seeing.per_key_values <= 3,
+        lambda fit: fit.reads_points and not fit.has_dropout and fit.row.per_key_values <= 3,
         "a score_mod of per-row values and up to three per-key values, without dropout",
     ),
     Condition(

@@ -22,7 +22,7 @@ COPY_MIN_PAIRS = {FORWARD: 341, BACKWARD: 96}
 COPY_MIN_PAIRS_IN_ALL = 1 << 24
 
 
-def refused(draft: Draft, names: Collection[str]) -> tuple[str, ...]:
+def not_mapped(draft: Draft, names: Collection[str]) -> tuple[str, ...]:
     """Those of these arrays that TMA cannot read, or write, as they lie."""
     return tuple(name for name in names if draft.why_not_mapped((name,)) is not None)
 
@@ -34,7 +34,7 @@ def why_not_copied(draft: Draft, names: Collection[str]) -> str | None:
     """
     problem = draft.problem
     empty = [name for name in names if 0 in draft.arrays[name].shape]
-    copied = [name for name in refused(draft, names) if name not in WRITTEN]
+    copied = [name for name in not_mapped(draft, names) if name not in WRITTEN]
     if empty or not copied:
         return "there is nothing to compute" if empty else None
     if problem.block_table is not None:
@@ -48,14 +48,14 @@ def why_not_copied(draft: Draft, names: Collection[str]) -> str | None:
 
 def add_copies(draft: Draft, tile: Tile, names: Collection[str]) -> None:
     """Have those of these arrays copied that TMA cannot read, and results stored row by row that it cannot write."""
-    lost = refused(draft, names)
-    copied = [name for name in lost if name not in WRITTEN]
+    unmapped = not_mapped(draft, names)
+    copied = [name for name in unmapped if name not in WRITTEN]
     if copied:
         draft.reasons.append(
             f"{_listed(copied)}: copied to rows that begin at multiples of 16 bytes: {draft.why_not_mapped(copied)}"
         )
         add_copying_kernel(draft, tile, "helpers/copy_rows.cu", copied, draft.problem.dtype)
-    results = [name for name in lost if name in WRITTEN]
+    results = [name for name in unmapped if name in WRITTEN]
     if results:
         draft.defines["CUFLASH_STORES_BY_ROWS"] = 1
         draft.reasons.append(f"{_listed(results)}: stored row by row: {draft.why_not_mapped(results)}")

@@ -18,7 +18,7 @@ from cuflash.plan.sm90.decode_tiles import (
 from cuflash.plan.sm90.forward import MAPPED, box_rows, why_not_16_bit
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES, FORWARD_WIDE_SM90_TILES, DecodeWideSm90Tile
-from cuflash.plan.tiles import Tile
+from cuflash.plan.tiles import Tile, exceeds, why_too_wide
 from cuflash.plan.traffic import Model
 from cuflash.spec.inputs import MASKS
 from cuflash.spec.problem import Problem
@@ -41,9 +41,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         problem, device = draft.problem, draft.device
         if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not is_decode(problem) or draft.why_not_mapped(MAPPED):
             return ""
-        largest = max(row.max_dim for row in self.table(problem))
-        if max(problem.head_dim, problem.head_dim_v) > largest:
-            return f"it serves head dimensions up to {largest}"
+        if too_wide := why_too_wide(problem, self.table(problem)):
+            return too_wide
         if unknown := self.why_unknown(problem):
             return unknown
         # An SM has one block of this kernel, which waits while the threads that add a bias load it. On an
@@ -90,7 +89,7 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
         rows = rows_of(problem)
-        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in DECODE_SM90_TILES):
+        if not exceeds(problem, DECODE_SM90_TILES):
             return ""
         if why_not_16_bit(draft, MAPPED, DECODE_WIDE_SM90_TILES) is not None or not 0 < rows <= 2 * DECODE_ROWS:
             return ""

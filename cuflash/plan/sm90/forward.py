@@ -10,7 +10,7 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.narrow import is_narrow
 from cuflash.plan.sm80.tiles import FORWARD_TILES
-from cuflash.plan.sm90.bf16_split import add_bf16_split, describe_split, tell_of_bias, why_not_split
+from cuflash.plan.sm90.bf16_split import add_bf16_split, describe_split, note_bias_lookup, why_not_split
 from cuflash.plan.sm90.copies import add_copies, why_not_copied
 from cuflash.plan.sm90.mask_bits import add_mask_bits
 from cuflash.plan.sm90.scored import CLAIMED_WAVES, ScoredTile, claimed_waves, takes_pairs
@@ -24,7 +24,7 @@ from cuflash.plan.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES, ForwardWideSm90Tile
-from cuflash.plan.tiles import Tile
+from cuflash.plan.tiles import Tile, exceeds, why_too_wide
 from cuflash.spec.inputs import PAIR_OPTIONS
 from cuflash.spec.outputs import ROW_REDUCTIONS
 from cuflash.spec.problem import Problem
@@ -118,9 +118,9 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
         readers = draft.problem.group_size * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        is_narrow = max(draft.problem.head_dim, draft.problem.head_dim_v) <= SPLIT_MAX_DIM
+        has_few_columns = max(draft.problem.head_dim, draft.problem.head_dim_v) <= SPLIT_MAX_DIM
         has_registers = tile.block_m == 128 and tile.bf16_terms == 3
-        tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
+        tile = tile.changed(splits_operands=readers <= FEW_READERS and has_few_columns and has_registers)
         draft.tiles = (tile,)
         add_block_index(draft, tile, "key_index")
         split = tuple(name for name in _SPLIT if name in _mapped(draft))
@@ -131,7 +131,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
             add_bf16_split(draft, tile, split)
             boxes = {name: tile.block_m if name == "q" else tile.block_n for name in split}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
-        tell_of_bias(draft, tile)
+        note_bias_lookup(draft, tile)
         add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
@@ -156,12 +156,11 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
             return unknown
         if problem.head_dim_v % 8:
             return f"a row of out has {problem.head_dim_v} elements, not a multiple of 8"
-        rows = FORWARD_FLOAT8_SM90_TILES
-        if max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in rows):
-            return f"it serves head dimensions up to {max(row.max_dim for row in rows)}"
+        if too_wide := why_too_wide(problem, FORWARD_FLOAT8_SM90_TILES):
+            return too_wide
         for name in ("k_scale", "v_scale"):
             block = problem.scale_block(name)
-            if block % min(row.block_n for row in rows):
+            if block % min(row.block_n for row in FORWARD_FLOAT8_SM90_TILES):
                 return f"it knows no {name} of {block} keys each, but of heads and of multiples of 64 keys"
         return None
 
@@ -186,7 +185,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in FORWARD_SM90_TILES):
+        if not exceeds(problem, FORWARD_SM90_TILES):
             return ""
         if unknown := self.why_unknown(problem):
             return unknown
@@ -215,14 +214,11 @@ def why_not_16_bit(
     problem = draft.problem
     if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
         return ""
-    why_not = draft.why_not_mapped(mapped)
-    why = why_not_copied(draft, mapped) if copies else ""
-    if why_not is not None and why is not None:
-        return f"{why_not}, which TMA cannot serve" + (f"; {why}" if why else "")
-    largest = max(row.max_dim for row in table)
-    if max(problem.head_dim, problem.head_dim_v) > largest:
-        return f"it serves head dimensions up to {largest}"
-    return None
+    if (not_mapped := draft.why_not_mapped(mapped)) is not None:
+        not_copied = why_not_copied(draft, mapped) if copies else ""
+        if not_copied is not None:
+            return f"{not_mapped}, which TMA cannot serve" + (f"; {not_copied}" if not_copied else "")
+    return why_too_wide(problem, table)
 
 
 def box_rows(problem: Problem, block_n: int) -> int:
@@ -266,29 +262,29 @@ def add_persistent(
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
-    divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
-    stays = claimed_heads > 0 or not ((problem.shares_device and divides) or heads_together)
+    may_divide = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
+    stays = claimed_heads > 0 or not ((problem.shares_device and may_divide) or heads_together)
     blocks = min(units, resident) if stays else units
     head_section = _head_section(draft, batch_first=batch_first, heads_together=heads_together)
     draft.set(resident_blocks=blocks, head_section=head_section)
-    divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
+    divides_pairs = pairs and may_divide and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
     blocks *= 2 if divides_pairs else 1
-    what = f"{m_blocks} query tiles"
+    tiles = f"{m_blocks} query tiles"
     if problem.is_packed:
-        what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
+        tiles = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
     if claimed_heads:
         draft.scratch["arrivals"] = 8 // ITEMSIZE[problem.softmax_dtype]  # a word of 64 bits
         first = "" if is_ordered else f" of {claimed_heads} heads"
-        how = f"persistent, claim one of {what} after another, the longest ones{first} first"
+        schedule = f"persistent, claim one of {tiles} after another, the longest ones{first} first"
     elif heads_together:
-        how = f"one for each of {what}, the longest ones of {heads_together} heads first"
+        schedule = f"one for each of {tiles}, the longest ones of {heads_together} heads first"
     elif stays:
-        how = f"persistent, over {what}{', both of a pair at once' if divides_pairs else ''}"
+        schedule = f"persistent, over {tiles}{', both of a pair at once' if divides_pairs else ''}"
     else:
         each = "a pair" if pairs and not divides_pairs else "one"
-        how = f"not persistent, {each} each of {what}: other kernels run at the same time"
-    who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
-    draft.reasons.append(f"{who}, {how}")
+        schedule = f"not persistent, {each} each of {tiles}: other kernels run at the same time"
+    takers = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
+    draft.reasons.append(f"{takers}, {schedule}")
     order = {
         "CUFLASH_PAIRS": int(pairs),
         "CUFLASH_BATCH_FIRST": int(batch_first),

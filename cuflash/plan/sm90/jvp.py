@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 from cuflash.plan.block_index import add_block_index
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, exceeds, why_not_split
+from cuflash.plan.sm90.bf16_split import SplitTile, add_bf16_split, why_not_split
 from cuflash.plan.sm90.forward import add_persistent, box_rows, why_not_16_bit
 from cuflash.plan.sm90.scored import Sm90Tile, takes_pairs
 from cuflash.plan.sm90.tiles import (
@@ -21,7 +21,7 @@ from cuflash.plan.sm90.tiles import (
     JvpFloat32WideSm90Tile,
 )
 from cuflash.plan.tensor_map import CHUNK
-from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, maker, round_up
+from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Tile, by_name, chunked_bytes, exceeds, maker, round_up
 from cuflash.spec.passes import JVP
 from cuflash.spec.problem import Problem
 
@@ -157,7 +157,8 @@ class Jvp(ForwardFamily[JvpSm90Tile]):
     def draft(self, draft: Draft, tile: JvpSm90Tile) -> None:
         box = box_rows(draft.problem, tile.block_n)
         heads = _heads_together(draft.problem, LONGEST_FIRST_KEYS)
-        _add(draft, tile, self.source, of_q=tile.block_m, of_k=box, of_v=box, heads_together=heads)
+        boxes = {"q": tile.block_m, "k": box, "v": box}
+        _add(draft, tile, self.source, boxes, heads_together=heads)
 
 
 class JvpWide(ForwardFamily[JvpWideSm90Tile]):
@@ -172,15 +173,16 @@ class JvpWide(ForwardFamily[JvpWideSm90Tile]):
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
-        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in JVP_SM90_TILES):
+        if not exceeds(problem, JVP_SM90_TILES):
             return ""
         if unknown := self.why_unknown(problem):
             return unknown
         return why_not_16_bit(draft, _mapped(draft), JVP_WIDE_SM90_TILES)
 
     def draft(self, draft: Draft, tile: JvpWideSm90Tile) -> None:
-        boxes = {"of_q": tile.block_m, "of_k": tile.block_n, "of_v": tile.value_rows}
-        _add(draft, tile, self.source, **boxes, heads_together=_heads_together(draft.problem, LONGEST_FIRST_KEYS_WIDE))
+        boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.value_rows}
+        heads = _heads_together(draft.problem, LONGEST_FIRST_KEYS_WIDE)
+        _add(draft, tile, self.source, boxes, heads_together=heads)
 
 
 _Row = TypeVar("_Row", bound=SplitTile)
@@ -229,11 +231,10 @@ def _heads_together(problem: Problem, least_keys: int) -> int:
     return HEADS_TOGETHER if pays else 0
 
 
-def _add(draft: Draft, tile: Tile, source: str, *, of_q: int, of_k: int, of_v: int, heads_together: int = 0) -> None:
-    """Add a persistent kernel, with boxes of so many rows of the arrays and of their tangents."""
+def _add(draft: Draft, tile: Tile, source: str, boxes: dict[str, int], *, heads_together: int) -> None:
+    """Add a persistent kernel, with `boxes` of so many rows of the arrays and of their tangents."""
     add_block_index(draft, tile, "key_index")
-    rows = {"q": of_q, "k": of_k, "v": of_v}
-    rows |= {f"t{name}": n for name, n in rows.items()} | {"out": 64, "tout": 64}
+    rows = boxes | {f"t{name}": n for name, n in boxes.items()} | {"out": 64, "tout": 64}
     draft.map_tensors({name: rows[name] for name in _mapped(draft)})
     add_persistent(draft, tile, source, heads_together=heads_together)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.block_index import COUNTED_BY_DQ, num_masks_of
 from cuflash.plan.draft import Draft
@@ -19,11 +17,11 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     The bits are in the order of accumulators whose lines are queries or, `transposed`, keys.
     """
     problem = draft.problem
-    own = num_masks_of(draft, problem.block_mask, problem.mask)
-    draft.set(index_batches=own[0], index_heads=own[1], mask_batches=own[0], mask_heads=own[1])
+    batches, heads = num_masks_of(draft, problem.block_mask, problem.mask)
+    draft.set(index_batches=batches, index_heads=heads, mask_batches=batches, mask_heads=heads)
     # Where blocks add to dq in order, their turns count the tiles that the index would leave out.
     draft.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
-    blocks = math.prod(own) if draft.heads else 0
+    blocks = batches * heads if draft.heads else 0
     for seqlen, rows in ((problem.seqlen_q, tile.block_m), (problem.seqlen_k, tile.block_n)):
         blocks *= -(-seqlen // rows) * rows // BITS_BLOCK
     itemsize = ITEMSIZE[problem.softmax_dtype]

@@ -110,43 +110,44 @@ class ScoredTile(Sm90Tile):
 
     packs_masks: ClassVar[bool] = True  # whether the kernel reads per-pair masks as bits
 
-    def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
-        """The tile for bias and masks of a problem."""
-        by, hidden = bias_by(problem), self._hidden(problem)
-        by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
-        whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
-        whole_blocks = whole_blocks and problem.mask_function is None  # bits tell of masks alone
-        seen = {
+    def for_masks(self, problem: Problem, bias_of_pairs: int) -> Self:
+        """The tile for the masks of a problem, and for its bias, tiles of which it loads with such `bias_of_pairs`."""
+        bias, hidden = bias_by(problem), self._hidden(problem)
+        by_tile = bias in ("nothing", "keys") or bias_of_pairs > 0
+        # Bits have no mask_mod, and are packed by whole blocks.
+        may_pack = self.packs_masks and problem.mask_function is None
+        may_pack = may_pack and self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        changes = {
             "bias_of_pairs": bias_of_pairs,
-            "bias_of_keys": by == "keys",
+            "bias_of_keys": bias == "keys",
             "mask_of_keys": by_tile and hidden == "keys",
-            "mask_by_bits": self.packs_masks and by_tile and hidden == "pairs" and whole_blocks,
+            "mask_by_bits": by_tile and hidden == "pairs" and may_pack,
         }
-        # Every plan asks this of every row of a table, and most problems have neither.
-        return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
+        # Every plan does this for every row of a table, and most problems have neither.
+        return self if all(getattr(self, name) == x for name, x in changes.items()) else self.changed(**changes)
 
     def loading_bias(self, problem: Problem, device: DeviceSpec) -> Self:
-        """The tile for bias and masks of a problem: a per-pair bias comes by tile if that fits."""
+        """The tile for bias and masks of a problem: a per-pair bias is loaded by tile if that fits."""
         if bias_by(problem) == "pairs" and problem.bias is not None:
             itemsize = ITEMSIZE[problem.bias.dtype]
             if self.block_n * itemsize % LINE_BYTES == 0:
-                loading = self.seeing(problem, itemsize)
+                loading = self.for_masks(problem, itemsize)
                 if not why_too_large(loading, problem, device):
                     return loading
-        return self.seeing(problem, 0)
+        return self.for_masks(problem, 0)
 
     def looks_up_pairs(self, problem: Problem) -> bool:
         """Whether the kernel looks up, pair by pair, what hides a pair."""
         hidden = self._hidden(problem)
         return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
 
-    def asks_function_alone(self, problem: Problem) -> bool:
-        """Whether there is a mask function, but no mask of keys, and no array that is added to scores."""
+    def has_mask_mod_alone(self, problem: Problem) -> bool:
+        """Whether there is a mask_mod, but no mask of keys, and no array that is added to scores."""
         added = any(row.gradient_via == "scores" and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:
-        """Whether a score reads per-key values and none of pairs, and there is no mask of blocks or of pairs."""
+        """Whether a score_mod reads per-key values and none of pairs, and there is no block mask or per-pair mask."""
         has_mask = problem.block_mask is not None or self.looks_up_pairs(problem)
         return self.per_key_values > 0 and not has_mask and problem.hoisted.reads_points
 

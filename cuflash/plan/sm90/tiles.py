@@ -68,7 +68,7 @@ class ForwardSm90Tile(ForwardScoredTile):
     def configured(self, problem: Problem) -> ForwardSm90Tile:
         """The tile for bias, mask and score of a problem."""
         bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
-        tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
+        tile = self.for_masks(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
         if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
             return tile
         return tile.changed(per_key_values=len(problem.hoisted.of_keys))
@@ -348,7 +348,7 @@ class BiasSm90Tile(ScoredTile):
 
     def configured(self, problem: Problem) -> BiasSm90Tile:
         """The tile for the mask of a problem."""
-        return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
+        return self.changed(mask_of_keys=self.for_masks(problem, self.bias_of_pairs).mask_of_keys)
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:

@@ -48,8 +48,8 @@ class ForwardWideSm90Tile(Sm90Tile):
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         # If queries attend to equally many keys, blocks read them at the same time, so L2 has them without a cluster.
-        takes_two = problem.window_right is not None and problem.seqlen_q > 64
-        if (self.cluster == 2) == takes_two:
+        needs_cluster = problem.window_right is not None and problem.seqlen_q > 64
+        if (self.cluster == 2) == needs_cluster:
             return None
         return (
             "for more than 64 queries, under a causal mask"
@@ -60,7 +60,7 @@ class ForwardWideSm90Tile(Sm90Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWideSm90Tile(ForwardWideSm90Tile):
-    """The decode tile: up to 64 queries of all heads that share a KV head, in one block."""
+    """The decode tile: 64 queries of all heads that share a KV head in a block, 128 in a cluster of two."""
 
     v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
 
@@ -100,13 +100,13 @@ class BackwardWideSm90Tile(Sm90Tile):
         return self.column_blocks
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        own = self._bytes_own(dim) + (0 if self.wide_sum == "kDv" else self._bytes_own(dim_v))
+        owned = self._owned_bytes(dim) + (0 if self.wide_sum == "kDv" else self._owned_bytes(dim_v))
         of_keys = self.wide_sum != "kDq"
         statistics = (2 * 64 * 8 + 32) * of_keys
         partial = (64 * 64 * 4 + 16) * (self.column_blocks - 1)  # of the scores, from the other block
-        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + partial + 16 + 24
+        return owned + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + partial + 16 + 24
 
-    def _bytes_own(self, dim: int) -> int:
+    def _owned_bytes(self, dim: int) -> int:
         """Bytes of the rows of a block, of which it has whole chunks of columns."""
         return -(-chunked_bytes(1, dim) // chunked_bytes(1, CHUNK) // self.column_blocks) * chunked_bytes(64, CHUNK)
 
@@ -151,7 +151,7 @@ FORWARD_WIDE_SM90_TILES = (
     _forward_wide(1024, 128, 128, 5,  ARITHMETIC),
 )
 # fmt: on
-_OF_DECODE = {
+_DECODE_ORIGINS = {
     (576, 64): _h200("batch 32, 16 heads over 1, 8192 keys, head_dim_v 512", "3.92 TB/s, a copy 4.24"),
     (576, 128): _h200("8, 128 over 1, 16384; 1, 65536; head_dim_v 512", "2.92 and 2.62 TB/s, a copy 4.24"),
 }
@@ -165,7 +165,7 @@ DECODE_WIDE_SM90_TILES = (
     *(
         _decode_wide(
             *(tile.max_dim, tile.block_m, tile.block_n, tile.num_stages),
-            _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC),
+            _DECODE_ORIGINS.get((tile.max_dim, tile.block_m), ARITHMETIC),
         )
         for tile in FORWARD_WIDE_SM90_TILES
     ),
