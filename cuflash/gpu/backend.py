@@ -69,10 +69,10 @@ class Plans(NamedTuple):
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
         """The plans in words, as `LaunchPlan.describe` gives each."""
-        found = [plan.describe(verbose, width) for plan in self if plan is not None]
+        paragraphs = [plan.describe(verbose, width) for plan in self if plan is not None]
         if self.forward is not None and self.forward.problem.why_no_gradients is not None:
-            found.append(f"no backward pass with {self.forward.problem.why_no_gradients}")
-        return "\n".join(found)
+            paragraphs.append(f"no backward pass with {self.forward.problem.why_no_gradients}")
+        return "\n".join(paragraphs)
 
     def noted(self, note: str) -> Plans:
         """The plans with a note before their reasons."""
@@ -99,13 +99,13 @@ class _Launch:
     copied: tuple[int, ...]  # indices of arrays of which kernels get copies
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
     scratch_bytes: int  # size of that allocation
-    longest: int  # the most keys that it serves, if maps of k and v may have so many; else 0
-    of_longest: tuple[tuple[int, int], ...]  # indices of k and v, and the offset in bytes at which so many keys end
+    most_keys: int  # that it serves, if maps of k and v may have so many; else 0
+    ends_of_most: tuple[tuple[int, int], ...]  # indices of k and v, and the offset in bytes at which so many keys end
     extents: tuple[tuple[int, int], ...]  # first and end byte of each array of the call, relative to its pointer
-    given: tuple[tuple[int, int], ...]  # of results that the call is given the indices of array and result
+    given_results: tuple[tuple[int, int], ...]  # of results that the call is given the indices of array and result
     last_call: int = 0  # the number of its last call
     signature: Signature | None = None  # None of a launch that tuning tries
-    seen: tuple[list[Form], int] = ([], 0)  # the forms of the arrays of the latest call, and its number of keys
+    latest: tuple[list[Form], int] = ([], 0)  # the forms of the arrays of the latest call, and its number of keys
 
 
 class _OtherAddresses(Exception):
@@ -133,8 +133,8 @@ def compute(
     """
     if "row_sums" not in arrays:
         return run_pass(pass_, options, arrays, need, random, repeats=True)
-    others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return run_pass(pass_, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
+    without_sums = {name: x for name, x in arrays.items() if name != "row_sums"}
+    return run_pass(pass_, options, without_sums, need, random, PartialRowSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
@@ -158,11 +158,11 @@ def plan(
     passes: tuple[Pass, ...] = PASSES_WITHOUT_TANGENTS,
 ) -> Plans:
     """The plans of passes; this compiles the kernels, to tell how many registers they take."""
-    found: dict[str, Any] = {
+    plans: dict[str, Any] = {
         pass_.name: planned(pass_, options, of_pass(pass_, arrays, options), pass_.results_for(need))
         for pass_ in _served(passes, arrays)
     }
-    return Plans(**found)
+    return Plans(**plans)
 
 
 def planned(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> LaunchPlan:
@@ -191,26 +191,26 @@ def compile(
     A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. This
     runs the passes once on the given arrays, and those whose results they read.
     """
-    made: dict[Pass, tuple[Any, ...]] = {}
+    results: dict[Pass, tuple[Any, ...]] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in _served(passes, arrays):
-            taken = _taken(pass_, options, arrays, made=made)
-            made[pass_] = run_pass(pass_, options, taken, pass_.results_for(need), (0, 0))
+            taken = _arrays_of(pass_, options, arrays, earlier=results)
+            results[pass_] = run_pass(pass_, options, taken, pass_.results_for(need), (0, 0))
 
 
-def _taken(
+def _arrays_of(
     pass_: Pass,
     options: Options,
     arrays: Mapping[str, Any],
     random: tuple[int, int] = (0, 0),
-    made: Mapping[Pass, tuple[Any, ...]] | None = None,
+    earlier: Mapping[Pass, tuple[Any, ...]] | None = None,
 ) -> dict[str, Any]:
-    """The arrays of a pass, among them results of the one before, `made` or made here; dout is out unless given."""
+    """The arrays of a pass, among them results of the one before, `earlier` or computed here; dout is out if absent."""
     taken = of_pass(pass_, arrays, options)
     if not pass_.required:
         return taken
     before = JVP if pass_.has_tangents else FORWARD
-    results = (made or {}).get(before)
+    results = (earlier or {}).get(before)
     if results is None:
         results = run_pass(before, options, of_pass(before, arrays, options), before.default, random)
     of_before = dict(zip(before.default, results, strict=True))
@@ -234,7 +234,7 @@ def tune(
     tunings: dict[str, Any] = {}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            taken = _taken(pass_, options, arrays, random)
+            taken = _arrays_of(pass_, options, arrays, random)
             tunings[pass_.name] = tuned(pass_, options, taken, random, remember=remember, forget=forget)
     return None if forget else Tuning(**tunings)
 
@@ -256,14 +256,14 @@ def tuned(
             "tuned for one"
         )
     plans, call_by = trials(pass_, options, arrays, random, results)
-    found = None
+    pass_tuning = None
     if forget:
         tuning.forget(plans[0])
     else:
         with progress.Bar(f"tuning {pass_}", total=2 * len(plans)) as bar:
-            found = tuning.tune(plans, Stopwatch(call_by), advance=bar.advance, remember=remember)
+            pass_tuning = tuning.tune(plans, Stopwatch(call_by), advance=bar.advance, remember=remember)
     forget_launches()
-    return found
+    return pass_tuning
 
 
 def trials(
@@ -328,11 +328,11 @@ def run_pass(
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
             return run_pass(pass_, options, arrays, results, random, sums, repeats=repeats)
-    found = find_launch(pass_, options, arrays, results)
-    if isinstance(found, Axes):
+    launch_or_axes = find_launch(pass_, options, arrays, results)
+    if isinstance(launch_or_axes, Axes):
         call = functools.partial(run_pass, pass_, results=results, random=random)
-        return BatchCalls(found, options, arrays, results, cupy, gives_partials=True).run(call)
-    launch, pointers, seqlen_k = found
+        return BatchCalls(launch_or_axes, options, arrays, results, cupy, gives_partials=True).run(call)
+    launch, pointers, seqlen_k = launch_or_axes
     if repeats and not launch.copied:
         _remember(pass_, options, arrays, results, launch)
     values = [array for array in arrays.values() if array is not None]
@@ -371,12 +371,12 @@ def repeat_launch(
     signature = launch.signature
     if signature is None or signature.device_id != cupy.cuda.runtime.getDevice():
         return None
-    seen, seqlen_k = launch.seen
-    if seen != forms:
+    latest_forms, seqlen_k = launch.latest
+    if latest_forms != forms:
         length = signature.seqlen_k_of(forms)
         if length is None:
             return None
-        launch.seen, seqlen_k = (forms, length), length
+        launch.latest, seqlen_k = (forms, length), length
     try:
         return _launch_on_arrays(launch, values, [x.data.ptr for x in values], random, seqlen_k)
     except _OtherAddresses:
@@ -418,8 +418,8 @@ def find_launch(
                 key.append(shape)
             key += (name, array.strides, array.dtype, pointer & 15, memory.device_id)
     key.append(arrays["k"].data.ptr == arrays["v"].data.ptr)  # then v may be the first columns of k
-    of_any = tuple(key)
-    launch = _launches.get(of_any) or _launches.get((of_any, seqlen_k))
+    any_length_key = tuple(key)
+    launch = _launches.get(any_length_key) or _launches.get((any_length_key, seqlen_k))
     if launch is None:
         axes = axes_of(options, arrays, results)
         if axes is not None:
@@ -429,8 +429,9 @@ def find_launch(
         launch = _launch_of(binding, plan, arrays, growing)
         seqlen_q = plan.problem.seqlen_q
         launch.signature = Signature.of(options, arrays, seqlen_q, growing if launch.any_length else FIXED)
-        launch.seen = launch.signature.forms, launch.seqlen_k
-        _keep(_launches, of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
+        launch.latest = launch.signature.forms, launch.seqlen_k
+        serves_any = launch.any_length or not names
+        _keep(_launches, any_length_key if serves_any else (any_length_key, seqlen_k), launch)
     return launch, pointers, seqlen_k or launch.seqlen_k
 
 
@@ -441,10 +442,10 @@ def _keep(kept: dict[tuple, Any], key: tuple, launch: _Launch | RepeatedLaunch) 
         for old, _ in by_use[: MAX_LAUNCHES // 2]:
             kept.pop(old, None)
         alive = {*_launches.values()}
-        for others in (_known, _repeated):  # by which calls would find, and keep, the launches that are gone
-            for old, x in [*others.items()]:
+        for shortcuts in (_known, _repeated):  # by which calls would find, and keep, the launches that are gone
+            for old, x in [*shortcuts.items()]:
                 if getattr(x, "launch", x) not in alive:
-                    others.pop(old, None)
+                    shortcuts.pop(old, None)
     kept[key] = launch
 
 
@@ -464,18 +465,10 @@ def _launch_on_arrays(
         cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
         of_thread.has_context = True
     results: list[Any] = [None] * len(launch.results)
-    for index, result in launch.given:
+    for index, result in launch.given_results:
         results[result] = values[index]
     # Memory: copies in place of arrays that kernels cannot read as they lie, new results, and scratch.
-    copies, are_disjoint = {}, True
-    if launch.copied:
-        _check_overlap(launch, pointers, values)
-    for index in launch.copied:
-        array = values[index].bits if values[index].dtype.name in FLOAT8 else values[index]
-        copies[index] = copy = cupy.empty(array.shape, array.dtype)
-        pointers[index] = copy.data.ptr
-        if launch.names[index] not in launch.results:
-            copy[...] = array
+    copies = _copy(launch, values, pointers) if launch.copied else None
     for index, shape, dtype in launch.allocated:
         results[index] = array = cupy.ndarray(shape, dtype)
         pointers.append(array.data.ptr)
@@ -486,22 +479,22 @@ def _launch_on_arrays(
         for offset in launch.scratch:
             pointers.append(first + offset)
     # Tensor maps over more keys than there are serve later calls, too, if the memory of k and v goes on so far.
-    mapped = launch.longest or seqlen_k
-    for index, end in launch.of_longest:
+    mapped_keys = launch.most_keys or seqlen_k
+    for index, end in launch.ends_of_most:
         memory = values[index].data
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
-            mapped = seqlen_k
+            mapped_keys = seqlen_k
     # The kernels' argument: that of an earlier call on these addresses, or a new one.
-    key = (launch.argument.number, *pointers)
+    key, are_disjoint = (launch.argument.number, *pointers), True
     frame = kept_frames.pop(key, None)
     if frame is None:
-        if not launch.copied:
+        if copies is None:
             if launch.signature is not None and not launch.signature.has_addresses(pointers):
                 raise _OtherAddresses
             are_disjoint = _check_overlap(launch, pointers, values)
         frame = launch.argument.frame(key)
     launch.last_call = call = next(_calls)
-    launch.argument.fill(frame, mapped, random, seqlen_k, call)
+    launch.argument.fill(frame, mapped_keys, random, seqlen_k, call)
     if sums is None:
         _launch_kernels(launch, launch.kernels, frame.address)
     else:
@@ -511,17 +504,31 @@ def _launch_on_arrays(
     if of_thread.recording is not None:
         _record(of_thread.recording, launch, results, pointers, seqlen_k, sums)
     if of_thread.launches is not None:
-        of_thread.launches.append((launch, values, seqlen_k, mapped, sums))
-    for index, copy in copies.items():
-        if launch.names[index] in launch.results:
-            values[index][...] = copy
+        of_thread.launches.append((launch, values, seqlen_k, mapped_keys, sums))
+    if copies is not None:
+        for index, copy in copies.items():
+            if launch.names[index] in launch.results:
+                values[index][...] = copy
     return tuple(results)
+
+
+def _copy(launch: _Launch, values: Sequence[Any], pointers: list[int]) -> dict[int, Any]:
+    """Copies of arrays that kernels cannot read as they lie, and memory in place of results: by index."""
+    _check_overlap(launch, pointers, values)
+    copies = {}
+    for index in launch.copied:
+        array = values[index].bits if values[index].dtype.name in FLOAT8 else values[index]
+        copies[index] = copy = cupy.empty(array.shape, array.dtype)
+        pointers[index] = copy.data.ptr
+        if launch.names[index] not in launch.results:
+            copy[...] = array
+    return copies
 
 
 def _launch_on_addresses(
     launch: _Launch,
     pointers: Sequence[int],
-    mapped: int,
+    mapped_keys: int,
     random: tuple[int, int],
     seqlen_k: int,
     stream: int | None = None,
@@ -534,7 +541,7 @@ def _launch_on_addresses(
     key = (~launch.argument.number, *pointers)
     frame = kept_frames.pop(key, None) or launch.argument.frame(key)
     launch.last_call = call = next(_calls)
-    launch.argument.fill(frame, mapped, random, seqlen_k, call)
+    launch.argument.fill(frame, mapped_keys, random, seqlen_k, call)
     _launch_kernels(launch, launch.kernels, frame.address, stream)
     kept_frames[key] = frame
 
@@ -587,12 +594,12 @@ class RepeatedLaunch:
     other arrays.
     """
 
-    __slots__ = ("_device_id", "_mapped", "_order", "_seqlen_k", "launch", "results")
+    __slots__ = ("_device_id", "_mapped_keys", "_order", "_seqlen_k", "launch", "results")
 
     def __init__(
-        self, launch: _Launch, order: Sequence[int], seqlen_k: int, mapped: int, device_id: int, results: Any
+        self, launch: _Launch, order: Sequence[int], seqlen_k: int, mapped_keys: int, device_id: int, results: Any
     ) -> None:
-        self.launch, self._seqlen_k, self._mapped, self._device_id = launch, seqlen_k, mapped, device_id
+        self.launch, self._seqlen_k, self._mapped_keys, self._device_id = launch, seqlen_k, mapped_keys, device_id
         self._order = tuple(order)  # for each array of the launch, which of the caller's it is
         self.results = results  # what the caller needs to know to allocate its results
 
@@ -621,7 +628,7 @@ class RepeatedLaunch:
             if launch.scratch:
                 scratch = allocate(launch.scratch_bytes, stream)
                 pointers += [scratch + offset for offset in launch.scratch]
-            _launch_on_addresses(launch, pointers, self._mapped, random, self._seqlen_k, stream)
+            _launch_on_addresses(launch, pointers, self._mapped_keys, random, self._seqlen_k, stream)
         finally:
             if scratch:
                 free(scratch)
@@ -649,14 +656,13 @@ def remembered(signature: tuple, arrays: Sequence[Any], results: Any) -> Iterato
         of_thread.launches = before
     if len(launches) != 1:  # calls for some of the batch axes each
         return
-    launch, own, seqlen_k, mapped, sums = launches[0]
-    given = [id(x) for x in own]
-    numbers = {id(x): number for number, x in enumerate(arrays)}
-    if launch.copied or launch.allocated or sums is not None or sorted(given) != sorted(numbers):
+    launch, values, seqlen_k, mapped_keys, sums = launches[0]
+    index_of = {id(x): index for index, x in enumerate(arrays)}
+    if launch.copied or launch.allocated or sums is not None or sorted(map(id, values)) != sorted(index_of):
         return
-    device_id = own[0].data.device_id
-    order = [numbers[x] for x in given]
-    _keep(_repeated, signature, RepeatedLaunch(launch, order, seqlen_k, mapped, device_id, results))
+    order = [index_of[id(x)] for x in values]
+    device_id = values[0].data.device_id
+    _keep(_repeated, signature, RepeatedLaunch(launch, order, seqlen_k, mapped_keys, device_id, results))
 
 
 # ---- What is prepared once -------------------------------------------------------------------------------------------
@@ -706,12 +712,12 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         results=binding.results,
         allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
         copied=tuple(pointers.index(name) for name in binding.copied),
-        longest=planned_length(seqlen_k) if keeps_maps else 0,
-        of_longest=tuple((pointers.index(name), extent_of(name)[1]) for name in names) if keeps_maps else (),
+        most_keys=planned_length(seqlen_k) if keeps_maps else 0,
+        ends_of_most=tuple((pointers.index(name), extent_of(name)[1]) for name in names) if keeps_maps else (),
         scratch=layout.offsets,
         scratch_bytes=layout.nbytes,
         extents=tuple(map(extent_of, given)),
-        given=tuple(
+        given_results=tuple(
             (index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
         ),
     )
@@ -720,7 +726,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
 def _check_overlap(launch: _Launch, pointers: list[int], values: Sequence[Any]) -> bool:
     """Refuse a result that shares memory with another array; True if no later call on these addresses does."""
     extents, are_disjoint = launch.extents, True
-    for index, _ in launch.given:
+    for index, _ in launch.given_results:
         low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
         for other, (start, stop) in enumerate(extents):
             if other != index and low < pointers[other] + stop and pointers[other] + start < high:

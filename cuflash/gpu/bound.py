@@ -41,11 +41,11 @@ class BoundLaunch:
     def bind(self, arrays: Mapping[str, Any]) -> None:
         """Bind such arrays in place of those before."""
         with cupy.cuda.Device(arrays["q"].data.device_id):
-            found = backend.find_launch(FORWARD, self._options, arrays, self._need)
-        if isinstance(found, Axes) or found[0].copied:
+            launch_or_axes = backend.find_launch(FORWARD, self._options, arrays, self._need)
+        if isinstance(launch_or_axes, Axes) or launch_or_axes[0].copied:
             self._bound = None
             return
-        launch = found[0]
+        launch = launch_or_axes[0]
         in_order = operator.itemgetter(*launch.names)
         self._bound = launch, in_order, [*map(type, in_order(arrays))]
 

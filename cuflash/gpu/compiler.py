@@ -126,8 +126,8 @@ class Resources:
             raise ValueError(f"ptxas reports no kernel {name!r}, only {sorted(kernels) or 'nothing'}")
 
         def used_number(pattern: str, default: str) -> int:
-            found = re.search(pattern, used[0])
-            return int(found[1] if found else default)
+            match = re.search(pattern, used[0])
+            return int(match[1] if match else default)
 
         return cls(
             registers=int(used[1]),
@@ -261,15 +261,15 @@ class Compiler:
     def _files_of(self, source: str, texts: Iterable[str]) -> dict[str, bytes]:
         """The source, what `texts` (macros and headers of its own) name or include, and what all these include."""
         names = [name for text in texts for name in (text.strip('"<>'), *_included(text.encode()))]
-        pending, found = {source, *names}, set()
+        pending, needed = {source, *names}, set()
         while pending:
             name = pending.pop()
-            if name in self._files and name not in found:
-                found.add(name)
+            if name in self._files and name not in needed:
+                needed.add(name)
                 folder = posixpath.dirname(name)  # an include may start there, or from the kernels directory
                 included = _included(self._files[name])
                 pending |= {*included, *(posixpath.normpath(posixpath.join(folder, other)) for other in included)}
-        return {name: content for name, content in self._files.items() if name in found}
+        return {name: content for name, content in self._files.items() if name in needed}
 
     def compile(
         self,
@@ -281,8 +281,8 @@ class Compiler:
     ) -> CompiledKernel:
         """See `compile_kernel`; `own_headers` are those besides the kernels'."""
         if source not in self._files:
-            known = ", ".join(file for file in self._files if file.endswith(".cu"))
-            raise value_error("source", repr(source), f"a file of {self._kernel_dir} ({known})")
+            sources = ", ".join(file for file in self._files if file.endswith(".cu"))
+            raise value_error("source", repr(source), f"a file of {self._kernel_dir} ({sources})")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise value_error("name", repr(name), "a C identifier")
         if not re.fullmatch(r"sm_[1-9]\d+[af]?", arch, re.ASCII):
@@ -295,13 +295,13 @@ class Compiler:
             request["headers"] = sorted((file, _sha256(source.encode())) for file, source in own_headers.items())
         with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
             expected = self._toolchain.expected_version()
-            found = None if expected is None else self._find(request | {"nvrtc": expected})
-            if found is not None:
-                return found
+            cached = None if expected is None else self._find(request | {"nvrtc": expected})
+            if cached is not None:
+                return cached
             version = self._toolchain.version()
             request["nvrtc"] = version
-            found = None if version == expected else self._find(request)
-            return found or self._build(request, files, defines, options, own_headers or {})
+            cached = None if version == expected else self._find(request)
+            return cached or self._build(request, files, defines, options, own_headers or {})
 
     @property
     def _folders(self) -> list[Path]:
@@ -333,6 +333,7 @@ class Compiler:
         options: tuple[str, ...],
         own_headers: Mapping[str, str],
     ) -> CompiledKernel:
+        """Compile the kernel of a request, and store it."""
         source, name, arch = request["source"], request["name"], request["arch"]
         # NVRTC would call a header in memory by its include name; #line gives it the path that an editor can open.
         headers = {

@@ -30,8 +30,8 @@ def device_spec(device_id: int) -> DeviceSpec:
         l2_bytes=properties["l2CacheSize"],
         bytes_per_s=_bytes_per_s(device_id),
     )
-    wanted = os.environ.get("CUFLASH_ARCH")
-    return spec.as_arch(wanted) if wanted else spec
+    earlier_arch = os.environ.get("CUFLASH_ARCH")
+    return spec.as_arch(earlier_arch) if earlier_arch else spec
 
 
 def _bytes_per_s(device_id: int) -> float:

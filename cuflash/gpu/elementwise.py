@@ -24,9 +24,9 @@ def lengths_in(span: Span, lengths: Array) -> Array:
     start, stop = span
     if isinstance(lengths, np.ndarray):
         return np.clip(lengths - start, 0, stop - start)
-    found = importlib.import_module("cupy").empty(lengths.shape, lengths.dtype)
-    apply(_lengths_in(start, stop - start, lengths.dtype.name), (lengths,), (found,))
-    return found
+    clipped = importlib.import_module("cupy").empty(lengths.shape, lengths.dtype)
+    apply(_lengths_in(start, stop - start, lengths.dtype.name), (lengths,), (clipped,))
+    return clipped
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,8 +65,8 @@ def wide_layout(
     """Shape and strides of the same memory in elements of 16 bytes; None where the layout does not allow that."""
     if not shape or 0 in shape or strides[-1] != itemsize:
         return None
-    *others, last = shape
-    steps_in_bytes = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
+    *outer, last = shape
+    steps_in_bytes = (address, last * itemsize, *(step for step, n in zip(strides, outer, strict=False) if n > 1))
     if any(step % WIDE for step in steps_in_bytes):
         return None
-    return (*others, last * itemsize // WIDE), (*strides[:-1], WIDE)
+    return (*outer, last * itemsize // WIDE), (*strides[:-1], WIDE)

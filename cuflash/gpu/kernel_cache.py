@@ -88,14 +88,14 @@ class CachedFile:
 
 def cached_files(directory: Path) -> list[CachedFile]:
     """The files of a cache directory: two for each compiled kernel, and what killed processes left of others."""
-    found = []
+    files = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith((".cubin", ".entry", ".tmp")):
                 with contextlib.suppress(OSError):  # another process may just have removed it
                     status = entry.stat()
-                    found.append(CachedFile(path=Path(entry.path), size_bytes=status.st_size, used=status.st_mtime))
-    return found
+                    files.append(CachedFile(path=Path(entry.path), size_bytes=status.st_size, used=status.st_mtime))
+    return files
 
 
 def trim_cache(directory: Path, limit: int, now: float) -> None:
@@ -150,8 +150,8 @@ def make_own_directory(path: Path) -> None:
 def read_own(path: Path) -> bytes:
     """The content of a file. OSError if it cannot be read, or if it or its directory may be others' work."""
     with path.open("rb") as file:
-        for own, status in ((path.parent, path.parent.stat()), (path, os.fstat(file.fileno()))):
-            check_own(own, status)
+        check_own(path.parent, path.parent.stat())
+        check_own(path, os.fstat(file.fileno()))
         return file.read()
 
 

@@ -69,7 +69,7 @@ def merge(
         merge(of_merged[0], of_merged[1], some[0], some[1], of_tangents)
         for group, x in zip(partials, of_merged, strict=True):
             group[:most] = [x]
-    outs, lses, *others = partials
+    outs, lses, *partial_tangents = partials
     has_lse_rest, stores_lse_rest = (x.ndim == out.ndim for x in (lses[0], lse))
     defines = {
         "HAS_LSE_REST": int(has_lse_rest),
@@ -78,7 +78,7 @@ def merge(
     }
     lses, lse = [x[..., 0] if has_lse_rest else x for x in lses], lse[..., 0] if stores_lse_rest else lse
     results = (out, lse, *(tangents[:2] if tangents else ()))
-    reads = (*outs, *lses, *(x for group in others for x in group))
+    reads = (*outs, *lses, *(x for group in partial_tangents for x in group))
     _launch("merge", results, reads, partial=outs[0], result=out, partials=len(outs), flags=defines)
 
 
@@ -251,7 +251,11 @@ def layout_of(
     misaligned: tuple[int, ...],
     by_row: bool,
 ) -> Layout:
-    """`elements`: bytes of one, of arrays that have the last axis; `misaligned`: pointers modulo 32."""
+    """The layout of arrays of such a shape, with strides in bytes.
+
+    `elements` are the bytes of an element of each array, 0 of those without the last axis; `misaligned` are the
+    pointers modulo 32.
+    """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for n, of_axis in zip(shape[:-1], zip(*(x[:-1] for x in strides), strict=True), strict=True):
         if n == 1:
@@ -274,7 +278,7 @@ def layout_of(
 
 
 def _by_array(axes: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
-    return [tuple(own[i] for _, own in axes) for i in range(count)]
+    return [tuple(strides[i] for _, strides in axes) for i in range(count)]
 
 
 class _Run:
@@ -333,7 +337,7 @@ def kernel_spec(
     real = "double" if partial == "float64" else "float"
     axes, arrays = len(layout.size), len(layout.strides)
     name = f"cuflash_{operation}_{partial}_{result}_{partials}"
-    found: dict[str, str | int] = {
+    defines: dict[str, str | int] = {
         "ARCH": device.arch,
         "ARRAYS": arrays,
         "AXES": axes,
@@ -360,7 +364,7 @@ def kernel_spec(
         source=SOURCE,
         name=name,
         target=device.target,
-        defines=tuple((f"CUFLASH_{name}", value) for name, value in sorted(found.items())),
+        defines=tuple((f"CUFLASH_{name}", value) for name, value in sorted(defines.items())),
         grid=0,  # the kernel serves arrays of any size
         threads=THREADS,
         shared_bytes=0,

@@ -51,10 +51,10 @@ class Nvrtc:
         """Version of the NVRTC wheel whose major version is that of cuda-bindings."""
         versions: dict[str, str] = {}
         for name in _installed_distributions():
-            found = re.fullmatch(r"(cuda_bindings|nvidia_cuda_nvrtc(?:_cu\d+)?)-(\d+)(\.[^-]*)\.dist-info", name)
-            if found:
-                key = "bindings" if found[1] == "cuda_bindings" else found[2]
-                versions.setdefault(key, found[2] if key == "bindings" else found[2] + found[3])
+            match = re.fullmatch(r"(cuda_bindings|nvidia_cuda_nvrtc(?:_cu\d+)?)-(\d+)(\.[^-]*)\.dist-info", name)
+            if match:
+                key = "bindings" if match[1] == "cuda_bindings" else match[2]
+                versions.setdefault(key, match[2] if key == "bindings" else match[2] + match[3])
         return versions.get(versions.get("bindings", ""))
 
     def expected_version(self) -> str | None:
@@ -82,15 +82,14 @@ class Nvrtc:
         self, path: Path, program: bytes, headers: Mapping[str, bytes], arch: str, options: Sequence[str]
     ) -> tuple[bytes | None, str]:
         """The cubin (None after errors) and the log."""
-        known = self.arch_numbers()
+        supported = self.arch_numbers()
         number = int(re.sub(r"\D", "", arch))
-        if number not in known:
-            remedy = (
-                "an older NVRTC may" if number < known[0] else f"a newer one may: pip install -U {BINDINGS} {NVRTC}"
-            )
+        if number not in supported:
+            is_old = number < supported[0]
+            remedy = "an older NVRTC may" if is_old else f"a newer one may: pip install -U {BINDINGS} {NVRTC}"
             raise NotImplementedError(
                 f"arch: NVRTC {self.version()} does not compile for {arch}, only for "
-                f"{', '.join(f'sm_{number}' for number in known)}; {remedy}"
+                f"{', '.join(f'sm_{number}' for number in supported)}; {remedy}"
             )
         names = [name.encode() for name in headers]
         handle = self._call("nvrtcCreateProgram", program, os.fsencode(path), len(names), list(headers.values()), names)

@@ -58,11 +58,11 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
-# Reductions of the weights are where gradients of keys are in other passes.
-_OF_WEIGHTS = {"column_sums": "dv", "column_max": "dv", "key_indices": "dk", "key_weights": "dv"}
-# And so are tangents of gradients.
+# Fields that have another array in some passes: reductions of the weights are where gradients of keys are otherwise,
+# and tangents of gradients where the gradients are.
+_WEIGHT_REDUCTIONS = {"column_sums": "dv", "column_max": "dv", "key_indices": "dk", "key_weights": "dv"}
 _TANGENTS = {f"t{name}": name for name in GRADIENTS}
-_FIELD_OF = _TANGENTS | _OF_WEIGHTS
+_FIELD_OF = _TANGENTS | _WEIGHT_REDUCTIONS
 # Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
@@ -137,24 +137,25 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
     for n, filled in enumerate(plan.tables, len(problem.score_args)):
         score_args[n]["stride"][:3], score_args[n]["size"] = filled.strides, (*filled.shape, 1)
         score_args[n]["first"] = filled.first
-    for n, (name, operand) in enumerate(problem.score_args):
-        gradient = f"d{name}" if problem.moved is None else f"td{name}"
-        for own, array in ((score_args[n], operand), (score_args[count + n], operands.get(gradient, operand))):
-            own["size"] = 1
-            own["stride"][: len(array.strides)] = array.strides
-            own["size"][: len(array.shape)] = array.shape
-    for n, name in enumerate(problem.moved_score_args, len(problem.score_args)):
-        operand = operands[f"t{name}"]
+
+    def describe(n: int, operand: Operand) -> None:
         score_args[n]["size"] = 1
         score_args[n]["stride"][: len(operand.strides)] = operand.strides
         score_args[n]["size"][: len(operand.shape)] = operand.shape
+
+    for n, (name, operand) in enumerate(problem.score_args):
+        gradient = f"d{name}" if problem.moved is None else f"td{name}"
+        describe(n, operand)
+        describe(count + n, operands.get(gradient, operand))
+    for n, name in enumerate(problem.moved_score_args, len(problem.score_args)):
+        describe(n, operands[f"t{name}"])
     pointer = bytes(8)
     return np.frombuffer(params.tobytes() + pointer + score_args.tobytes() + pointer, np.uint64).copy()
 
 
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
-    words, end = POINTER_WORD | {name: POINTER_WORD[field] for name, field in _OF_WEIGHTS.items()}, PARAMS_BYTES
+    words, end = POINTER_WORD | {name: POINTER_WORD[field] for name, field in _WEIGHT_REDUCTIONS.items()}, PARAMS_BYTES
     if problem.row_reductions:
         words = words | {name: end // 8 + ROW_REDUCTIONS.fields[name][1] // 8 for name, _ in ROW_REDUCTION_ARRAYS}  # type: ignore[index]
         end += ROW_REDUCTION_BYTES
@@ -194,7 +195,7 @@ MOST_FRAMES = 2048  # that are kept for later calls, of 2.5 KB each
 class Frame:
     """The argument of one call in memory, after a word with its address: a launch wants the address of that word."""
 
-    __slots__ = ("address", "bytes", "key", "mapped", "random", "seqlen_k", "words")
+    __slots__ = ("address", "bytes", "key", "mapped_keys", "random", "seqlen_k", "words")
 
     def __init__(self, content: bytes, key: tuple[int, ...], seqlen_k: int) -> None:
         memory = ctypes.create_string_buffer(bytes(8) + content, 8 + len(content))
@@ -203,7 +204,7 @@ class Frame:
         self.words = self.bytes.cast("Q")
         self.words[0] = self.address + 8
         self.key = key  # the number of its `Argument`, inverted if nothing checks addresses, and those that it holds
-        self.mapped = -1  # the number of keys of its tensor maps; -1 until they are there
+        self.mapped_keys = -1  # the number of keys of its tensor maps; -1 until they are there
         self.random = (0, 0)
         self.seqlen_k = seqlen_k
 
@@ -250,11 +251,11 @@ class Argument:
             frame.words[word] = pointer
         return frame
 
-    def fill(self, frame: Frame, mapped: int, random: tuple[int, int], seqlen_k: int, call: int) -> None:
+    def fill(self, frame: Frame, mapped_keys: int, random: tuple[int, int], seqlen_k: int, call: int) -> None:
         """Write what a call differs in from the one before on the same addresses.
 
-        Tensor maps reach over `mapped` keys. `random` are the seed and the offset of dropout. `seqlen_k` may differ
-        from that of the plan's problem, if the plan serves it. `call` is the number of the call.
+        Tensor maps reach over so many `mapped_keys`. `random` are the seed and the offset of dropout. `seqlen_k` may
+        differ from that of the plan's problem, if the plan serves it. `call` is the number of the call.
         """
         frame.words[_CALL] = call
         if frame.seqlen_k != seqlen_k:
@@ -265,8 +266,8 @@ class Argument:
         if frame.random != random:
             struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
             frame.random = random
-        if frame.mapped != mapped:
+        if frame.mapped_keys != mapped_keys:
             start, (_, *pointers) = self._maps_start, frame.key
-            maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in self._maps]
+            maps = [map_of(pointers[index], rows or mapped_keys) for map_of, index, rows in self._maps]
             frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
-            frame.mapped = mapped
+            frame.mapped_keys = mapped_keys

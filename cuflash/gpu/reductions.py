@@ -23,16 +23,16 @@ def compute(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: in
     """The results of a reduction; `count` is how many keys `TOP_KEYS` finds of a row."""
     xp = module_of(arrays["lse"])
     results = {name: xp.empty(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
-    options, given, sums = _given(pass_, options, {**arrays, **results})
-    return backend.run_pass(pass_, options, given, pass_.default, (0, 0), sums)
+    options, taken, sums = _as_kernels_take(pass_, options, {**arrays, **results})
+    return backend.run_pass(pass_, options, taken, pass_.default, (0, 0), sums)
 
 
 def plan(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> backend.Plans:
     """The plan of a reduction; `count` is that of `TOP_KEYS`."""
-    options, given, _ = _given(pass_, options, arrays)
+    options, taken, _ = _as_kernels_take(pass_, options, arrays)
     results = {name: Contiguous(*of_result) for name, of_result in _results(pass_, arrays, *count).items()}
-    found: dict[str, Any] = {pass_.name: backend.planned(pass_, options, given | results, pass_.default)}
-    return backend.Plans(**found)
+    plans: dict[str, Any] = {pass_.name: backend.planned(pass_, options, taken | results, pass_.default)}
+    return backend.Plans(**plans)
 
 
 def compile(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int) -> None:
@@ -42,10 +42,10 @@ def compile(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: in
 
 def tune(pass_: Pass, options: Options, arrays: Mapping[str, Any], *count: int, **how: Any) -> Tuning | None:
     """Tune a reduction, or forget what tuning found."""
-    options, given, _ = _given(pass_, options, arrays)
+    options, taken, _ = _as_kernels_take(pass_, options, arrays)
     with on_device(arrays["q"]):
-        found: Any = backend.tuned(pass_, options, given, results=_results(pass_, arrays, *count), **how)
-    return None if found is None else Tuning(**{pass_.name: found})
+        tuning: Any = backend.tuned(pass_, options, taken, results=_results(pass_, arrays, *count), **how)
+    return None if tuning is None else Tuning(**{pass_.name: tuning})
 
 
 def plan_gradients(
@@ -57,8 +57,8 @@ def plan_gradients(
 
 def tune_gradients(options: Options, arrays: dict[str, Any], **how: Any) -> Tuning | None:
     """Tune these passes, or forget what tuning found."""
-    found = backend.tune(options, arrays, **how)
-    return None if found is None else Tuning(column_sums_backward=found)
+    tuning = backend.tune(options, arrays, **how)
+    return None if tuning is None else Tuning(column_sums_backward=tuning)
 
 
 def _results(pass_: Pass, arrays: Mapping[str, Any], *count: int) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -68,20 +68,20 @@ def _results(pass_: Pass, arrays: Mapping[str, Any], *count: int) -> dict[str, t
     return {name: (shape, dtype) for name, dtype in zip(pass_.default, dtypes, strict=True)} if count else {}
 
 
-def _given(
+def _as_kernels_take(
     pass_: Pass, options: Options, arrays: Mapping[str, Any]
 ) -> tuple[Options, dict[str, Any], PartialRowSums | None]:
-    """The options of the kernels of a reduction, and what they get."""
+    """Options and arrays as the kernels of a reduction take them, and row sums, if q and k are a slice of a problem."""
     if "block_table" in arrays:
         raise NotImplementedError(
             f"block_table: got one for {pass_} on the GPU, expected None: gather the pages of each batch entry into "
             "contiguous k"
         )
-    given, sums = dict(arrays), None
-    if "row_sums" in given:  # of a problem that q and k are a slice of
-        sums = PartialRowSums(given, given.pop("row_sums"))
-    if any(given[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
-        given = widened(options, given)
-        given["v"] = given["k"][..., :0]
+    taken, sums = dict(arrays), None
+    if "row_sums" in taken:
+        sums = PartialRowSums(taken, taken.pop("row_sums"))
+    if any(taken[name].dtype.name in FLOAT8 for name in ("q", "k")):  # the kernels recompute weights of wider numbers
+        taken = widened(options, taken)
+        taken["v"] = taken["k"][..., :0]
         options = replace(options, precision="highest")  # which is that of float32 arrays of the caller
-    return options, given, sums
+    return options, taken, sums

@@ -92,8 +92,9 @@ class Recording:
         arrays = (*given, *results)
         # For each array, and then for each allocation: its address, and the addresses where its memory begins and ends.
         self._blocks = [(x.data.ptr, *reach(x)) for x in arrays]
-        self._given, self._arrays = len(given), len(arrays)
-        self._together = [
+        self._num_arrays = len(arrays)
+        # Pairs of arrays that overlap in memory, and the distance of their addresses.
+        self._overlaps = [
             (i, j, self._blocks[i][0] - self._blocks[j][0])
             for i in range(len(arrays))
             for j in range(i)
@@ -101,9 +102,10 @@ class Recording:
         ]
         self._steps: list[_Step] = []
         self._written: list[tuple[int, int]] = []  # ranges of allocated memory that work has written
-        self._missing = {self._given + i: x.size * x.itemsize for i, x in enumerate(results)}  # bytes to fill, by block
+        # Bytes of each result that no work has filled yet, by block.
+        self._missing = {len(given) + i: x.size * x.itemsize for i, x in enumerate(results)}
         self._filled: set[tuple[int, int, tuple[int, ...]]] = set()
-        self._is_known = True  # whether the recording covers all that was read
+        self._is_covered = True  # whether all that was read is an argument, or was written by recorded work
         self._bound: dict[tuple[Any, ...], list[Act]] = {}  # the work of the latest calls, by addresses
 
     # ---- a call that is recorded -------------------------------------------------------------------------------------
@@ -127,11 +129,11 @@ class Recording:
     @property
     def is_complete(self) -> bool:
         """Whether the recorded work computes the results from any other arrays."""
-        return self._is_known and not any(self._missing.values())
+        return self._is_covered and not any(self._missing.values())
 
     def spoil(self) -> None:
         """Say that the call does something that is not recorded."""
-        self._is_known = False
+        self._is_covered = False
 
     def mark(self, stream: Any, event: Any) -> None:
         """Record that a stream recorded an event."""
@@ -147,11 +149,11 @@ class Recording:
         """Record work of the current stream on addresses. `make` gives the same work for other addresses."""
         for pointer in reads:
             block, _ = self._locate(pointer)
-            if block >= self._arrays and not any(start <= pointer < stop for start, stop in self._written):
-                self._is_known = False
+            if block >= self._num_arrays and not any(start <= pointer < stop for start, stop in self._written):
+                self._is_covered = False
         for x in writes:
             block, offset = self._locate(x.data.ptr)
-            if block >= self._arrays:
+            if block >= self._num_arrays:
                 self._written.append(reach(x))
             elif (block, offset, x.shape) not in self._filled:
                 self._filled.add((block, offset, x.shape))
@@ -192,7 +194,7 @@ class Recording:
             address, start, stop = self._blocks[number]
             if start <= pointer < stop:
                 return number, pointer - address
-        self._is_known = False
+        self._is_covered = False
         return 0, 0
 
     def _number(self, stream: Any) -> int:
@@ -207,7 +209,7 @@ class Recording:
         if self._launches is not _of_process.launches:
             return False
         addresses = [x.data.ptr for x in arrays]
-        return not any(addresses[i] - addresses[j] != distance for i, j, distance in self._together)
+        return not any(addresses[i] - addresses[j] != distance for i, j, distance in self._overlaps)
 
     def repeat(self, call: Any, arrays: Sequence[Array]) -> None:
         """Do the same work for a call on other arrays, which have to fit."""
@@ -230,12 +232,12 @@ class Recording:
     @contextlib.contextmanager
     def reused_memory(self) -> Iterator[None]:
         """A context in which a call like the recorded one is made anew, in memory that is there before it begins."""
-        cuda, found = self._cupy.cuda, self._memory()
+        cuda, blocks = self._cupy.cuda, self._memory()
         main, allocate = cuda.get_current_stream(), cuda.get_allocator()
         free = defaultdict(list)
-        for (_, start, stop), memory in zip(self._blocks[self._arrays :], found, strict=True):
+        for (_, start, stop), memory in zip(self._blocks[self._num_arrays :], blocks, strict=True):
             free[stop - start].append(memory)
-        del found
+        del blocks  # so that each goes back to the pool as soon as nobody uses it
 
         def block(nbytes: int) -> Any:
             return free[nbytes].pop() if free[nbytes] else _allocated(cuda, main, allocate, nbytes)
@@ -249,7 +251,7 @@ class Recording:
 
     def _memory(self) -> list[Any]:
         """As much memory as the recorded call took."""
-        return [self._cupy.cuda.alloc(stop - start) for _, start, stop in self._blocks[self._arrays :]]
+        return [self._cupy.cuda.alloc(stop - start) for _, start, stop in self._blocks[self._num_arrays :]]
 
     def _join(self, main: Any) -> None:
         """Order later work of a stream after that of all others, which may still use memory of a call that failed."""
@@ -259,17 +261,17 @@ class Recording:
     def _acts(self, main: Any, addresses: Sequence[int]) -> list[Act]:
         """The work, for blocks at some addresses."""
         streams, current = [main, *self._streams[1:]], None
-        found: list[Act] = []
+        acts: list[Act] = []
         for step in self._steps:
             stream = streams[step.stream]
             if step.make is None:
-                found.append(functools.partial(_MARKS[step.op], stream, step.event))
+                acts.append(functools.partial(_MARKS[step.op], stream, step.event))
                 continue
             if step.stream != current:
-                found.append(functools.partial(_use, stream))
+                acts.append(functools.partial(_use, stream))
                 current = step.stream
-            found.append(step.make([addresses[block] + offset for block, offset in step.locations]))
-        return found
+            acts.append(step.make([addresses[block] + offset for block, offset in step.locations]))
+        return acts
 
 
 def _allocated(cuda: Any, stream: Any, allocate: Callable[[int], Any], nbytes: int) -> Any:
@@ -293,31 +295,42 @@ _MARKS: dict[str, Callable[[Any, Any, Any], None]] = {
 
 
 def _needed(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps, without waits for work that a stream has already waited for, and without unused waits and marks."""
-    past: dict[int, set[int]] = defaultdict(set, {0: {-1}})  # by stream, the work ordered before it; -1 is the caller's
-    at: dict[int, frozenset[int]] = {}  # by event, the work ordered before it
-    found = []
+    """The steps that order all work as these do: without repeated waits, and waits and marks that order nothing."""
+    return _without_unused(_without_repeated_waits(steps))
+
+
+def _without_repeated_waits(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps, without waits for work that a stream has already waited for."""
+    # By stream, and by event, the work that is ordered before it; -1 is what the caller gave the stream of the call.
+    before_stream: dict[int, set[int]] = defaultdict(set, {0: {-1}})
+    before_event: dict[int, frozenset[int]] = {}
+    kept = []
     for number, step in enumerate(steps):
-        own = past[step.stream]
+        before = before_stream[step.stream]
         if step.op == "work":
-            own.add(number)
+            before.add(number)
         elif step.op == "mark":
-            at[id(step.event)] = frozenset(own)
-        elif at[id(step.event)] <= own:
+            before_event[id(step.event)] = frozenset(before)
+        elif before_event[id(step.event)] <= before:
             continue
         else:
-            own |= at[id(step.event)]
-        found.append(step)
-    needed, awaited, kept = {0}, set(), []  # streams whose later steps are kept, and events that are waited for
-    for step in reversed(found):
+            before |= before_event[id(step.event)]
+        kept.append(step)
+    return kept
+
+
+def _without_unused(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps, without waits of streams that do no more work, and without marks that no stream waits for."""
+    working, awaited, kept = {0}, set(), []  # streams with later work, and events that are waited for
+    for step in reversed(steps):
         if step.op == "wait":
-            if step.stream not in needed:
+            if step.stream not in working:
                 continue
             awaited.add(id(step.event))
         elif step.op == "mark" and id(step.event) not in awaited:
             continue
         else:
-            needed.add(step.stream)
+            working.add(step.stream)
         kept.append(step)
     return kept[::-1]
 

@@ -49,8 +49,8 @@ class Signature(NamedTuple):
 
         def grown(name: str) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
             index = order.index(name)
-            shape, *others = forms[index]
-            return index, shape[:axis], shape[axis + 1 :], tuple(others)
+            shape, *rest_of_form = forms[index]
+            return index, shape[:axis], shape[axis + 1 :], tuple(rest_of_form)
 
         return cls(
             device_id=given["q"].data.device_id,
@@ -72,12 +72,12 @@ class Signature(NamedTuple):
         if not self.lengths[0] <= length <= self.lengths[1]:
             return None
         expected = list(self.forms)
-        for index, before, after, others in self.growing:
-            expected[index] = ((*before, length, *after), *others)  # type: ignore[assignment]
+        for index, before, after, rest_of_form in self.growing:
+            expected[index] = ((*before, length, *after), *rest_of_form)  # type: ignore[assignment]
         return length * self.keys if forms == expected else None
 
     def has_addresses(self, pointers: list[int]) -> bool:
         """Whether these, and maybe others after them, are addresses that the launch serves."""
         k, v = self.k_and_v
-        found = [x & 15 for x in pointers[: len(self.alignments)]]
-        return (pointers[k] == pointers[v]) is self.is_v_at_k and found == self.alignments
+        alignments = [x & 15 for x in pointers[: len(self.alignments)]]
+        return (pointers[k] == pointers[v]) is self.is_v_at_k and alignments == self.alignments

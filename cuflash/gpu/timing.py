@@ -30,7 +30,9 @@ class Stopwatch:
         self._first: tuple[Any, ...] | None = None
         l2_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
         columns = max(FLUSH_BYTES, 4 * l2_bytes) // (4 * FLUSH_ROWS)
-        self._others = cupy.zeros((FLUSH_ROWS, columns), np.uint32)
+        self._flushing = cupy.zeros(
+            (FLUSH_ROWS, columns), np.uint32
+        )  # read between runs, so that L2 holds nothing else
         self._largest = cupy.zeros(FLUSH_ROWS, np.uint32)
 
     def why_wrong(self, plan: LaunchPlan) -> str | None:
@@ -38,11 +40,11 @@ class Stopwatch:
         results = self._call_by(plan)()
         if self._first is None:
             self._first = results
-        for name, got, right in zip(plan.pass_.default, results, self._first, strict=True):
+        for name, result, first in zip(plan.pass_.default, results, self._first, strict=True):
             if name == "key_indices":  # near ties come in another order; the weights tell
                 continue
             is_fp8 = name == "lse" and FAMILIES[type(plan.tiles[0])].multiplies_float8
-            difference = _difference(got, right, LSE_FP8 if is_fp8 else 0.0)
+            difference = _difference(result, first, LSE_FP8 if is_fp8 else 0.0)
             if difference is not None:
                 return f"{name} {difference}"
         return None
@@ -53,7 +55,7 @@ class Stopwatch:
         call()
         times = []
         for _ in range(REPEATS):
-            self._others.max(axis=1, out=self._largest)
+            self._flushing.max(axis=1, out=self._largest)
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
             call()
@@ -63,20 +65,20 @@ class Stopwatch:
         return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in times) / 1e3
 
 
-def _difference(got: Any, right: Any, allowed: float) -> str | None:
-    """How a result differs from another by more than the order of sums explains, and more than `allowed`; else None."""
+def _difference(result: Any, first: Any, allowed: float) -> str | None:
+    """How a result differs from the first by more than the order of sums explains and is `allowed`; else None."""
     import ml_dtypes
 
-    ulps = AGREEMENT[right.dtype.itemsize] * float(ml_dtypes.finfo(right.dtype).eps)
-    wide = cupy.float64 if right.dtype.itemsize == 8 else cupy.float32
-    got, right = got.astype(wide), right.astype(wide)
-    finite = cupy.isfinite(right)
-    if bool((cupy.isfinite(got) != finite).any()):
+    ulps = AGREEMENT[first.dtype.itemsize] * float(ml_dtypes.finfo(first.dtype).eps)
+    wide = cupy.float64 if first.dtype.itemsize == 8 else cupy.float32
+    result, first = result.astype(wide), first.astype(wide)
+    finite = cupy.isfinite(first)
+    if bool((cupy.isfinite(result) != finite).any()):
         return "has NaN or infinities where that of the table's row has none, or none where it has some"
     if not bool(finite.any()):
         return None
-    scale = float(cupy.abs(cupy.where(finite, right, 0)).max())
-    error = float(cupy.abs(cupy.where(finite, got - right, 0)).max())
+    scale = float(cupy.abs(cupy.where(finite, first, 0)).max())
+    error = float(cupy.abs(cupy.where(finite, result - first, 0)).max())
     if error <= max(ulps * scale, allowed):
         return None
     return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"

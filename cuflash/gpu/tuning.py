@@ -54,18 +54,18 @@ def candidates(
     Those that do not fit into shared memory are not among them.
     """
     plan = choose_plan(problem, device, pass_, **arrays)
-    found = {plan.kernels: plan}
+    by_kernels = {plan.kernels: plan}
     for tiles in _alternatives(plan):
         if _why_not(tiles, plan) is not None:
             continue
         try:
-            other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
+            candidate = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
         except NotImplementedError:
             continue
         # Rows may have grown as they were configured for a bias, a mask or a score.
-        if all(why_too_large(tile, problem, device) is None for tile in other.tiles):
-            found.setdefault(other.kernels, other)
-    return tuple(found.values())
+        if all(why_too_large(tile, problem, device) is None for tile in candidate.tiles):
+            by_kernels.setdefault(candidate.kernels, candidate)
+    return tuple(by_kernels.values())
 
 
 def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
@@ -79,14 +79,15 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:
+    """The row with one number changed."""
     for name, values in tile.variations.items():
-        here = getattr(tile, name)
+        current = getattr(tile, name)
         for value in values:
-            near = value in (here // 2, 2 * here) or abs(value - here) <= _NEAR
-            if value == here or (name == "block_n" and not near):
+            is_near = value in (current // 2, 2 * current) or abs(value - current) <= _NEAR
+            if value == current or (name == "block_n" and not is_near):
                 continue
             try:
-                yield tile.changed(**{name: value}, origin=f"{name} {here} changed to {value}")
+                yield tile.changed(**{name: value}, origin=f"{name} {current} changed to {value}")
             except ValueError:  # the row refuses this value
                 continue
 
@@ -140,15 +141,15 @@ class Trial:
         return "; ".join(_spelled(tile) for tile in self.plan.tiles)
 
 
-# Fields that every label shows, and fields that do not matter to a kernel.
+# Fields that every label has, and fields that are the same to a kernel.
 _IN_LABEL = ("block_m", "block_n", "num_warps", "num_stages", "min_blocks")
-_UNSAID = ("element_bytes", "max_dim", "serves", "origin")
+_NOT_COMPILED = ("element_bytes", "max_dim", "serves", "origin")
 
 
 def _spelled(tile: Tile) -> str:
     """The tile in words, with the fields that only its type has."""
-    others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
-    return ", ".join([tile.label, *(f"{name} {x}" for name, x in others.items())])
+    more = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _NOT_COMPILED}
+    return ", ".join([tile.label, *(f"{name} {x}" for name, x in more.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +196,8 @@ class Tuning:
 
     def describe(self) -> str:
         """All passes in words."""
-        found: list[PassTuning | Tuning | None] = [getattr(self, name) for name in PREPARED_NAMES]
-        return "\n\n".join(tuned.describe() for tuned in found if tuned is not None)
+        of_passes: list[PassTuning | Tuning | None] = [getattr(self, name) for name in PREPARED_NAMES]
+        return "\n\n".join(tuned.describe() for tuned in of_passes if tuned is not None)
 
     def joined(self, other: Tuning) -> Tuning:
         """What both found."""
@@ -230,7 +231,7 @@ def tune(
         raise reports[0]
     trials = []
     for plan, spilled in zip(plans, reports, strict=True):
-        trials.append(_try(plan, spilled, reports[0], runner))
+        trials.append(_tried(plan, spilled, reports[0], runner))
         advance()
     if trials[0].why_not is not None:
         raise RuntimeError(f"the plan of the tables cannot be tuned: {trials[0].why_not}")
@@ -252,7 +253,7 @@ def _reported(spills: Callable[[LaunchPlan], int], plan: LaunchPlan) -> int | Co
         return error
 
 
-def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileError, runner: Runner) -> Trial:
+def _tried(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileError, runner: Runner) -> Trial:
     if isinstance(spilled, CompileError) or isinstance(allowed, CompileError):
         return Trial(plan=plan, why_not="does not compile")
     if spilled > allowed:
@@ -267,7 +268,7 @@ def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileEr
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """The content of a file."""
+    """The fastest tiles, and their rate and that of the table's row: the content of a file."""
 
     tiles: tuple[Tile, ...]
     tflops: float
@@ -304,8 +305,8 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
         f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
         f"({labels[1]})"
     )
-    found = choose_plan(problem, device, pass_, tiles=winner.tiles, origin=summary, **arrays)
-    return replace(found, tuned_flops_per_s=1e12 * winner.tflops)
+    tuned = choose_plan(problem, device, pass_, tiles=winner.tiles, origin=summary, **arrays)
+    return replace(tuned, tuned_flops_per_s=1e12 * winner.tflops)
 
 
 def forget(plan: LaunchPlan) -> bool:
@@ -390,15 +391,15 @@ def _directory() -> Path:
 def _remember(of_table: Trial, winner: Trial) -> str:
     """Store the winner, and return what there is to say about it."""
     path = _file_of(of_table.plan)
-    found = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
+    stored = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
     content = {
         "key": _Key.of(of_table.plan).described(),
         "problem": of_table.plan.describe().splitlines()[1].strip(),
-        "tflops": found.tflops,
-        "table_tflops": found.table_tflops,
-        "tiles": [{"kind": type(tile).__name__, **_values(tile)} for tile in found.tiles],
+        "tflops": stored.tflops,
+        "table_tflops": stored.table_tflops,
+        "tiles": [{"kind": type(tile).__name__, **_values(tile)} for tile in stored.tiles],
     }
-    _recalled[path] = found
+    _recalled[path] = stored
     try:
         make_own_directory(path.parent)
         write_atomically(path, json.dumps(content, indent=1).encode())
@@ -423,8 +424,8 @@ def _read(path: Path) -> Winner | str | None:
     except FileNotFoundError:
         return None
     except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split())[:LONGEST_VALUE]
-        return f"{path} cannot be read ({type(error).__name__}: {said})"
+        message = " ".join(str(error).split())[:LONGEST_VALUE]
+        return f"{path} cannot be read ({type(error).__name__}: {message})"
 
 
 def _tile_of(kind: str, **values: Any) -> Tile:
