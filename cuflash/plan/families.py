@@ -108,6 +108,8 @@ class Family(ABC, Generic[Row]):
 
 
 class ForwardFamily(Family[Row]):
+    """A family of the forward pass, of that with tangents, or of tdq. Most have blocks that own queries."""
+
     outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make, besides reductions
     # Of a pass with tangents: it also makes partial results, in the dtype of sums, and reads keys in pages.
     serves_all_tangents: ClassVar[bool] = False

@@ -35,6 +35,8 @@ class Backward(BackwardFamily[BackwardTile]):
 
 
 class Dq(DqFamily[DqTile]):
+    """dq alone: each tile of queries has a block."""
+
     kernel = "sm80/backward_dq"
     has_functions = serves_no_values = True
     row_reductions = ROW_REDUCTIONS
@@ -79,6 +81,8 @@ class DqChunked(DqFamily[DqChunkedTile]):
 
 
 class Scores(ScoresFamily[ScoresTile]):
+    """Score gradients alone: each tile of dbias has a block, or each tile of queries where they are sums."""
+
     kernel = "sm80/backward_scores"
     has_functions = serves_no_values = True
     row_reductions = ROW_REDUCTIONS

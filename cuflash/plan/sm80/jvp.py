@@ -54,6 +54,8 @@ class DqJvp(ForwardFamily[DqJvpTile]):
 
 
 class ScoresJvp(ScoresFamily[ScoresJvpTile]):
+    """The tangents of score gradients, by blocks like those of `sm80.backward.Scores`."""
+
     kernel = "sm80/backward_jvp_scores"
     has_functions = serves_no_values = True
     rows = SCORES_JVP_TILES

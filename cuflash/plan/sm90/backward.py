@@ -115,6 +115,8 @@ class InOrder(OfWarpgroups[Row], KeysFamily[Row]):
 
 
 class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
+    """Half precision. Blocks own keys: two consumers make dv and dk, and another warpgroup adds to dq."""
+
     kernel = "sm90/backward"
     has_functions = True
     rows = BACKWARD_SM90_TILES
@@ -225,6 +227,8 @@ class Backward(InOrder[BackwardSm90Tile], BackwardFamily[BackwardSm90Tile]):
 
 
 class BackwardFloat32(OfWarpgroups[BackwardFloat32Sm90Tile], BackwardFamily[BackwardFloat32Sm90Tile]):
+    """float32, of operands as bf16 terms. Blocks own keys: a warpgroup each makes dv, makes dk and adds to dq."""
+
     kernel = "sm90/backward_fp32"
     rows = BACKWARD_FLOAT32_SM90_TILES
     tf32_rows = BACKWARD_TF32_SM90_TILES

@@ -19,6 +19,8 @@ _BOX = 64  # rows of a box of TMA, where no other kernel of the pass sets their 
 
 
 class BiasGradient(BiasFamily[BiasSm90Tile]):
+    """dbias of a bias that TMA can read, half precision or float32: persistent blocks own tiles of it."""
+
     kernel = "sm90/backward_bias"
 
     def table(self, problem: Problem) -> tuple[BiasSm90Tile, ...]:

@@ -112,6 +112,8 @@ BACKWARD_JVP_SM90_TILES = (
 
 
 class BackwardJvp(InOrder[BackwardJvpSm90Tile], BackwardJvpFamily[BackwardJvpSm90Tile]):
+    """Half precision. Blocks own keys, make tdk and tdv, and add to tdq."""
+
     kernel = "sm90/backward_jvp"
     rows = BACKWARD_JVP_SM90_TILES
     model = "keys"

@@ -38,6 +38,8 @@ class Wide(OfWarpgroups[Row]):
 
 
 class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Tile]):
+    """dv and dk, each by a kernel whose blocks, or clusters, own keys."""
+
     rows = BACKWARD_WIDE_SM90_TILES
     makes_dq = False
     splits_tail = True
@@ -75,6 +77,8 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
 
 
 class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
+    """dq, by a kernel whose blocks, or clusters, own queries."""
+
     rows = DQ_WIDE_SM90_TILES
 
     def add(

@@ -25,6 +25,8 @@ from cuflash.spec.problem import Problem
 
 
 class Decode(ForwardFamily[DecodeSm90Tile]):
+    """Half precision: blocks take equal splits of the keys of all heads."""
+
     kernel = "sm90/decode"
     rows = DECODE_SM90_TILES
     model: ClassVar[Model | None] = "splits of keys"
@@ -65,6 +67,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
 
 
 class DecodeFloat8(Decode):
+    """fp8 keys and values, for queries in half precision."""
+
     kernel = "sm90/decode_float8"
     tile = DecodeFloat8Sm90Tile
     rows = DECODE_FLOAT8_SM90_TILES

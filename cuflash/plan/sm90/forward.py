@@ -45,6 +45,8 @@ MAPPED_WITHOUT_VALUES = ("q", "k")
 
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
+    """Half precision."""
+
     kernel = "sm90/forward"
     row_reductions = ROW_REDUCTIONS
     has_functions = True
@@ -104,6 +106,8 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
+    """float32, of operands as bf16 terms."""
+
     kernel = "sm90/forward_fp32"
     rows = FORWARD_FLOAT32_SM90_TILES
     tf32_rows = FORWARD_TF32_SM90_TILES

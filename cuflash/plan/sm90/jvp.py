@@ -142,6 +142,8 @@ JVP_WIDE_SM90_TILES = (
 
 
 class Jvp(ForwardFamily[JvpSm90Tile]):
+    """Half precision, head dimensions of which a consumer's registers hold the output and its tangent."""
+
     kernel = "sm90/jvp"
     has_functions = True
     rows = JVP_SM90_TILES
