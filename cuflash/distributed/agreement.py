@@ -126,7 +126,7 @@ def begin_to_agree(
             for rank, (failed, _) in enumerate(of_calls):
                 if failed:
                     raise Disagreement(RankFailed(rank, failed))
-            _check_equal([found for _, found in of_calls])
+            _check_equal([facts_of_call for _, facts_of_call in of_calls])
         lasting = tuple(facts for *_, facts in received)
         facts_of(lasting)
         return lasting
@@ -139,17 +139,18 @@ def begin_to_agree(
 @functools.lru_cache(maxsize=256)
 def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """The lasting facts by rank and name, after a check that they agree; if it fails, it fails on all ranks."""
-    found = tuple(json.loads(facts) for facts in lasting)
-    _check_equal(found)
-    return found
+    by_rank = tuple(json.loads(facts) for facts in lasting)
+    _check_equal(by_rank)
+    return by_rank
 
 
 def _check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
-    for rank, other in enumerate(facts):
-        for name in (*facts[0], *other):
-            got, wanted = other.get(name, "nothing"), facts[0].get(name, "nothing")
-            if not name.startswith("_") and got != wanted:
-                raise Disagreement(value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0"))
+    """Refuse facts that differ from those of rank 0; names that begin with an underscore may."""
+    for rank, of_rank in enumerate(facts):
+        for name in (*facts[0], *of_rank):
+            got, expected = of_rank.get(name, "nothing"), facts[0].get(name, "nothing")
+            if not name.startswith("_") and got != expected:
+                raise Disagreement(value_error(name, f"{got} on rank {rank}", f"{expected} as on rank 0"))
 
 
 @contextlib.contextmanager

@@ -114,8 +114,8 @@ class Run:
         """The slice of a result that belongs to `heads`, where the result has those of `held` (key/value heads)."""
         if held == heads:
             return array
-        first, own = self.heads_of(name, held).start, self.heads_of(name, heads)
-        return array[:, own.start - first : own.stop - first]
+        first, wanted = self.heads_of(name, held).start, self.heads_of(name, heads)
+        return array[:, wanted.start - first : wanted.stop - first]
 
     def local(self, split: Split, span: Span) -> slice:
         return slice(0, 0) if span[0] == span[1] else split.local(self.rank, span)

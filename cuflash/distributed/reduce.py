@@ -105,14 +105,14 @@ class Returns:
 
     def __init__(self, run: Run, dq: Array) -> None:
         self.run, self.dq = run, dq
-        self._own: list[PartialDq] = []  # partial results of earlier rounds
+        self._earlier: list[PartialDq] = []  # partial results of earlier rounds
         self._under_way: Callable[[], None] | None = None
 
     def buffer(self, a_round: Round, tile: Tile, heads: Span) -> Array:
         """Memory for the partial dq of a call, from which it can be sent without a copy."""
         rows = tile.queries[1] - tile.queries[0]
-        like = self.dq[:, self.run.q_heads(heads)]
-        return self.run.buffer(a_round, self.run.rank, rows, like, self.run.slices.softmax_dtype)
+        model = self.dq[:, self.run.q_heads(heads)]
+        return self.run.buffer(a_round, self.run.rank, rows, model, self.run.slices.softmax_dtype)
 
     def send(self, a_round: Round, of_calls: Sequence[tuple[Tile, Array]], heads: Span, *, is_last: bool) -> None:
         """Send the partial results of a step to the ranks of their rows, after those of the step before have come.
@@ -123,20 +123,20 @@ class Returns:
         run = self.run
         partial_dqs = [PartialDq(tile.needed, heads, dq) for tile, dq in of_calls]
         if not is_last:
-            self._own += partial_dqs
+            self._earlier += partial_dqs
             return
-        sends, receives, came = [], [], []
-        like, dtype = self.dq[:, run.q_heads(heads)], run.slices.softmax_dtype
+        sends, receives, received = [], [], []
+        model, dtype = self.dq[:, run.q_heads(heads)], run.slices.softmax_dtype
         for transfer in a_round.transfers:
             if transfer.target == run.rank:
                 sends.append((transfer.source, self._message(a_round, transfer.rows, partial_dqs, heads)))
             if transfer.source == run.rank:
                 count = transfer.rows[1] - transfer.rows[0]
-                into = run.buffer(a_round, transfer.target, count, like, dtype)
+                into = run.buffer(a_round, transfer.target, count, model, dtype)
                 receives.append((transfer.target, run.as_sent(a_round, transfer.target, into)))
-                came.append(PartialDq((transfer.rows,), heads, into))
+                received.append(PartialDq((transfer.rows,), heads, into))
         pending = run.start(sends, receives)
-        partial_dqs = [*self._own, *partial_dqs, *came]
+        partial_dqs = [*self._earlier, *partial_dqs, *received]
 
         def arrive() -> None:
             run.finish(pending)
@@ -161,8 +161,8 @@ class Returns:
             message = run.as_sent(a_round, run.rank, partials[0])
             if message.flags.c_contiguous:
                 return message
-        like = self.dq[:, run.q_heads(heads)]
-        into = run.buffer(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
+        model = self.dq[:, run.q_heads(heads)]
+        into = run.buffer(a_round, run.rank, span[1] - span[0], model, run.slices.softmax_dtype)
         for rows in _between_ends(span, partial_dqs):
             add_up(into[:, :, slice_in([rows], [span])], self._partials(rows, partial_dqs, heads))
         return run.as_sent(a_round, run.rank, into)
@@ -189,7 +189,7 @@ class Sums:
         self.pieces = len(run.schedule.by_queries.pieces[run.rank])
         self.partials = {name: self._zeros(name) for name in names}
 
-    def _is_own(self, name: str) -> bool:
+    def _is_local(self, name: str) -> bool:
         """Whether the gradient belongs to this rank alone."""
         return gradient_of(name) == "dbias" and "bias" not in self.run.broadcasts_rows
 
@@ -203,24 +203,24 @@ class Sums:
         dtype = run.slices.softmax_dtype
         if gradient_of(name) == "dbias" and not run.sums_bias:
             dtype = run.arrays["bias"].dtype
-        count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
+        count = (1,) if self._is_local(name) else (self.pieces if pieces is None else pieces,)
         return run.xp.zeros((*count, *self._shape(name)), dtype)
 
     def add_calls(self, of_calls: Sequence[tuple[Tile, Mapping[str, Array]]], heads: Span) -> None:
         """Add the results of calls, in the order of pieces."""
-        for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].partial)):
+        for tile, gradients in sorted(of_calls, key=lambda x: (x[0].piece, x[0].partial)):
             for name in self.names:
-                if name in got:
-                    self._add(name, got[name], tile, heads)
+                if name in gradients:
+                    self._add(name, gradients[name], tile, heads)
 
     def _add(self, name: str, partial: Array, tile: Tile, heads: Span) -> None:
         """Add the result of a call."""
         run = self.run
-        total = self.partials[name][0 if self._is_own(name) else tile.piece, ...]
+        total = self.partials[name][0 if self._is_local(name) else tile.piece, ...]
         gradient = gradient_of(name)
         if gradient == "dbias":
             total = of_heads(total, run.q_heads(heads), run.problem.num_heads)
-            if self._is_own(name):
+            if self._is_local(name):
                 total = total[:, :, run.local(run.schedule.split_q, tile.own_queries)]
                 partial = partial[:, :, tile.front[0] :]
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
@@ -232,18 +232,17 @@ class Sums:
 
     def totals(self) -> Iterator[tuple[str, Array]]:
         """The whole gradients, by name."""
-        run, shared = self.run, [name for name in self.names if not self._is_own(name)]
+        run, shared = self.run, [name for name in self.names if not self._is_local(name)]
         pieces = run.schedule.by_queries.pieces
-        others = run.others
         of_rank = {run.rank: {name: self.partials[name] for name in shared}}
-        of_rank |= {rank: {name: self._zeros(name, len(pieces[rank])) for name in shared} for rank in others}
-        sends = [(rank, of_rank[run.rank][name]) for rank in others for name in shared]
-        receives = [(rank, of_rank[rank][name]) for rank in others for name in shared]
+        of_rank |= {rank: {name: self._zeros(name, len(pieces[rank])) for name in shared} for rank in run.others}
+        sends = [(rank, of_rank[run.rank][name]) for rank in run.others for name in shared]
+        receives = [(rank, of_rank[rank][name]) for rank in run.others for name in shared]
         run.exchange(sends, receives)
-        order = sorted((piece, rank, i) for rank, its_pieces in enumerate(pieces) for i, piece in enumerate(its_pieces))
+        order = sorted((piece, rank, i) for rank, of_this in enumerate(pieces) for i, piece in enumerate(of_this))
         for name in self.names:
             total = self._zeros(name, 1)[0, ...]
-            if self._is_own(name):
+            if self._is_local(name):
                 total = self.partials[name][0, ...]
             else:
                 for _, rank, i in order:

@@ -45,7 +45,7 @@ class HeadTangents:
     L: Array  # (seqlen_q, 1), 0 in a row that attends to no key
     slope: Array  # of f', the derivative of the scores by X
     sink: Array  # of the sink less tL, (seqlen_q, 1)
-    others: Array  # what is in tS besides f' tX, as absolute values of its terms
+    added_size: Array  # what is in tS besides f' tX, as absolute values of its terms
     derivatives: dict[str, Array]  # of those of `Head.derivatives`
     reads: list[Array]  # of the derivatives of `Head.reads`, in their order
 
@@ -151,25 +151,25 @@ def backward_jvp(
             totals["dscale"].add((), of_scale, head.first_row)
             for name, derivative in head.derivatives.items():
                 total = totals[name]
-                own = tdS * derivative + dS * t.derivatives.get(name, 0)
-                total.add(head.index_scores[: len(total.shape)], own, head.first_row)
+                terms = tdS * derivative + dS * t.derivatives.get(name, 0)
+                total.add(head.index_scores[: len(total.shape)], terms, head.first_row)
             for (name, entry, derivative), moved in zip(head.reads, t.reads, strict=True):
                 xp.add.at(score_args[f"d{name}"].reshape(-1), entry, tdS * derivative + dS * moved)
     with np.errstate(all="ignore"):
-        found = {
+        gradients = {
             name: as_caller(problem, cast(x, dtype)) for name, x in zip(DEFAULT_NEED, (tdq, tdk, tdv), strict=True)
         }
         for name, total in totals.items():
             term = others.get(name[1:])
             is_input = term is not None and term.dtype.itemsize == dtype.itemsize
-            found[name] = total.value.astype(dtype if is_input else compute)
-    found["dsinks"] = tdsinks
-    found |= score_args
-    return tuple(found[name] for name in problem.gradients if name in need)
+            gradients[name] = total.value.astype(dtype if is_input else compute)
+    gradients["dsinks"] = tdsinks
+    gradients |= score_args
+    return tuple(gradients[name] for name in problem.gradients if name in need)
 
 
-def _sizes(problem: Problem, *others: str) -> tuple[int, ...]:
-    return tuple(getattr(problem, axis) for axis in ("batch", "num_heads", *others))
+def _sizes(problem: Problem, *more_axes: str) -> tuple[int, ...]:
+    return tuple(getattr(problem, axis) for axis in ("batch", "num_heads", *more_axes))
 
 
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -184,12 +184,13 @@ def _tO(head: Head, t: HeadTangents, dtype: np.dtype[Any]) -> Array:
 def head_tangents(
     problem: Problem, head: Head, tangents: Mapping[str, Array], others: Mapping[str, Any], compute: np.dtype[Any]
 ) -> HeadTangents:
+    """The tangents of the matrices of a head; `others` are the optional inputs, and what functions read."""
     xp, (b, h) = module_of(head.Q), head.index_scores
     none = xp.zeros((1, 1), compute)
 
-    def rows_of(name: str, like: Array) -> Array:
+    def rows_of(name: str, rows: Array) -> Array:
         if name not in tangents:
-            return xp.zeros(like.shape, like.dtype)
+            return xp.zeros(rows.shape, rows.dtype)
         index = head.index if name == "q" else head.index_kv
         return cast(view_4d(tangents[name], problem.layout)[index], compute)
 
@@ -198,34 +199,32 @@ def head_tangents(
 
     tQ, tK, tV = (rows_of(name, x) for name, x in (("q", head.Q), ("k", head.K), ("v", head.V)))
     tX = problem.scale * (product(tQ, head.K.T) + product(head.Q, tK.T)) + number("scale") * head.QK
-    tS, slope, others_size = head.cap_slope * tX, none, none
+    tS, slope, added_size = head.cap_slope * tX, none, none
     derivatives: dict[str, Array] = {}
     reads: list[Array] = []
     if problem.softcap is not None:
         X = problem.scale * head.QK / problem.softcap
-        T, own = xp.tanh(X), (tX - X * number("softcap")) / problem.softcap
+        T, tX_by_cap = xp.tanh(X), (tX - X * number("softcap")) / problem.softcap
         by_cap = head.derivatives["dsoftcap"] * number("softcap")
-        tS, others_size = tS + by_cap, others_size + abs(by_cap)
-        slope = -2 * T * head.cap_slope * own
-        derivatives["dsoftcap"] = 2 * X * T * head.cap_slope * own
+        tS, added_size = tS + by_cap, added_size + abs(by_cap)
+        slope = -2 * T * head.cap_slope * tX_by_cap
+        derivatives["dsoftcap"] = 2 * X * T * head.cap_slope * tX_by_cap
     if "alibi_slopes" in tangents:
-        own = xp.broadcast_to(tangents["alibi_slopes"], _sizes(problem))[b, h].astype(compute)
-        tS, others_size = (
-            tS + head.derivatives["dalibi_slopes"] * own,
-            others_size + abs(head.derivatives["dalibi_slopes"] * own),
-        )
+        tslope = xp.broadcast_to(tangents["alibi_slopes"], _sizes(problem))[b, h].astype(compute)
+        by_slope = head.derivatives["dalibi_slopes"] * tslope
+        tS, added_size = tS + by_slope, added_size + abs(by_slope)
     if "bias" in tangents:
-        own = xp.broadcast_to(tangents["bias"], _sizes(problem, "seqlen_q", "seqlen_k"))[b, h]
-        of_bias = cast(own[head.first_row : head.first_row + head.Q.shape[0], : head.K.shape[0]], compute)
-        tS, others_size = tS + of_bias, others_size + abs(of_bias)
+        of_head = xp.broadcast_to(tangents["bias"], _sizes(problem, "seqlen_q", "seqlen_k"))[b, h]
+        tbias = cast(of_head[head.first_row : head.first_row + head.Q.shape[0], : head.K.shape[0]], compute)
+        tS, added_size = tS + tbias, added_size + abs(tbias)
     if problem.score is not None:
-        tS, slope, others_size, reads = _by_function(problem, head, tX, tangents, others, compute)
+        tS, slope, added_size, reads = _by_function(problem, head, tX, tangents, others, compute)
     tS = xp.where(head.P == 0, 0, tS)
     tsink = xp.asarray(tangents["sinks"][h] if "sinks" in tangents else 0, compute)
     tL = (head.P * tS).sum(axis=-1, keepdims=True) + head.P_sink * tsink
     return HeadTangents(
         Q=tQ, K=tK, V=tV, scale=number("scale"), U=xp.where(head.P == 0, 0, tS - tL), L=tL, slope=slope,
-        sink=tsink - tL, others=others_size, derivatives=derivatives, reads=reads,
+        sink=tsink - tL, added_size=added_size, derivatives=derivatives, reads=reads,
     )  # fmt: skip
 
 
@@ -246,8 +245,8 @@ def _by_function(
     b, h = head.index_scores
     arrays = {name: others[name] for name, _ in problem.score_args}
     moved = tuple(name for name in problem.program.on_numpy().differentiable if name in tangents)
-    found = problem.score_tangents(moved)
-    roots = [found.score, found.by_s, *(x for own in found.reads.values() for x in own)]
+    of_score = problem.score_tangents(moved)
+    roots = [of_score.score, of_score.by_s, *(x for of_array in of_score.reads.values() for x in of_array)]
     inputs = {"s": problem.scale * head.QK, "ts": tX, "i": i, "j": j, "head": h, "batch": b}
     arrays |= {f"t{name}": tangents[name] for name in moved}
     tS, slope, *reads = (np.where(head.P == 0, 0, x) for x in evaluate(roots, inputs, arrays, compute))

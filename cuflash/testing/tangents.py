@@ -303,7 +303,7 @@ class _HeadSquares:
         """Squares of a unit in the last place of the terms of U and tL, and what rounding the products moves in U."""
         # A unit in the last place of the tanh of a soft cap moves its derivative, 1 - tanh^2, by two.
         slope_size = np.abs(self.head.cap_slope) + (0 if self.problem.softcap is None else 2)
-        tS_size = np.where(visible, slope_size * self.product_size + self.t.others, 0)
+        tS_size = np.where(visible, slope_size * self.product_size + self.t.added_size, 0)
         # The mean over the keys, without the sink, from which tL is told: next to a large sink it is the larger one.
         sum_of_keys = P.sum(axis=1, keepdims=True)
         mean_size = (P * tS_size).sum(axis=1, keepdims=True) / np.where(sum_of_keys == 0, 1, sum_of_keys)
