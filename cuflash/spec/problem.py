@@ -383,16 +383,16 @@ class Problem(Given):
 
         Packed sequences are taken as equally long.
         """
-        import numpy as np
-
         if self.is_packed:
             return self.batch * self.mean_sequence.visible_pairs
-        rows = np.arange(self.seqlen_q, dtype=np.int64) + self.diagonal
-        first = np.zeros_like(rows) if self.window_left is None else np.clip(rows - self.window_left, 0, self.seqlen_k)
-        stop = np.full_like(rows, self.seqlen_k)
-        if self.window_right is not None:
-            stop = np.clip(rows + self.window_right + 1, 0, self.seqlen_k)
-        return int(np.maximum(stop - first, 0).sum()) * self.batch * self.num_heads
+
+        def keys_before(distance: int) -> int:
+            """Summed over queries: the keys that come before the one at this distance from the diagonal."""
+            return _sum_of_clipped(self.diagonal + distance, self.seqlen_q, self.seqlen_k)
+
+        hidden = 0 if self.window_left is None else keys_before(-self.window_left)
+        stop = self.seqlen_q * self.seqlen_k if self.window_right is None else keys_before(self.window_right + 1)
+        return max(stop - hidden, 0) * self.batch * self.num_heads
 
     @property
     def forward_flops(self) -> int:
@@ -741,6 +741,12 @@ def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Sh
         expected = f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} keys a page"
         raise value_error("k", f"{counted(page_size, 'key')} a page in shape {tuple(k.shape)}", expected)
     return int(block_table.shape[1]) * page_size
+
+
+def _sum_of_clipped(first: int, count: int, most: int) -> int:
+    """The sum of so many consecutive integers, each of which is clipped to [0, most]."""
+    start, stop = (min(max(x, 0), most) for x in (first, first + count))
+    return (start + stop - 1) * (stop - start) // 2 + most * max(0, first + count - max(first, most))
 
 
 def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray[Any]) -> None:

@@ -63,8 +63,8 @@ struct TilesOfHead {
         width(min_of(heads_in_all(order.params, order.num_heads) - section, order.params.head_section)) {}
 };
 
-// Warp. Stores the steps of neighbouring tiles of one head: the tiles of keys that the index lists for tiles of queries,
-// or those of queries of all heads of a group. Returns how many steps this lane's tiles have.
+// Warp. Stores the steps of neighbouring tiles of one head. Those of queries have as many as the index lists tiles of
+// keys for them, those of keys as it lists tiles of queries, of all heads of a group. Returns the sum of this lane's.
 CUFLASH_DEVICE u32 store_steps(const TileOrder& order, const Shared& shared, u32 head_of_all, int first_tile) {
   const Params& params = order.params;
   const int batch = head_of_all / order.num_heads, head = head_of_all - batch * order.num_heads;

@@ -176,9 +176,10 @@ def test_work_and_traffic():
     assert problem.backward_bytes == 2 * (q + k + v + out + out + q + k + v) + 4 * lse
 
 
-def test_a_long_causal_problem_is_counted_exactly():
-    n = 2**20
+def test_pairs_of_long_problems_are_counted_exactly_and_without_an_array_of_their_rows():
+    n = 2**30
     assert problem_of(n, n, head_dim=1, head_dim_v=1, causal=True).visible_pairs == n * (n + 1) // 2
+    assert problem_of(n, n, head_dim=1, head_dim_v=1, window=(2, 1)).visible_pairs == 4 * n - (2 + 1) - 1
 
 
 def test_problems_and_options_are_keys():
