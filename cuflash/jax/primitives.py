@@ -27,9 +27,7 @@ Array = Any
 # The operand with seed and offset, of which dropout makes its numbers: 32 bits each, 64 of the seed. Its name is no
 # identifier, so that no array of a caller has it.
 RANDOM = "dropout.random"
-
-
-# The tangent of `jvp` along a second direction is a primitive, too, though no pass computes it.
+# The tangent of `jvp` along a second direction. It is a primitive, too: no pass computes it, but one its transpose.
 _FORWARD_TWICE = "forward_twice"
 
 
@@ -53,7 +51,7 @@ def _by_name(call: PassCall, operands: Sequence[Any]) -> dict[str, Any]:
 
 
 def _keywords(pass_name: str, call: PassCall, arrays: Sequence[Array]) -> dict[str, Any]:
-    """The keyword arguments of a pass: `jvp` and what is linear take out and lse for their transposes alone."""
+    """The keyword arguments of a pass. The primitive of `jvp` has out and lse, which only its transpose needs."""
     keywords = _by_name(call, arrays)
     if RANDOM in keywords:
         low, high, offset = (int(x) for x in np.asarray(keywords.pop(RANDOM)))
@@ -83,8 +81,8 @@ def _eager(pass_name: str, *operands: Array, call: PassCall) -> list[Array]:
     if len(devices) > 1:
         expected = "one on a single device: call it within jax.shard_map, where each device has its shard"
         raise NotImplementedError(f"{call.names[0]}: got an array over {len(devices)} devices, expected {expected}")
-    # Host memory may be that of several devices, of which DLPack says nothing.
     results = _compute(pass_name, call, arrays)
+    # Host memory may be that of several devices, of which DLPack says nothing.
     return [x if x.devices() == devices else jax.device_put(x, *devices) for x in results]
 
 
