@@ -30,9 +30,8 @@ class Stopwatch:
         self._first: tuple[Any, ...] | None = None
         l2_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
         columns = max(FLUSH_BYTES, 4 * l2_bytes) // (4 * FLUSH_ROWS)
-        self._flushing = cupy.zeros(
-            (FLUSH_ROWS, columns), np.uint32
-        )  # read between runs, so that L2 holds nothing else
+        # Read before each run, so that L2 holds nothing else.
+        self._flushing = cupy.zeros((FLUSH_ROWS, columns), np.uint32)
         self._largest = cupy.zeros(FLUSH_ROWS, np.uint32)
 
     def why_wrong(self, plan: LaunchPlan) -> str | None:
@@ -66,7 +65,7 @@ class Stopwatch:
 
 
 def _difference(result: Any, first: Any, allowed: float) -> str | None:
-    """How a result differs from the first by more than the order of sums explains and is `allowed`; else None."""
+    """How a result differs from the first by more than rounding explains, and more than `allowed`; else None."""
     import ml_dtypes
 
     ulps = AGREEMENT[first.dtype.itemsize] * float(ml_dtypes.finfo(first.dtype).eps)
