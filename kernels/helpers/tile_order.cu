@@ -47,20 +47,17 @@ CUFLASH_DEVICE u32 sum_of_lanes(u32 value) { return ptx::shuffle(sum_up_to_lane(
 
 // Where the tiles of a head start in launch order: the inverse of `schedule`.
 struct TilesOfHead {
-  const u32 num_tiles, first, width;  // the first launch index, and how many heads are interleaved
+  u32 num_tiles, first, width;  // the first launch index, and how many heads are interleaved
 
-  CUFLASH_DEVICE TilesOfHead(const TileOrder& order, u32 head)
-      : TilesOfHead(order, head, head / order.params.head_section * order.params.head_section) {}
+  CUFLASH_DEVICE static TilesOfHead at(const TileOrder& order, u32 head) {
+    const u32 most = order.params.head_section, section = head / most * most, num_tiles = order.num_rows;
+    const u32 width = min_of(heads_in_all(order.params, order.num_heads) - section, most);
+    return {num_tiles, section * num_tiles + head - section, width};
+  }
   CUFLASH_DEVICE u32 launch_index(u32 tile) const {
     constexpr bool kLastFirst = kIndexesKeys && kHasRightBound;
     return first + (kLastFirst ? num_tiles - 1 - tile : tile) * width;
   }
-
- private:
-  CUFLASH_DEVICE TilesOfHead(const TileOrder& order, u32 head, u32 section)
-      : num_tiles(order.num_rows),
-        first(section * num_tiles + head - section),
-        width(min_of(heads_in_all(order.params, order.num_heads) - section, order.params.head_section)) {}
 };
 
 // Warp. Stores the steps of neighbouring tiles of one head. Those of queries have as many as the index lists tiles of
@@ -78,7 +75,7 @@ CUFLASH_DEVICE u32 store_steps(const TileOrder& order, const Shared& shared, u32
       if (own_tile + 32 * i < order.num_rows)
         steps[i] += rows[(i64)(own_tile + 32 * i) * (kIndexHeader + order.length)];
   }
-  const TilesOfHead tiles(order, head_of_all);
+  const TilesOfHead tiles = TilesOfHead::at(order, head_of_all);
 #pragma unroll
   for (int i = 0; i < kTilesOfLane; ++i) {
     if (own_tile + 32 * i < order.num_rows)
@@ -103,6 +100,7 @@ CUFLASH_DEVICE u32 store_all_steps(const TileOrder& order, const Shared& shared)
   return sum_of_lanes(ptx::load_shared_b32(shared.sum(lane_index())));
 }
 
+// The bucket of the tile at a launch index, which has so many of `total` steps.
 CUFLASH_DEVICE u32 bucket_of(u32 index, u32 num_tiles, u32 steps, u64 total) {
   const u64 of_blocks = (u64)steps * kBlocksAtOnce;
   if (4 * of_blocks > total) return of_blocks > total ? 0 : 2 * of_blocks > total ? 1 : 2;
@@ -118,7 +116,7 @@ CUFLASH_DEVICE void for_tiles_of_warp(u32 num_tiles, Step step) {
   for (u32 first = start; first < start + length && first < num_tiles; first += 32) step(first + lane_index());
 }
 
-// Warp. Replaces the steps of the warp's tiles by bucket and rank, and counts the tiles of each bucket.
+// Block. Replaces the steps of tiles by bucket and rank. Each warp counts its tiles of each bucket.
 CUFLASH_DEVICE void rank_tiles(const Shared& shared, u32 num_tiles, u32 total) {
   ptx::store_shared_b32(shared.count(lane_index(), warp_index()), 0);
   for_tiles_of_warp(num_tiles, [&](u32 index) {
