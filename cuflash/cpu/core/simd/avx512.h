@@ -67,6 +67,19 @@ template <> inline Vector<float> look_up_32<float>(const float *table, Integers<
     return (Vector<float>)_mm512_permutex2var_ps(_mm512_loadu_ps(table), (__m512i)indices, _mm512_loadu_ps(table + 16));
 }
 
+// Halves are added as elsewhere. GCC would make them in memory, and keep a vector there in the loop that sums it up.
+template <> inline float sum_of_lanes<float>(Vector<float> x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+template <> inline double sum_of_lanes<double>(Vector<double> x) {
+    const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256((__m512d)x), _mm512_extractf64x4_pd((__m512d)x, 1));
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
 template <> inline bool any_above<float>(Vector<float> x, float limit) {
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
 }
