@@ -218,29 +218,52 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
     }
 }
 
-// Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and
-// with packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
-template <class T> void clear_job(Work &work, char *, int64_t job) {
+constexpr int64_t PREPROCESSED_ROWS = 256;  // by a job, and as many keys
+
+// How many jobs preprocess a head of an entry.
+inline int64_t preprocess_jobs_of_head(const Call &call) {
+    return larger(1, ceil_div(larger(call.seqlen_q, call.seqlen_k), PREPROCESSED_ROWS));
+}
+
+// Clears some rows of dq and of its sums, because jobs add to them, and computes their delta, which each job of keys
+// reads. With lengths, it also clears dk, dv and dbias, and with packed sequences dk and dv, because no job writes keys
+// past the lengths or outside of the sequences.
+template <class T> void preprocess_job(Work &work, char *memory, int64_t job) {
     const Call &call = work.call, &results = work.results();
-    const int64_t heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
-    auto clear_head = [&](Array array, int64_t dtype, int64_t num_heads, int64_t seqlen, int64_t dim) {
+    const int64_t chunks = preprocess_jobs_of_head(call), heads = larger(call.num_heads, call.num_heads_kv),
+                  first = job % chunks * PREPROCESSED_ROWS, b = job / chunks / heads, h = job / chunks % heads;
+    auto stop_of = [&](int64_t seqlen) { return smaller(first + PREPROCESSED_ROWS, seqlen); };
+    auto clear_rows = [&](Array array, int64_t dtype, int64_t num_heads, int64_t seqlen, int64_t dim) {
         if (!is_wanted(results, array) || h >= num_heads) return;
-        for (int64_t i = 0; i < seqlen; ++i)
+        for (int64_t i = first; i < stop_of(seqlen); ++i)
             clear_row(address(results, array, size_of(dtype), b, h, i), dtype, results.strides[array][3], dim);
     };
     // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
     if (!has_dq_accum(call) || call.arrays[CU_SEQLENS_Q])
-        clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
+        clear_rows(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
     const bool is_first = (b == 0 || results.strides[DBIAS][0]) && (h == 0 || results.strides[DBIAS][1]);
     if (call.arrays[KV_LENGTHS] && is_first)
-        clear_head(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
+        clear_rows(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
     if (call.arrays[CU_SEQLENS_K] || call.arrays[KV_LENGTHS]) {
-        clear_head(DK, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim);
-        clear_head(DV, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim_v);
+        clear_rows(DK, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim);
+        clear_rows(DV, call.dtype, call.num_heads_kv, call.seqlen_k, call.head_dim_v);
     }
-    if (work.shared && h < call.num_heads)
-        clear((T *)work.shared + (b * call.num_heads + h) * call.seqlen_q * call.head_dim,
-              call.seqlen_q * call.head_dim);
+    const int64_t num_rows = stop_of(call.seqlen_q) - first;
+    if (h >= call.num_heads || num_rows <= 0) return;
+    if (work.shared)
+        clear((T *)work.shared + ((b * call.num_heads + h) * call.seqlen_q + first) * call.head_dim,
+              num_rows * call.head_dim);
+    Entry entry = {};  // of all packed sequences
+    entry.batch = b;
+    Scratch scratch{memory};
+    const int64_t dim = Sizes<T>(call).dim_v;
+    T *dout = scratch.take<T>(dim), *values = scratch.take<T>(dim);
+    for (int64_t i = first; i < first + num_rows; ++i) {
+        const Row row = {h, i};
+        load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, dout);
+        clear(dout + call.head_dim_v, dim - call.head_dim_v);
+        delta<T>(work, entry, row) = delta_of(call, entry, row, number<T>(call, LSE, b, h, i), dout, dim, values);
+    }
 }
 
 // Rounds dq of a head to 16 bits.
@@ -271,6 +294,7 @@ template <class T> bool allocate_sums(Work &work, DqGradient dq, BiasGradient bi
     const Call &call = work.call;
     if (dq == DqGradient::ACCUM && !work.allocate(work.shared, bytes_of_dq_accum<T>(call))) return false;
     if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
+    if (!work.allocate(work.delta, num_rows_of(call) * int64_t(sizeof(T)))) return false;
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     const bool are_ordered = work.adds_dq || bias == BiasGradient::ORDERED;
     return (!are_ordered || allocate_progress(work)) && allocate_row_sums<T>(work) && allocate_first_max(work);
@@ -302,7 +326,8 @@ template <class T, class Buffers> bool prepare_backward(Work &work) {
     if (!allocate_sums<T>(work, dq, bias, has_sums)) return false;
     const bool finds_rows = (work.row_sums && !call.arrays[ROW_SUMS]) || work.first_max;
     if ((dq == DqGradient::SEPARATE || finds_rows) && !make_blocks(work, false, 0)) return false;
-    work.add_phase(clear_job<T>, batch_of_arrays(call) * larger(call.num_heads, call.num_heads_kv));
+    const int64_t num_heads = batch_of_arrays(call) * larger(call.num_heads, call.num_heads_kv);
+    work.add_phase(preprocess_job<T>, num_heads * preprocess_jobs_of_head(call));
     if (finds_rows) work.add_phase(row_sums_job<T>, work.num_blocks);
     const bool is_bias_of_keys = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
     if (is_any_wanted(results, DQ, DK, DV) || has_sums || is_bias_of_keys)

@@ -131,6 +131,11 @@ NOINLINE T delta_of(const Call &call, const Entry &entry, Row row, T lse, const 
     return dot_with_out(call, entry, row, dout, dim, values) + of_row_gradients(call, entry, row, lse);
 }
 
+// The delta of a row, where all of them have been computed.
+template <class T> inline T &delta(const Work &work, const Entry &entry, Row row) {
+    return ((T *)work.delta)[index_of_row(work.call, entry, row)];
+}
+
 // The tangent of delta of a row, rowsum(dout o tout + tdout o out) - tdlse. `tdout` is null where there is none.
 template <class T>
 inline T tangent_of_delta(const Call &call, const Call &tangents, const Entry &entry, Row row, T lse, const T *dout,
@@ -168,16 +173,10 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
         if (has_dout) load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
     }
-    T *values = buffers.dq,
-      *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where bf16x2 are loaded
-    if (BACKWARD_IN_BF16X2<T>) clear(numbers, sizes.dim_v);
     for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
-        const T *dout = BACKWARD_IN_BF16X2<T> ? numbers : buffers.dout + r * sizes.dim_v;
-        if (BACKWARD_IN_BF16X2<T> && has_dout)
-            load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
-        if (has_dout) buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
+        if (work.delta) buffers.delta[r] = delta<T>(work, entry, row);
         buffers.lse[r] = lse;
         buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
         auto of_row = [&](Array array) { return number<T>(call, array, entry.batch, row.head, entry.first_q + row.i); };

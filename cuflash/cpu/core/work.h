@@ -124,6 +124,7 @@ struct Work {
     double *sums = nullptr;                    // partial sums of gradients that are numbers
     char *bias_sums = nullptr;                 // partial sums for a bias of keys, by entry and head
     char *row_sums = nullptr;                  // sums of rows, if lse of any of them is large
+    char *delta = nullptr;                     // of each row, for the backward pass
     int64_t *first_max = nullptr;              // the first key with the largest score of each row, -1 of none
     PackedKv packed;
     int64_t rows_per_partial = 0;  // rows of a block whose keys are split, at most
