@@ -37,10 +37,17 @@ NOINLINE void add_to_keys([[maybe_unused]] const Call &call, const Visible &visi
     auto add = [&](RowRange rows, int64_t first, int64_t stop) {
         if (rows.stop <= rows.first || stop <= first) return;
         if constexpr (BACKWARD_IN_BF16X2<T>) {
-            const int64_t pair = rows.first / 2;
-            return bf16x2_product(dim, round_up(stop - first, LANES<T>), bf16x2_count(rows.stop) - pair, b + pair,
-                                  QUERIES_BF16X2_STRIDE, a + pair * STRIDE + first, STRIDE, c + first, keys_stride,
-                                  true);
+            const int64_t from = rows.first / 2, length = bf16x2_count(rows.stop) - from;
+            const int64_t columns = round_up(stop - first, LANES<T>);
+            const T *scores = a + from * STRIDE + first;
+            if constexpr (HAS_TILES) {
+                bf16x2_product(dim, columns, length, b + from, QUERIES_BF16X2_STRIDE, scores, STRIDE, c + first,
+                               keys_stride, true);
+            } else {
+                product<T, Order::COLUMNS, Bf16x2Ops>(dim, columns, length, b + from * dim, dim, scores, STRIDE,
+                                                      c + first, keys_stride, true);
+            }
+            return;
         }
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
@@ -89,11 +96,11 @@ inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible
     const Sizes<T> &sizes = buffers.sizes;
     if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
     if (is_wanted(call, DV))
-        add_to_keys(call, visible, count, buffers.p, BACKWARD_IN_BF16X2<T> ? buffers.dout_t : buffers.dout, sizes.dim_v,
-                    buffers.dv, buffers.keys_stride);
+        add_to_keys(call, visible, count, buffers.p, BACKWARD_IN_BF16X2<T> ? buffers.dout_bf16x2 : buffers.dout,
+                    sizes.dim_v, buffers.dv, buffers.keys_stride);
     if (is_wanted(call, DK))
         add_to_keys(call, visible, count, BACKWARD_IN_BF16X2<T> ? buffers.ds_columns : buffers.ds,
-                    BACKWARD_IN_BF16X2<T> ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
+                    BACKWARD_IN_BF16X2<T> ? buffers.q_bf16x2 : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
 }
 
 // Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.

@@ -51,7 +51,9 @@ template <class T> NOINLINE BiasGradient bias_gradient(const Work &work) {
                                                                           : BiasGradient::SEPARATE;
 }
 
-constexpr int64_t QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;  // of rows of bf16x2 of queries
+// bf16x2 of two rows of q or dout, by which p and ds are multiplied: tile registers take them transposed, in rows of
+// this stride, and vectors as they are interleaved.
+constexpr int64_t QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;
 
 template <class T> struct BackwardBuffers {
     static constexpr int64_t MOST_ROWS = BACKWARD_ROWS, MOST_KEYS = MAX_KEYS;  // of a block and of a tile
@@ -60,7 +62,7 @@ template <class T> struct BackwardBuffers {
     int64_t keys_stride;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *dentropy, *dmax,
         *total;
-    T *q_t, *dout_t, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
+    T *q_bf16x2, *dout_bf16x2, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
     unsigned char *kept;
     long double *sums;  // over many rows
     RowSum<T> *row_sums;
@@ -79,8 +81,9 @@ template <class T> struct BackwardBuffers {
         // With bf16x2, dk and dv are transposed.
         dk = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim * keys_stride : keys * sizes.dim);
         dv = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
-        q_t = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim * QUERIES_BF16X2_STRIDE : 0);
-        dout_t = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * QUERIES_BF16X2_STRIDE : 0);
+        const int64_t num_bf16x2 = HAS_TILES ? QUERIES_BF16X2_STRIDE : bf16x2_count(rows);
+        q_bf16x2 = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim * num_bf16x2 : 0);
+        dout_bf16x2 = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * num_bf16x2 : 0);
         ds_columns = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? bf16x2_count(rows) * SCORES_STRIDE<T> : 0);
         ds_rows = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? rows * KEYS_BF16X2_STRIDE : 0);
         q = scratch.template take<T>(rows * sizes.dim);
@@ -144,17 +147,18 @@ inline T tangent_of_delta(const Call &call, const Call &tangents, const Entry &e
     return tdout ? found + dot_with_out(call, entry, row, tdout, dim, values) : found;
 }
 
-// Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and transposed, with bf16x2 of two rows.
+// Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and with bf16x2 of two rows.
 template <class T>
 inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
-                                bool is_negative, T *out, T *transposed, T *staging) {
-    const int64_t num_rows = rows_of(block), padded = round_up(dim, LANES<T>);
+                                bool is_negative, T *out, T *of_two_rows, T *staging) {
+    const int64_t num_rows = rows_of(block), padded = round_up(dim, LANES<T>), count = bf16x2_count(num_rows);
     load_rows_bf16x2(call, array, entry, block, dim, out, is_negative);
+    T *interleaved = HAS_TILES ? staging : of_two_rows;
     auto row = [&](int64_t r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
     for (int64_t r = 0; r < num_rows; r += 2)
-        interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)staging + r / 2 * padded, padded);
-    if (is_negative) negate_bf16x2(staging, bf16x2_count(num_rows) * padded);
-    transpose(staging, padded, bf16x2_count(num_rows), padded, transposed, QUERIES_BF16X2_STRIDE);
+        interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)interleaved + r / 2 * padded, padded);
+    if (is_negative) negate_bf16x2(interleaved, count * padded);
+    if (HAS_TILES) transpose(interleaved, padded, count, padded, of_two_rows, QUERIES_BF16X2_STRIDE);
 }
 
 // Loads q, dout, lse, delta and sums of a block.
@@ -165,9 +169,10 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const int64_t num_rows = rows_of(block);
     const bool has_dout = call.arrays[DOUT];
     if (BACKWARD_IN_BF16X2<T>) {
-        load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
+        load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_bf16x2,
+                            buffers.dq);
         if (has_dout)
-            load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
+            load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_bf16x2,
                                 buffers.dq);
     } else {
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
