@@ -94,7 +94,6 @@ template <class T>
 inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, int64_t count,
                              BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
-    if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
     if (is_wanted(call, DV))
         add_to_keys(call, visible, count, buffers.p, BACKWARD_IN_BF16X2<T> ? buffers.dout_bf16x2 : buffers.dout,
                     sizes.dim_v, buffers.dv, buffers.keys_stride);
@@ -215,7 +214,8 @@ template <class T, class Buffers> void dq_job(Work &work, char *memory, int64_t 
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
-        if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible, buffers);
+        const RowRange rows = {visible.rows.first / 2 * 2, visible.rows.stop};
+        if (BACKWARD_IN_BF16X2<T>) pack_scores(block, visible.keys, rows, buffers);
         multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), true, buffers);
     }
     for (int64_t r = 0; r < rows_of(block); ++r) {

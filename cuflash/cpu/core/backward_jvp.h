@@ -153,7 +153,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
         if (is_wanted(tangents, DBIAS)) clear_scores(computed, r, begin, end, buffers.dbias);
         for (T *x : {buffers.p, buffers.ts, buffers.ds, buffers.tds}) clear_scores(computed, r, begin, end, x);
     };
-    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns) {
+    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns, Keys) {
         const int64_t at = r0 * STRIDE + keys.first;
         T *p = buffers.p + at, *ts = buffers.ts + at, *ds = buffers.ds + at, *tds = buffers.tds + at;
         const T *q = buffers.q + r0 * sizes.dim, *dout = buffers.dout + r0 * sizes.dim_v;

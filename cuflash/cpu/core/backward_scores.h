@@ -284,7 +284,7 @@ NOINLINE void put_bias_gradients(const Call &results, const Entry &entry, const 
 
 // Calls body(r0, n, keys, columns) for n rows of a block, from r0 on, that attend to keys of a tile, which take up
 // whole vectors, `columns` numbers; and clear_keys(computed, r, begin, end) for other keys of a row, where scores of
-// keys `computed` are read. Returns what the rows attend to.
+// keys `computed` are read, which is the last argument of `body`. Returns what the rows attend to.
 template <class T, class C, class F>
 inline Visible for_visible_rows(const Call &call, const Entry &entry, const Block &block, int64_t first, int64_t count,
                                 C clear_keys, F body) {
@@ -308,7 +308,7 @@ inline Visible for_visible_rows(const Call &call, const Entry &entry, const Bloc
         visible.rows.include(r0, r0 + n);
         for (int64_t x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
             visible.sections[x].include(r0, r0 + n);
-        body(r0, n, keys, columns);
+        body(r0, n, keys, columns, visible.keys);
     }
     return visible;
 }
@@ -447,10 +447,58 @@ inline bool needs_score_gradients(const Call &call) {
     return is_any_wanted(call, DBIAS, DALIBI_SLOPES, DSOFTCAP) || call.arrays[DMAX] || call.arrays[DENTROPY];
 }
 
+// Packs weights and gradients of scores of rows as bf16x2 of two rows, in place of p and in ds_columns, and packs
+// gradients as bf16x2 of two keys, too, in ds_rows. The first row is even.
+template <class T>
+NOINLINE void pack_scores(const Block &block, Keys keys, RowRange rows, BackwardBuffers<T> &buffers) {
+    if constexpr (BACKWARD_IN_BF16X2<T>) {
+        constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+        static constexpr T ZEROS[MAX_KEYS] = {};
+        const int64_t at = keys.first, count = keys.stop - at;
+        for (int64_t r = rows.first; r < rows.stop; r += 2) {
+            const bool has_second = r + 1 < rows_of(block);
+            const T *p = buffers.p + r * STRIDE + at, *ds = buffers.ds + r * STRIDE + at;
+            round_to_bf16x2(p, has_second ? p + STRIDE : ZEROS, count, buffers.p + r / 2 * STRIDE + at);
+            round_to_bf16x2(ds, has_second ? ds + STRIDE : ZEROS, count, buffers.ds_columns + r / 2 * STRIDE + at);
+            for (int64_t x = r; x <= r + has_second; ++x)
+                round_to_bf16x2(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEYS_BF16X2_STRIDE + at / 2);
+        }
+    }
+}
+
+// Makes packed weights and gradients of scores of an even number of rows, from an even one on, at once: where no other
+// option than scale acts on scores or needs their gradients, and lse is enough to make weights of all of these rows.
+template <class T>
+NOINLINE void softmax_packed(const Scaling<T> &scaling, Keys keys, RowRange rows, BackwardBuffers<T> &buffers) {
+    if constexpr (BACKWARD_IN_BF16X2<T>) {
+        constexpr int64_t STRIDE = SCORES_STRIDE<T>;
+        const Vector<T> natural = splat(T(scaling.natural)), log2e = splat(T(1.4426950408889634));
+        for (int64_t r = rows.first; r < rows.stop; r += 2) {
+            const Vector<T> lse[2] = {splat(buffers.lse[r]), splat(buffers.lse[r + 1])};
+            const Vector<T> delta[2] = {splat(buffers.delta[r]), splat(buffers.delta[r + 1])};
+            const T *p = buffers.p + r * STRIDE, *ds = buffers.ds + r * STRIDE;
+            T *packed_p = buffers.p + r / 2 * STRIDE, *ds_columns = buffers.ds_columns + r / 2 * STRIDE;
+            T *ds_rows = buffers.ds_rows + r * KEYS_BF16X2_STRIDE;
+            for (int64_t j = keys.first; j < keys.stop; j += LANES<T>) {
+                Vector<T> weights[2], gradients[2];
+#pragma GCC unroll 2
+                for (int x = 0; x < 2; ++x) {
+                    weights[x] = exp2<T>(load(p + x * STRIDE + j) * natural - lse[x], log2e);
+                    gradients[x] = (load(ds + x * STRIDE + j) - delta[x]) * weights[x];
+                    store_halves(ds_rows + x * KEYS_BF16X2_STRIDE + j / 2, round_to_bfloat16<T>(gradients[x]));
+                }
+                store(packed_p + j, interleave_halves<T>(round_to_bfloat16<T>(weights[0], weights[1])));
+                store(ds_columns + j, interleave_halves<T>(round_to_bfloat16<T>(gradients[0], gradients[1])));
+            }
+        }
+    }
+}
+
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
 // gradient of scores with their bias, else that of scale q k^T. Hidden scores of the rows and keys that it returns have
-// zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the
-// gradient of a bias of keys (by head) to buffers.total.
+// zeros in p and ds. Unless it is for bias, both are packed where products are of bf16x2, while the first cache has
+// them. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the gradient of a bias
+// of keys (by head) to buffers.total.
 template <class T>
 inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                              int64_t first, int64_t count, bool for_bias, BackwardBuffers<T> &buffers) {
@@ -461,18 +509,35 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !needs_score_gradients(call);
+    const bool packs = BACKWARD_IN_BF16X2<T> && !for_bias;
+    const bool packs_at_once =
+        packs && !call.dropout_steps && !has_cap(call) && !is_wanted(call, DSCALE) && !needs_score_gradients(call);
+    int64_t packed = rows_of(block);  // rows from the first visible one to this one are
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (writes_bias) clear_bias(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
         clear_scores(computed, r, begin, end, buffers.p);
         clear_scores(computed, r, begin, end, buffers.ds);
     };
-    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns) {
+    auto differentiate_rows = [&](int64_t r0, int64_t n, Keys keys, int64_t columns, Keys computed) {
         const ScoreTile tile = {call,    entry,    block, r0, n, first + keys.first, keys.stop - keys.first,
                                 columns, next_bias};
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
                       columns, ds);
+        bool is_usual = packs_at_once && r0 % 2 == 0 && n % 2 == 0 && keys.first == computed.first &&
+                        keys.first + columns == computed.stop;
+        for (int64_t r = r0; r < r0 + n && is_usual; ++r)
+            is_usual = buffers.lse[r] != T(-__builtin_inf()) && !buffers.row_sums[r].is_found();
+        if (is_usual) {
+            for (int64_t r = 0; r < n; r += SUBGROUP)
+                finish_scores_if_needed<T>(scaling, tile.rows(r, smaller(SUBGROUP, n - r)), p + r * STRIDE,
+                                           buffers.added, nullptr);
+            if (packed < r0) pack_scores(block, computed, {packed, r0}, buffers);  // zeros of hidden rows
+            softmax_packed(scaling, computed, {r0, r0 + n}, buffers);
+            packed = r0 + n;
+            return;
+        }
         for (int64_t r = 0; r < n && has_products; ++r)
             memcpy(buffers.products + (r0 + r) * STRIDE + keys.first, p + r * STRIDE, columns * sizeof(T));
         for (int64_t r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
@@ -490,26 +555,14 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
             add_gradients_of_numbers(tile, row, slopes_at_once ? nullptr : tanhs, products, ds, buffers);
         }
+        if (!packs) return;
+        const RowRange rows = {smaller(packed, r0 / 2 * 2), (r0 + n) / 2 * 2};
+        pack_scores(block, computed, rows, buffers);
+        packed = rows.stop;
     };
-    return for_visible_rows<T>(call, entry, block, first, count, clear_keys, differentiate_rows);
-}
-
-// Packs weights and gradients of scores as bf16x2 of two rows, in place of p and in ds_columns, and packs gradients
-// as bf16x2 of two keys, too, in ds_rows.
-template <class T> inline void pack_scores(const Block &block, const Visible &visible, BackwardBuffers<T> &buffers) {
-    if constexpr (BACKWARD_IN_BF16X2<T>) {
-        constexpr int64_t STRIDE = SCORES_STRIDE<T>;
-        const int64_t at = visible.keys.first, count = visible.keys.stop - at;
-        const T zeros[MAX_KEYS] = {};
-        for (int64_t r = visible.rows.first / 2 * 2; r < visible.rows.stop; r += 2) {
-            const bool has_second = r + 1 < rows_of(block);
-            const T *p = buffers.p + r * STRIDE + at, *ds = buffers.ds + r * STRIDE + at;
-            round_to_bf16x2(p, has_second ? p + STRIDE : zeros, count, buffers.p + r / 2 * STRIDE + at);
-            round_to_bf16x2(ds, has_second ? ds + STRIDE : zeros, count, buffers.ds_columns + r / 2 * STRIDE + at);
-            for (int64_t x = r; x <= r + has_second; ++x)
-                round_to_bf16x2(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEYS_BF16X2_STRIDE + at / 2);
-        }
-    }
+    const Visible visible = for_visible_rows<T>(call, entry, block, first, count, clear_keys, differentiate_rows);
+    if (packs && packed < visible.rows.stop) pack_scores(block, visible.keys, {packed, visible.rows.stop}, buffers);
+    return visible;
 }
 
 // Calls body(r, s, columns, at) with the scores s of each row of a block for keys of a tile from the key `at` on, in
