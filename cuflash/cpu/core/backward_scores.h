@@ -60,8 +60,9 @@ template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     int64_t keys_stride;
-    T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *dentropy, *dmax,
-        *total;
+    T *k, *k_t, *v_t, *dk, *dv, *q_space, *dout_space, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *dentropy,
+        *dmax, *total;
+    const T *q, *dout;                                 // rows of the block, in this space or where they lie
     T *q_bf16x2, *dout_bf16x2, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
     unsigned char *kept;
     long double *sums;  // over many rows
@@ -86,8 +87,8 @@ template <class T> struct BackwardBuffers {
         dout_bf16x2 = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? sizes.dim_v * num_bf16x2 : 0);
         ds_columns = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? bf16x2_count(rows) * SCORES_STRIDE<T> : 0);
         ds_rows = scratch.template take<T>(BACKWARD_IN_BF16X2<T> ? rows * KEYS_BF16X2_STRIDE : 0);
-        q = scratch.template take<T>(rows * sizes.dim);
-        dout = scratch.template take<T>(rows * sizes.dim_v);
+        q_space = scratch.template take<T>(rows * sizes.dim);
+        dout_space = scratch.template take<T>(rows * sizes.dim_v);
         dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
         p = scratch.template take<T>(scores);
         ds = scratch.template take<T>(scores);
@@ -147,17 +148,16 @@ inline T tangent_of_delta(const Call &call, const Call &tangents, const Entry &e
     return tdout ? found + dot_with_out(call, entry, row, tdout, dim, values) : found;
 }
 
-// Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and with bf16x2 of two rows.
+// Loads q or dout of a block with bf16x2 of two rows; `staging` has space for as many.
 template <class T>
-inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
-                                bool is_negative, T *out, T *of_two_rows, T *staging) {
+inline void interleave_queries(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
+                               T *of_two_rows, T *staging) {
     const int64_t num_rows = rows_of(block), padded = round_up(dim, LANES<T>), count = bf16x2_count(num_rows);
-    load_rows_bf16x2(call, array, entry, block, dim, out, is_negative);
     T *interleaved = HAS_TILES ? staging : of_two_rows;
     auto row = [&](int64_t r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
     for (int64_t r = 0; r < num_rows; r += 2)
         interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)interleaved + r / 2 * padded, padded);
-    if (is_negative) negate_bf16x2(interleaved, count * padded);
+    if (has_negative_rows(call, array)) negate_bf16x2(interleaved, count * padded);
     if (HAS_TILES) transpose(interleaved, padded, count, padded, of_two_rows, QUERIES_BF16X2_STRIDE);
 }
 
@@ -165,18 +165,18 @@ inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entr
 template <class T>
 inline void load_queries(const Work &work, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
     const Call &call = work.call;
-    const Sizes<T> &sizes = buffers.sizes;
     const int64_t num_rows = rows_of(block);
     const bool has_dout = call.arrays[DOUT];
     if (BACKWARD_IN_BF16X2<T>) {
-        load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_bf16x2,
-                            buffers.dq);
-        if (has_dout)
-            load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_bf16x2,
-                                buffers.dq);
+        buffers.q = find_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q_space);
+        interleave_queries(call, Q, entry, block, call.head_dim, buffers.q_bf16x2, buffers.dq);
+        if (has_dout) {
+            buffers.dout = find_rows_bf16x2(call, DOUT, entry, block, call.head_dim_v, buffers.dout_space);
+            interleave_queries(call, DOUT, entry, block, call.head_dim_v, buffers.dout_bf16x2, buffers.dq);
+        }
     } else {
-        load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
-        if (has_dout) load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
+        buffers.q = find_rows(call, Q, entry, block, call.head_dim, buffers.q_space);
+        if (has_dout) buffers.dout = find_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout_space);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);

@@ -39,13 +39,13 @@ inline double tangent_of_sink_term(const Work &work, const Entry &entry, Row row
                                    BackwardBuffers<T> &buffers) {
     const Call &call = work.call, &tangents = *work.tangents;
     const int64_t dim = buffers.sizes.dim_v;
-    T *tdout = tangents.arrays[DOUT] ? buffers.dout + dim : nullptr;
+    T *tdout = tangents.arrays[DOUT] ? buffers.dout_space + dim : nullptr;
     if (tdout) {
         load_row(row_address(tangents, DOUT, entry, row), call.dtype, tangents.strides[DOUT][3], call.head_dim_v,
                  tdout);
         clear(tdout + call.head_dim_v, dim - call.head_dim_v);
     }
-    const T tdelta = tangent_of_delta(call, tangents, entry, row, lse, buffers.dout, tdout, dim, buffers.dq);
+    const T tdelta = tangent_of_delta(call, tangents, entry, row, lse, buffers.dout_space, tdout, dim, buffers.dq);
     const double tsink = tangents.arrays[SINKS] ? double(number<T>(tangents, SINKS, 0, row.head)) : 0.0;
     const T tlse = number<T>(tangents, LSE, entry.batch, row.head, entry.first_q + row.i);
     return (tsink - double(tlse)) * double(delta) + double(tdelta);
@@ -68,9 +68,9 @@ template <class T> void sinks_job(Work &work, char *memory, int64_t head) {
             const T lse = number<T>(call, LSE, entry.batch, head, entry.first_q + i);
             if (lse == T(-__builtin_inf())) continue;
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v,
-                     buffers.dout);
-            clear(buffers.dout + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
-            double delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
+                     buffers.dout_space);
+            clear(buffers.dout_space + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
+            double delta = delta_of(call, entry, row, lse, buffers.dout_space, buffers.sizes.dim_v, buffers.dq);
             if (tangents) delta = tangent_of_sink_term(work, entry, row, lse, T(delta), buffers);
             const RowSum<T> sum = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
             const double weight = sum.is_found() ? weight_of_sink(scaling, sum, sink) : exp_of(sink - lse);

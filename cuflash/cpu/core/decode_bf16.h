@@ -17,7 +17,7 @@ constexpr int64_t KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
 inline void load_decode_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
     const int64_t width = max_terms<float>(call) * bf16x2_stride<float>(call.head_dim);
     if (call.dtype == BFLOAT16) {
-        load_rows_bf16x2(call, Q, entry, block, call.head_dim, rows, call.scale < 0);
+        load_rows_bf16x2(call, Q, entry, block, call.head_dim, rows);
     } else {
         load_split_rows(call, entry, block, rows);
     }

@@ -176,13 +176,13 @@ NOINLINE T *load_queries(const Work &work, const Entry &entry, const Block &bloc
                          ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     if (terms == 1 || (decodes && decodes_in_bf16x2<T>(call, block))) {
-        load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
+        load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q);
     } else if (terms == 2) {
         if constexpr (MAY_USE_TILES<T>) load_split_rows(call, entry, block, buffers.q);
     } else if (decodes) {
         load_signed_rows(call, Q, entry, block, call.head_dim, buffers.q);
     } else {
-        buffers.q = find_queries(call, entry, block, buffers.q);
+        buffers.q = find_rows(call, Q, entry, block, call.head_dim, buffers.q);
     }
     T *columns = nullptr;
     if constexpr (MAY_USE_TILES<T>)

@@ -14,15 +14,26 @@ template <class T> inline bool uses_bf16x2(const Call &call) { return MAY_USE_BF
 
 constexpr int64_t KEYS_BF16X2_STRIDE = MAX_KEYS / 2 + 16;  // of rows of bf16x2 of keys
 
-// Loads rows of q or dout of a block as bf16x2 of neighbours.
+// Loads rows of q or dout of a block as bf16x2 of neighbours; the sign of q changes where the scale is negative.
 template <class T>
 NOINLINE void load_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
-                               T *out, bool is_negative) {
+                               T *out) {
     const int64_t stride = bf16x2_stride<T>(dim);
     for (int64_t r = 0; r < rows_of(block); ++r)
         load_bits(row_address(call, array, entry, row_of(block, r)), call.strides[array][3], dim,
                   (Bits *)(out + r * stride), 2 * stride);
-    if (is_negative) negate_bf16x2(out, rows_of(block) * stride);
+    if (has_negative_rows(call, array)) negate_bf16x2(out, rows_of(block) * stride);
+}
+
+// The same, or where these rows lie. Tile registers would load rows that straddle lines of the cache.
+template <class T>
+inline T *find_rows_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
+                           T *space) {
+    char *own = row_address(call, array, entry, row_of(block, 0));
+    if (!HAS_TILES && are_adjacent_rows(call, array, block, BFLOAT16, dim, 2 * LANES<T>) && (uintptr_t)own % 4 == 0)
+        return (T *)own;
+    load_rows_bf16x2(call, array, entry, block, dim, space);
+    return space;
 }
 
 // Loads rows of k or v as bf16x2 of neighbours, transposed: each row of the result has one bf16x2 of every key, up to a

@@ -93,24 +93,35 @@ NOINLINE void load_rows(const Call &call, Array array, const Entry &entry, const
     clear(out + num_rows * stride, (padded_rows - num_rows) * stride);
 }
 
-// Loads rows of q, whose sign changes where the scale is negative.
+// Whether the sign of rows changes as they are loaded: q has that of the scale.
+inline bool has_negative_rows(const Call &call, Array array) { return array == Q && call.scale < 0; }
+
+// Loads rows of q or dout.
 template <class T>
 NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim,
                                T *out) {
     const int64_t num_rows = rows_of(block), stride = round_up(dim, LANES<T>);
     load_rows(call, array, entry, block, dim, out, stride, num_rows);
-    if (call.scale < 0)
+    if (has_negative_rows(call, array))
         for (int64_t x = 0; x < num_rows * stride; ++x) out[x] = -out[x];
 }
 
-// The same, or where rows of q lie if they need no change: with AVX-512 a copy takes a hundredth of a short call.
-template <class T> inline T *find_queries(const Call &call, const Entry &entry, const Block &block, T *q) {
-    const bool lie_well = call.dtype == OWN_DTYPE<T> && call.strides[Q][3] == 1 && call.scale >= 0 &&
-                          call.strides[Q][2] == call.head_dim && call.head_dim % LANES<T> == 0;
-    if (VECTOR_BYTES == 64 && lie_well && block.num_heads == 1)
-        return (T *)row_address(call, Q, entry, row_of(block, 0));
-    load_signed_rows(call, Q, entry, block, call.head_dim, q);
-    return q;
+// Whether rows of q or dout of a block can be read where they lie, as rows of `dtype`: one head has them, and they are
+// `unit` or a multiple of it long and adjacent. With AVX-512 a copy takes a hundredth of a short call.
+inline bool are_adjacent_rows(const Call &call, Array array, const Block &block, int64_t dtype, int64_t dim,
+                              int64_t unit) {
+    const int64_t *strides = call.strides[array];
+    return VECTOR_BYTES == 64 && block.num_heads == 1 && call.dtype == dtype && strides[3] == 1 && strides[2] == dim &&
+           dim % unit == 0 && !has_negative_rows(call, array);
+}
+
+// Rows of q or dout: where they lie, or loaded to `space`.
+template <class T>
+inline T *find_rows(const Call &call, Array array, const Entry &entry, const Block &block, int64_t dim, T *space) {
+    if (are_adjacent_rows(call, array, block, OWN_DTYPE<T>, dim, LANES<T>))
+        return (T *)row_address(call, array, entry, row_of(block, 0));
+    load_signed_rows(call, array, entry, block, dim, space);
+    return space;
 }
 
 // Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
