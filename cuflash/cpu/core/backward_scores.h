@@ -215,6 +215,14 @@ inline void load_key_tile(const Call &call, const Entry &entry, int64_t head_kv,
     load_and_transpose(keys, buffers.k, buffers.k_t, buffers.keys_stride);
 }
 
+// Prefetches rows of q or dout that are multiplied next, to the first cache: where they lie in the arrays of the call,
+// no copy has brought them there, nor has `interleave_queries`.
+template <class T>
+ALWAYS_INLINE void prefetch_rows(const T *rows, const T *space, int64_t dim, int64_t first, int64_t stop) {
+    if (BACKWARD_IN_BF16X2<T> || rows == space) return;
+    for (int64_t x = first * dim; x < stop * dim; x += 64 / sizeof(T)) __builtin_prefetch(rows + x, 0, 3);
+}
+
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
 template <class T>
 inline void multiply_rows([[maybe_unused]] const Call &call, const T *rows, int64_t dim, const T *keys_t,
@@ -509,9 +517,9 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !needs_score_gradients(call);
+    const bool has_others = needs_score_gradients(call) || has_cap(call) || is_wanted(call, DSCALE);
     const bool packs = BACKWARD_IN_BF16X2<T> && !for_bias;
-    const bool packs_at_once =
-        packs && !call.dropout_steps && !has_cap(call) && !is_wanted(call, DSCALE) && !needs_score_gradients(call);
+    const bool packs_at_once = packs && !call.dropout_steps && !has_others;
     int64_t packed = rows_of(block);  // rows from the first visible one to this one are
     auto clear_keys = [&](Keys computed, int64_t r, int64_t begin, int64_t end) {
         if (writes_bias) clear_bias(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
@@ -522,7 +530,10 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
         const ScoreTile tile = {call,    entry,    block, r0, n, first + keys.first, keys.stop - keys.first,
                                 columns, next_bias};
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
+        const int64_t next_stop = smaller(r0 + 2 * n, rows_of(block));
+        prefetch_rows(buffers.q, buffers.q_space, call.head_dim, r0 + n, next_stop);
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
+        prefetch_rows(buffers.dout, buffers.dout_space, call.head_dim_v, r0 + n, next_stop);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
                       columns, ds);
         bool is_usual = packs_at_once && r0 % 2 == 0 && n % 2 == 0 && keys.first == computed.first &&
@@ -551,7 +562,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
             softmax_row(call, scaling, stats, columns, buffers.kept + (r0 + r) * MAX_KEYS + keys.first,
                         slopes_at_once ? tanhs : nullptr, p, ds);
             if (call.arrays[DMAX]) add_gradient_of_max(tile, r, ds, products, buffers);
-            if (for_bias) continue;
+            if (for_bias || !has_others) continue;
             put_bias_gradients(call, entry, block, row, first, count, keys, ds, buffers);
             add_gradients_of_numbers(tile, row, slopes_at_once ? nullptr : tanhs, products, ds, buffers);
         }
