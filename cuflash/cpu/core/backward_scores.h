@@ -517,6 +517,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
     const int64_t next_bias = SUBGROUP * call.strides[BIAS][2];
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !needs_score_gradients(call);
+    // Whether rows have more to do than softmax: gradients other than dq, dk and dv, or a cap.
     const bool has_others = needs_score_gradients(call) || has_cap(call) || is_wanted(call, DSCALE);
     const bool packs = BACKWARD_IN_BF16X2<T> && !for_bias;
     const bool packs_at_once = packs && !call.dropout_steps && !has_others;
