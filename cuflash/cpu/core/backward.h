@@ -91,8 +91,7 @@ template <class T> inline void multiply_into_dq(const ScoreTile &tile, bool adds
 
 // Adds what a block adds to dk and dv of a tile.
 template <class T>
-inline void add_to_dk_and_dv(const Call &call, const Block &block, const Visible &visible, int64_t count,
-                             BackwardBuffers<T> &buffers) {
+inline void add_to_dk_and_dv(const Call &call, const Visible &visible, int64_t count, BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     if (is_wanted(call, DV))
         add_to_keys(call, visible, count, buffers.p, BACKWARD_IN_BF16X2<T> ? buffers.dout_bf16x2 : buffers.dout,
@@ -171,7 +170,7 @@ template <class T, class Buffers> void key_tile_job(Work &work, char *memory, in
         load_queries(work, entry, block, buffers);
         const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (visible.rows.stop <= visible.rows.first) continue;
-        add_to_dk_and_dv(call, block, visible, count, buffers);
+        add_to_dk_and_dv(call, visible, count, buffers);
         if (work.adds_dq) {
             multiply_into_dq(visible_tile(call, entry, block, visible.rows, first, count), false, buffers);
             if (!dq.add(step, block, visible.rows, buffers.dq)) return;

@@ -203,8 +203,7 @@ inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const 
 }
 
 template <class T>
-inline void add_to_dk_and_dv(const Call &call, const Block &, const Visible &visible, int64_t count,
-                             BackwardJvpBuffers<T> &buffers) {
+inline void add_to_dk_and_dv(const Call &call, const Visible &visible, int64_t count, BackwardJvpBuffers<T> &buffers) {
     const Call &tangents = buffers.tangents;
     const Sizes<T> &sizes = buffers.sizes;
     auto add = [&](const T *scores, const T *rows, int64_t dim, T *to) {
