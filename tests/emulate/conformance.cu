@@ -166,6 +166,14 @@ CUFLASH_DEVICE void store_ballots(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(ballot, Params, kBlock, 1, store_ballots)
 
+// Which lanes have the same value, and how many.
+CUFLASH_DEVICE void store_matches(const Params& params) {
+  const u32 thread = ptx::thread_index(), lanes = ptx::match_any(source_of<u32>(params)[thread]);
+  destination_of<u32>(params)[2 * thread] = lanes;
+  destination_of<u32>(params)[2 * thread + 1] = ptx::population_count(lanes);
+}
+CUFLASH_DEFINE_KERNEL(match_any, Params, kBlock, 1, store_matches)
+
 // Thread i copies `count` of `bytes` bytes, in two groups, into shared memory of all ones.
 template <int bytes>
 CUFLASH_DEVICE void copy_block(const Params& params) {

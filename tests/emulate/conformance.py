@@ -131,6 +131,15 @@ def check_ballot(run):
     assert (got[..., 1] == np.array(zeros)[:, None]).all()
 
 
+def check_match_any(run):
+    source = random_bits(np.uint32, BLOCK) % 5
+    source[:WARP], source[WARP : 2 * WARP] = 7, np.arange(WARP) << 27
+    lanes = source.reshape(-1, WARP, 1) == source.reshape(-1, 1, WARP)
+    got = run("match_any", source=source, destination=ones(np.uint32, BLOCK, 2)).reshape(-1, WARP, 2)
+    assert (got[..., 0] == (lanes.astype(np.uint32) << np.arange(WARP)).sum(-1, dtype=np.uint32)).all()
+    assert (got[..., 1] == lanes.sum(-1)).all()
+
+
 # ---- Asynchronous copies ---------------------------------------------------------------------------------------------
 
 
