@@ -452,8 +452,7 @@ CUFLASH_DEFINE_KERNEL(to_float8x2, Params, kBlock, 1, map_to_float8x2)
 
 CUFLASH_DEVICE void map_halves_to_float8x2(const Params& params) {
   const u32 i = global_thread_index(kBlock);
-  if (i < params.count)
-    destination_of<u16>(params)[i] = ptx::to_float8x2(Float8E4M3{}, source_of<u32>(params)[i]);
+  if (i < params.count) destination_of<u16>(params)[i] = ptx::to_float8x2(Float8E4M3{}, source_of<u32>(params)[i]);
 }
 CUFLASH_DEFINE_KERNEL(halves_to_float8x2, Params, kBlock, 1, map_halves_to_float8x2)
 #endif
