@@ -34,6 +34,9 @@ struct Shared {
   CUFLASH_DEVICE u32 sum(u32 index) const { return sums + 4 * index; }
 };
 
+static_assert(4 * (kMostTiles + kBuckets * (kNumWarps + 1) + kNumWarps) == CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
 // Warp. The sum over this lane and those before it.
 CUFLASH_DEVICE u32 sum_up_to_lane(u32 value) {
 #pragma unroll
