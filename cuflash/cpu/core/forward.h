@@ -10,7 +10,7 @@ namespace {
 
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Unless blocks share packed tiles,
 // or threads hold them, each block packs its own keys. So the smallest blocks pay only where blocks attend to different
-// numbers of keys, as load balancing of the threads.
+// numbers of keys: the load of threads is balanced then.
 constexpr int64_t BLOCK_ROWS_OF_TILES[] = {768, 384, 192, 128, 64, 32}, BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 // With AMX the last bits of a product depend on which rows are multiplied together. If bits must not depend on that,
 // blocks have this many rows in every call.
