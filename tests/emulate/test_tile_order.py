@@ -26,6 +26,8 @@ OPTIONS = {
     "causal": {"head_dim": 128, "block_size": (64, 64), "causal": True},
     "lengths": {"head_dim": 32, "block_size": (128, 128), "kv_lengths": (1500, 0)},
     "dropout": {"head_dim": 72, "block_size": (128, 64), "dropout": 0.2, "dtype": "float16"},
+    "softcap": {"head_dim": 128, "block_size": (128, 128), "softcap": 5.0, "sinks": True, "dlse": True},
+    "wide values": {"head_dim": 40, "head_dim_v": 96, "block_size": (64, 128), "layout": "bshd"},
 }
 
 
