@@ -35,7 +35,13 @@ CUFLASH_DEVICE void claim_tiles(const Params& params, const TileRing& ring) {
 // The scheduler of the other roles: the tiles that the scheduler hands over. Consumers, which read them as warps, give
 // a tile back at once; the producer, a thread, does when it has started all loads for it. So a block claims its next
 // tile late: one that it claimed when it started a long tile would have to wait, while others have nothing left to do.
-template <bool is_warp>
+//
+// With `gives_back` the producer gives it back by itself, kStepsAhead steps before the last loads. A claim takes about
+// as long. It pays with a block-sparse index, where tiles may have a few steps only.
+constexpr bool kGivesBackEarly = kDynamicTiles && kHasBlockIndex;
+constexpr int kStepsAhead = 4;
+
+template <bool is_warp, bool gives_back>
 struct DynamicTileScheduler {
   TileRing ring;
   Position<kTileStages> at;
@@ -45,8 +51,9 @@ struct DynamicTileScheduler {
 
   CUFLASH_DEVICE bool more() const { return current.head >= 0; }
   CUFLASH_DEVICE Work work(const Params&) const { return current; }
+  CUFLASH_DEVICE void give_back() const { ring.empty(at).arrive(); }
   CUFLASH_DEVICE void advance() {
-    if constexpr (!is_warp) ring.empty(at).arrive();
+    if constexpr (!is_warp && !gives_back) give_back();
     at.advance();
     read();
   }

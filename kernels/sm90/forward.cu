@@ -125,7 +125,7 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto scheduler = make_scheduler<false>(params.common, shared.tiles); scheduler.more();
+  for (auto scheduler = make_scheduler<false, kGivesBackEarly>(params.common, shared.tiles); scheduler.more();
        scheduler.advance(), query.advance()) {
     const QueryTile tile(params.common, scheduler.work(params.common));
     const int head = tile.head_kv, batch = entry_of(tile.work.batch);
@@ -136,8 +136,9 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       load_chunks<kBlockM, kDim>(shared.q + query.stage * kBytesQ, params.maps[0], q_full,
                                  query_start_of(tile.work.batch) + tile.first_row, tile.work.head, batch);
     };
-    if (tile.keys.start == tile.keys.stop) load_q();
+    if (tile.keys.start == tile.keys.stop) give_back_early(scheduler, true, 0), load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      give_back_early(scheduler, n_block == tile.keys.stop - 1, n_block - tile.keys.start);
       const KeyTile keys(params.common, batch, head, tile.keys.at(n_block), tile.key_stop,
                          key_start_of(tile.work.batch));
       shared.k_ring.empty(key).wait(key.parity ^ 1);

@@ -16,13 +16,20 @@ CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
     claim_tiles(params, ring);
 }
 
-// Iterates over the tiles of queries of a block, by one thread or by a whole warp.
-template <bool is_warp>
+// Iterates over the tiles of queries of a block, by one thread or by a whole warp. With `gives_back`, the thread calls
+// `give_back` for each tile, once.
+template <bool is_warp, bool gives_back = false>
 CUFLASH_DEVICE auto make_scheduler(const Params& params, const TileRing& ring) {
   if constexpr (kIsPacked)
     return VarlenTileScheduler<is_warp>(ring);
   else if constexpr (kDynamicTiles)
-    return DynamicTileScheduler<is_warp>(ring);
+    return DynamicTileScheduler<is_warp, gives_back>(ring);
   else
     return TileScheduler(params);
+}
+// Where blocks claim tiles early, the producer calls this before the loads of each step, and once if there are none.
+template <class Scheduler>
+CUFLASH_DEVICE void give_back_early(const Scheduler& scheduler, bool is_first, int steps_after) {
+  if constexpr (kGivesBackEarly)
+    if (steps_after == kStepsAhead || (is_first && steps_after < kStepsAhead)) scheduler.give_back();
 }
