@@ -12,7 +12,7 @@ from cuflash.plan.architectures import (
     MAXIMA_FAMILIES,
     SCORES_FAMILIES,
 )
-from cuflash.plan.block_index import SORTED_WAVES, add_block_index, add_tile_order, may_leave_out_tiles
+from cuflash.plan.block_index import add_block_index, add_tile_order, may_leave_out_tiles
 from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import (
     BACK_SECTION,
@@ -423,18 +423,9 @@ def _may_be_ordered(rows: _Rows) -> bool:
 
 
 def _add_tile_order(draft: Draft, main: _Main) -> None:
-    """Order the tiles of keys by length, where a block-sparse index says it and heads are not split.
-
-    Then blocks clear accumulators so many heads ahead that none of the last tiles, which are sorted, waits for another
-    one of them to do so.
-    """
-    run_time, heads = draft.run_time, draft.problem.array_batch * draft.problem.num_heads_kv
-    if run_time.group_splits > 1 or not add_tile_order(draft, main.tile, "query_index") or run_time.clear_ahead == 0:
-        return
-    heads_of_last = -(-SORTED_WAVES * tiles_at_once(main.tile, draft.device) * heads // main.n_blocks)
-    ahead = max(run_time.clear_ahead, heads_of_last + run_time.head_section)
-    draft.set(clear_ahead=ahead if ahead < heads else 0)
-    draft.defines["CUFLASH_CLEARS_AHEAD"] = int(ahead < heads)
+    """Order the tiles of keys by length, where a block-sparse index says it and heads are not split."""
+    if draft.run_time.group_splits == 1:
+        add_tile_order(draft, main.tile, "query_index")
 
 
 def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile, *, is_prepared: bool) -> None:

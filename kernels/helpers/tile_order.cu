@@ -138,15 +138,23 @@ CUFLASH_DEVICE void rank_tiles(const Shared& shared, u32 num_tiles, u32 total) {
 }
 
 // Block. Replaces the counts of warps by how many tiles of the same bucket warps before have. Returns how many tiles
-// are in buckets below `lane_index()`.
+// are in the bucket `lane_index()`.
 CUFLASH_DEVICE u32 add_counts(const Shared& shared) {
   const u32 bucket = warp_index(), count = shared.count(bucket, lane_index());
   const u32 own = ptx::load_shared_b32(count), up_to_own = sum_up_to_lane(own);
   ptx::store_shared_b32(count, up_to_own - own);
   if (lane_index() == 31) ptx::store_shared_b32(shared.sum(bucket), up_to_own);
   ptx::sync_block();
-  const u32 of_bucket = ptx::load_shared_b32(shared.sum(lane_index()));
-  return sum_up_to_lane(of_bucket) - of_bucket;
+  return ptx::load_shared_b32(shared.sum(lane_index()));
+}
+
+// Warp. The first head, in launch order, with tiles that start elsewhere than in this order, or the number of heads.
+CUFLASH_DEVICE u32 first_moved_head(const TileOrder& order, u32 in_bucket) {
+  const u32 buckets = ptx::ballot(in_bucket > 0), section = order.params.head_section;
+  if (buckets % (1u << kFarBuckets) != 0) return 0;
+  if (ptx::population_count(buckets >> kFirstOfLast) < 2) return heads_in_all(order.params, order.num_heads);
+  const u32 num_tiles = order.num_tiles(), first_of_last = num_tiles > kNumLast ? num_tiles - kNumLast : 0;
+  return first_of_last / (section * order.num_rows) * section;
 }
 
 CUFLASH_DEVICE void order_tiles(const Params& params) {
@@ -154,7 +162,7 @@ CUFLASH_DEVICE void order_tiles(const Params& params) {
   const Shared shared;
   const u32 num_tiles = order.num_tiles();
   rank_tiles(shared, num_tiles, store_all_steps(order, shared));
-  const u32 in_lower_buckets = add_counts(shared);
+  const u32 in_bucket = add_counts(shared), in_lower_buckets = sum_up_to_lane(in_bucket) - in_bucket;
   u32* const places = order.places();
   for_tiles_of_warp(num_tiles, [&](u32 index) {
     const u32 tile = index < num_tiles ? ptx::load_shared_b32(shared.tile(index)) : 0;
@@ -163,7 +171,8 @@ CUFLASH_DEVICE void order_tiles(const Params& params) {
     const u32 in_warps_before = ptx::load_shared_b32(shared.count(bucket, warp_index()));
     places[first + in_warps_before + tile % kMostTiles] = index;
   });
-  if (ptx::thread_index() == kFarBuckets) order.moves_far() = in_lower_buckets > 0;
+  const u32 head = first_moved_head(order, in_bucket);
+  if (ptx::thread_index() == 0) order.first_moved_head() = head;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, order_tiles)

@@ -47,12 +47,18 @@ def bucket_of(steps, total, is_last, num_tiles):
     return BUCKETS - 1 - min(7 * steps * num_tiles // max(total, 1), 27) if is_last else KEEPS
 
 
-def expected_order(steps):
-    """The launch indices of tiles in their order, and whether any of them has left its neighbours."""
+def expected_order(steps, tiles_of_section):
+    """The launch indices of tiles in their order, and the first section of heads of which one starts elsewhere."""
     total, count = sum(steps), len(steps)
     last = count - block_index.SORTED_WAVES * SMS
     buckets = [bucket_of(n, total, index >= last, count) for index, n in enumerate(steps)]
-    return sorted(range(count), key=lambda index: buckets[index]), any(bucket in FAR for bucket in buckets)
+    if any(bucket in FAR for bucket in buckets):
+        section = 0
+    elif len(set(buckets) - {KEEPS}) > 1:
+        section = max(last, 0) // tiles_of_section
+    else:
+        section = None
+    return sorted(range(count), key=lambda index: buckets[index]), section
 
 
 def steps_in_launch_order(rows, group, section, *, last_first):
@@ -106,7 +112,8 @@ def check_order(plan, scratch, problem, name):
     group = problem.group_size if of_keys else 1
     last_first = not of_keys and problem.window_right is not None
     steps = steps_in_launch_order(rows, group, run_time.head_section, last_first=last_first)
-    order, has_far = expected_order(steps)
+    order, section = expected_order(steps, run_time.head_section * num_rows)
     found = words[np.prod(shape) :]
     assert found[: len(order)].tolist() == order
-    assert found[len(order)] == has_far
+    heads = len(order) // num_rows
+    assert found[len(order)] == (heads if section is None else section * run_time.head_section)

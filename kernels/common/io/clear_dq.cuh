@@ -11,11 +11,11 @@
 // later in launch order. Each of their threads then counts, and blocks wait for the count of all threads before they
 // add. The kernel before clears the accumulators of the first splits.
 //
-// Tiles that start long before their neighbours would wait for blocks that have not started. So if the order of tiles
-// moves any of them far, the kernel before clears all accumulators.
+// A tile that the order of tiles moves ahead would wait for blocks that start later. So from the first head on whose
+// tiles move, blocks clear nothing, and the kernel before does it for them.
 constexpr bool kClearsAhead = CUFLASH_CLEARS_AHEAD;
-CUFLASH_DEVICE bool clears_all_before(const Params& params) {
-  return kHasTileOrder && TileOrder::of_keys(params).moves_far() != 0;
+CUFLASH_DEVICE bool clears_nothing(const Params& params, u32 launch_index) {
+  return kHasTileOrder && launch_index >= TileOrder::of_keys(params).first_moved_head();
 }
 static_assert(!kClearsAhead || kDqByReduction, "there are accumulators");
 
@@ -69,7 +69,7 @@ CUFLASH_DEVICE u32 clears_per_split(const Params& params) {
   return kClearThreads * num_tiles_of(params, params.seqlen_k, kBlockN);
 }
 
-// Block, one for each tile of queries, in the kernel before: clears the accumulators of the first splits.
+// Block, one for each tile of queries, in the kernel before: clears the accumulators that no block clears ahead.
 CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_tile, u32 thread) {
   if constexpr (!kClearsAhead) {
     clear_accumulator(params, m_tile, thread, kNumThreads);
@@ -77,19 +77,23 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
   }
   const u32 index = ptx::block_index(), tiles_of_split = m_tiles_of_split(params, num_m_blocks);
   const u32 launch_index = index / tiles_of_split;
-  const u32 num_before = clears_all_before(params) ? num_launch_indices(params) : params.clear_ahead;
-  if (launch_index < num_before) {
+  const u32 clear_ahead = params.clear_ahead;
+  const auto is_cleared = [&](u32 split) {
+    return split < clear_ahead || clears_nothing(params, split - clear_ahead);
+  };
+  if (is_cleared(launch_index)) {
     const i64 first = first_m_tile_of(params, num_m_blocks, group_split_at(params, launch_index));
     clear_accumulator(params, first + index % tiles_of_split, thread, kNumThreads);
   }
   if (thread == 0 && index < num_launch_indices(params))
-    *clears_of(params, num_m_blocks, index) = index < num_before ? clears_per_split(params) : 0;
+    *clears_of(params, num_m_blocks, index) = is_cleared(index) ? clears_per_split(params) : 0;
 }
 
 // Warpgroup, one for each tile of keys: clears its slice of what the tiles of its split clear.
 CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Work& keys, u32 thread) {
-  const u32 launch_index = launch_index_of(params, {keys.head, entry_of(keys.batch)}) + params.clear_ahead;
-  if (launch_index >= num_launch_indices(params) || clears_all_before(params)) return;
+  const u32 own_index = launch_index_of(params, {keys.head, entry_of(keys.batch)});
+  const u32 launch_index = own_index + params.clear_ahead;
+  if (launch_index >= num_launch_indices(params) || clears_nothing(params, own_index)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN),
             count = m_tiles_of_split(params, num_m_blocks);
   const i64 first = first_m_tile_of(params, num_m_blocks, group_split_at(params, launch_index));

@@ -9,7 +9,7 @@ constexpr bool kHasTileOrder = CUFLASH_HAS_TILE_ORDER;
 static_assert(!kHasTileOrder || !kIsPacked, "packed sequences have no block-sparse index");
 
 // The tiles of the axis whose rows an index has, and their order. It lies behind the rows: for each place, the launch
-// index of the tile that starts there (`schedule`); then a word that says whether any tile has left its neighbours.
+// index of the tile that starts there (`schedule`); then the first head, in launch order, with a tile that has moved.
 struct TileOrder {
   const Params& params;
   void* index;
@@ -30,5 +30,5 @@ struct TileOrder {
     return (u32*)index + rows * (kIndexHeader + length);
   }
   CUFLASH_DEVICE u32 launch_index(u32 place) const { return kHasTileOrder ? places()[place] : place; }
-  CUFLASH_DEVICE u32& moves_far() const { return places()[num_tiles()]; }
+  CUFLASH_DEVICE u32& first_moved_head() const { return places()[num_tiles()]; }
 };

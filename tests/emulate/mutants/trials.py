@@ -18,7 +18,7 @@ from cuflash.plan.sm80.tiles import (
 )
 from cuflash.plan.sm90.chunked import BACKWARD_CHUNKED_SM90_TILES, FORWARD_CHUNKED_SM90_TILES
 from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
-from cuflash.plan.sm90.scored import CLAIMED_KEYS_64
+from cuflash.plan.sm90.scored import CLAIMED_KEYS, CLAIMED_KEYS_64
 from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
@@ -484,6 +484,7 @@ TRIALS: dict[str, AnyTrial] = {
     "backward shared": Trial(case=_GROUPED, tiles=_backward(num_warps=8, warps_d=2, block_m=64), num_sms=1),
     "backward one stage": Trial(case=_SMALL, tiles=_backward(num_stages=1), num_sms=1),
     "backward narrow": Trial(case=_NARROW, tiles=_backward()),
+    "backward narrow two values": Trial(case=replace(_NARROW, head_dim_v=43), tiles=_backward()),  # of a lane
     "backward lengths": Trial(case=_LENGTHS, tiles=_backward()),
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
     "backward far": Trial(case=_FAR, tiles=_backward(), allocate=attention.far_apart),
@@ -554,6 +555,11 @@ TRIALS: dict[str, AnyTrial] = {
     "backward sm90 order": Trial(
         case=replace(_ORDERED, num_heads=16, num_heads_kv=8), tiles=(_BACKWARD_SM90,), num_sms=1
     ),
+    "backward sm90 order last": Trial(
+        case=replace(_ORDERED, num_heads=16, num_heads_kv=8, block_mask=(16,), blocks_kept=0.8),
+        tiles=(_BACKWARD_SM90,),
+        num_sms=10,
+    ),
     "backward sm90 order far": Trial(
         case=replace(_ORDERED, num_heads=16, num_heads_kv=8, block_mask=(16,), blocks_kept=0.03),
         tiles=(_BACKWARD_SM90,),
@@ -587,6 +593,10 @@ TRIALS: dict[str, AnyTrial] = {
     "packed sm90": Trial(case=_PACKED, tiles=_sm90(), num_sms=1),
     "packed sm90 full": Trial(case=replace(_PACKED, causal=False), tiles=_sm90(), num_sms=3),
     "claims sm90": Trial(case=_CLAIMS, tiles=(replace(_sm90()[0], max_dim=64),), num_sms=2),
+    # Tiles without keys, and tiles of fewer steps than are left when the producer gives a tile back.
+    "claims sm90 early": Trial(
+        case=replace(_CLAIMS, head_dim=72, seqlen_k=CLAIMED_KEYS, batch=2, kv_lengths=(90, 0)), tiles=_sm90(), num_sms=2
+    ),
     "packed backward": Trial(case=_PACKED, tiles=_backward(), num_sms=1),
     "packed backward split": Trial(case=_PACKED, tiles=_backward()),
     "packed deterministic": Trial(case=_PACKED, tiles=(*_backward(), _DQ)),
