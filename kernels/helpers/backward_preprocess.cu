@@ -21,6 +21,12 @@ constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16B
 constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : kHeadDimV > 4 * kVector ? 8 : 4;
 constexpr int kRowsAtOnce = kNumThreads / kLanes;
 static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
+// Vectors of a row that a lane reads, and rows whose vectors it has in flight at a time: four vectors of each operand.
+constexpr int kVectors = ceil_div(kHeadDimV, kLanes * kVector);
+constexpr int kRowsInFlight = min_of(max_of(4 / max_of(kVectors, 1), 1), ceil_div(kBlockM, kRowsAtOnce));
+struct alignas(kVector * sizeof(Storage)) Vector {
+  Storage element[kVector];
+};
 
 // The sum of kVector products. Vectors of 16-bit elements are unpacked as words: it takes fewer instructions.
 template <class E>
@@ -48,6 +54,26 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) sum += x.element[i] * y.element[i];
   return sum;
+}
+
+// Adds to `delta` what a lane has of rowsum(dout * out) of its rows: `first_row`, and kRowsAtOnce after it, and so on.
+// Where a row does not exist, a vector is zero, and no branch keeps the loads of one row from those of the next.
+CUFLASH_DEVICE void add_products(Real (&delta)[kRowsInFlight], const Params& params, const Storage* out,
+                                 const Storage* dout, int first_row, int row_stop, int lane) {
+#pragma unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = (v * kLanes + lane) * kVector;
+    Vector of_out[kRowsInFlight] = {}, of_dout[kRowsInFlight] = {};
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int row = first_row + i * kRowsAtOnce;
+      if (row >= row_stop || (kHeadDimV % (kLanes * kVector) != 0 && column >= kHeadDimV)) continue;
+      of_out[i] = *(const Vector*)(out + row * params.out.row_stride + column);
+      of_dout[i] = *(const Vector*)(dout + row * params.dout.row_stride + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) delta[i] += dot<Element>(of_out[i].element, of_dout[i].element);
+  }
 }
 
 // The sum of a value of each of the kLanes lanes of a row.
@@ -204,6 +230,10 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const Storage* dout = queries_of(params.dout, batch, head);
   const Real* lse = row_values_of(params.lse, batch, head);
   const Real* dlse = params.dlse.data == nullptr ? nullptr : row_values_of(params.dlse, batch, head);
+  const auto dlse_of = [&](int row) {
+    const bool has_keys = row < row_stop && dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity();
+    return has_keys ? dlse[row * params.dlse.row_stride] : 0;
+  };
 #if CUFLASH_TANGENTS
   const DeltaTangents tangents(params, batch, head);
 #endif
@@ -214,25 +244,23 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 
   const int first = thread / 32 * 16;  // of the rows of this warp, whose lse are loaded ahead of [2]
   const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, first < kBlockM ? row_stop : 0);
-#pragma unroll 2
-  for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
-    const int row = m_block * kBlockM + i;
-    Real delta = 0, row_dlse = 0;  // [2]
-    if (row < row_stop) {
+#pragma unroll 1
+  for (int first_of_lane = thread / kLanes; first_of_lane < kBlockM; first_of_lane += kRowsInFlight * kRowsAtOnce) {
+    Real delta[kRowsInFlight] = {};  // [2]
+    add_products(delta, params, out, dout, m_block * kBlockM + first_of_lane, row_stop, lane);
 #pragma unroll
-      for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
-        delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
-      if (dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity())
-        row_dlse = dlse[row * params.dlse.row_stride];
-    }
-    delta = sum_of_lanes(delta);
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int row_of_tile = first_of_lane + i * kRowsAtOnce, row = m_block * kBlockM + row_of_tile;
+      if (kBlockM % (kRowsInFlight * kRowsAtOnce) != 0 && row_of_tile >= kBlockM) break;
+      Real row_delta = sum_of_lanes(delta[i]);
 #if CUFLASH_ROW_REDUCTIONS
-    reductions.store(row, row_stop, lane, delta);
+      reductions.store(row, row_stop, lane, row_delta);
 #endif
-    if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
+      if (lane == 0) row_stats(params, batch, head, row)[kDelta] = row_delta - dlse_of(row);
 #if CUFLASH_TANGENTS
-    tangents.store(row, row_stop, lane, out, dout);
+      tangents.store(row, row_stop, lane, out, dout);
 #endif
+    }
   }
 
   store_lse_stats(params, work, row_stop, first, lse_stats);
