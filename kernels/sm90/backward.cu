@@ -363,6 +363,7 @@ struct Consumer {
   // Where roles are split: hands P', times the derivatives, to the consumer that makes dS'.
   template <int rows>
   CUFLASH_DEVICE void hand_over_p(const float (&p)[kQueryTiles][4], const u32 (&derivative)[rows][2]) {
+    ptx::fence_async_proxy();  // lse and biases have been read, which TMA overwrites
     shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
 #pragma unroll
@@ -373,7 +374,7 @@ struct Consumer {
         handed[i] = kKept == Kept::kDerivatives ? p[n][i] * element_of(derivative[n], i) : p[n][i];
       ptx::store_shared_f32x4(s_p + n * 128 * 16, handed);
     }
-    arrive_after_reads(shared.p_ring.full(p_at));  // of lse and biases
+    arrive_as_warp(shared.p_ring.full(p_at));
     p_at.advance();
   }
 
@@ -468,14 +469,18 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE u32 lane() const { return kKeepsLane ? kept_lane : lane_index(); }
-  // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ.
+  // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ. TMA overwrites statistics and biases once
+  // dS' is there, so that a fence follows their loads. It comes before the stores, for which it would wait, too, unless
+  // products read them.
   CUFLASH_DEVICE void hand_over_ds() {
+    constexpr bool kProductsReadDs = kDkFromShared || !kDqHoldsDs;
+    if constexpr (!kProductsReadDs) ptx::fence_async_proxy();
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     const u32 line = shared.ds + ds_at.stage * kBytesDs + (first + warp_key + lane() % 16) * kLineBytes;
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
       ptx::store_matrix_x4(line + ((k * 32 + lane() / 16 * 16) ^ (lane() % 8 * 16)), ds_operand[k].word);
-    ptx::fence_async_proxy();  // of dS', for products; and of statistics and biases, which TMA overwrites
+    if constexpr (kProductsReadDs) ptx::fence_async_proxy();
     arrive_as_warp(shared.ds_ring.full(ds_at));
     ds_at.advance();
   }

@@ -346,13 +346,14 @@ struct Consumer {
   // Where roles are split: hands P' and u' to the consumer that makes dX'.
   CUFLASH_DEVICE u32 handed_over() const { return shared.p + p_at.stage * 2 * kBytesP + thread * 16; }
   CUFLASH_DEVICE void hand_over_p(const float (&p)[kPartTiles][4], const float (&u)[kPartTiles][4]) {
+    ptx::fence_async_proxy();  // the statistics have been read, which TMA overwrites
     shared.p_ring.empty(p_at).wait(p_at.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < kPartTiles; ++n) {
       ptx::store_shared_f32x4(handed_over() + n * 128 * 16, p[n]);
       ptx::store_shared_f32x4(handed_over() + kBytesP + n * 128 * 16, u[n]);
     }
-    arrive_after_reads(shared.p_ring.full(p_at));  // of the statistics
+    arrive_as_warp(shared.p_ring.full(p_at));
     p_at.advance();
   }
 
