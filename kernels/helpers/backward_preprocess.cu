@@ -19,10 +19,10 @@
 constexpr int kOf16Bytes = 16 / kElementBytes;
 constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16Bytes : 1;
 constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : kHeadDimV > 4 * kVector ? 8 : 4;
-constexpr int kRowsAtOnce = kNumThreads / kLanes;
+constexpr int kColumnsAtOnce = kLanes * kVector, kRowsAtOnce = kNumThreads / kLanes;
 static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
 // Vectors of a row that a lane reads, and rows whose vectors it has in flight at a time: four vectors of each operand.
-constexpr int kVectors = ceil_div(kHeadDimV, kLanes * kVector);
+constexpr int kVectors = ceil_div(kHeadDimV, kColumnsAtOnce);
 constexpr int kRowsInFlight = min_of(max_of(4 / max_of(kVectors, 1), 1), ceil_div(kBlockM, kRowsAtOnce));
 struct alignas(kVector * sizeof(Storage)) Vector {
   Storage element[kVector];
@@ -62,12 +62,12 @@ CUFLASH_DEVICE void add_products(Real (&delta)[kRowsInFlight], const Params& par
                                  const Storage* dout, int first_row, int row_stop, int lane) {
 #pragma unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * kLanes + lane) * kVector;
+    const int column = v * kColumnsAtOnce + lane * kVector;
     Vector of_out[kRowsInFlight] = {}, of_dout[kRowsInFlight] = {};
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
       const int row = first_row + i * kRowsAtOnce;
-      if (row >= row_stop || (kHeadDimV % (kLanes * kVector) != 0 && column >= kHeadDimV)) continue;
+      if (row >= row_stop || (kHeadDimV % kColumnsAtOnce != 0 && column >= kHeadDimV)) continue;
       of_out[i] = *(const Vector*)(out + row * params.out.row_stride + column);
       of_dout[i] = *(const Vector*)(dout + row * params.dout.row_stride + column);
     }
@@ -106,7 +106,7 @@ struct DeltaTangents {
   CUFLASH_DEVICE void store(int row, int row_stop, int lane, const Storage* out, const Storage* dout) const {
     Real tdelta = 0, row_tlse = 0;
     if (row < row_stop) {
-      for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector) {
+      for (int c = lane * kVector; c < kHeadDimV; c += kColumnsAtOnce) {
         tdelta += dot<Element>(tout + row * params.tout.row_stride + c, dout + row * params.dout.row_stride + c);
         if (tdout != nullptr)
           tdelta += dot<Element>(out + row * params.out.row_stride + c, tdout + row * params.tdout.row_stride + c);
@@ -219,13 +219,10 @@ CUFLASH_DEVICE void clear_accumulators(const Params& params, const Work& work, i
   }
 }
 
-CUFLASH_DEVICE void backward_delta(const Params& params) {
-  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
-  const int m_block = work.block, head = work.head;
+// [2] Of all rows of a tile.
+CUFLASH_DEVICE void store_delta(const Params& params, const Work& work, int row_stop) {
+  const int head = work.head, lane = ptx::thread_index() % kLanes;
   const Entry batch = work.batch;
-  const int thread = ptx::thread_index(), lane = thread % kLanes;
-  const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
   const Storage* out = queries_of(params.out, batch, head);
   const Storage* dout = queries_of(params.dout, batch, head);
   const Real* lse = row_values_of(params.lse, batch, head);
@@ -239,18 +236,15 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #endif
 #if CUFLASH_ROW_REDUCTIONS
   const ReductionsOfRows reductions(params, batch, head);
-  reductions.store_maxima(batch, head, m_block * kBlockM, row_stop);
 #endif
 
-  const int first = thread / 32 * 16;  // of the rows of this warp, whose lse are loaded ahead of [2]
-  const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, first < kBlockM ? row_stop : 0);
 #pragma unroll 1
-  for (int first_of_lane = thread / kLanes; first_of_lane < kBlockM; first_of_lane += kRowsInFlight * kRowsAtOnce) {
-    Real delta[kRowsInFlight] = {};  // [2]
-    add_products(delta, params, out, dout, m_block * kBlockM + first_of_lane, row_stop, lane);
+  for (int first = ptx::thread_index() / kLanes; first < kBlockM; first += kRowsInFlight * kRowsAtOnce) {
+    Real delta[kRowsInFlight] = {};
+    add_products(delta, params, out, dout, work.block * kBlockM + first, row_stop, lane);
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
-      const int row_of_tile = first_of_lane + i * kRowsAtOnce, row = m_block * kBlockM + row_of_tile;
+      const int row_of_tile = first + i * kRowsAtOnce, row = work.block * kBlockM + row_of_tile;
       if (kBlockM % (kRowsInFlight * kRowsAtOnce) != 0 && row_of_tile >= kBlockM) break;
       Real row_delta = sum_of_lanes(delta[i]);
 #if CUFLASH_ROW_REDUCTIONS
@@ -262,7 +256,21 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #endif
     }
   }
+}
 
+CUFLASH_DEVICE void backward_delta(const Params& params) {
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM), thread = ptx::thread_index();
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
+  const int row_stop = is_left_over(params, work.batch) ? 0 : seqlen_q_of(params, work.batch);
+  const int first_row = work.block * kBlockM;
+#if CUFLASH_ROW_REDUCTIONS
+  const ReductionsOfRows reductions(params, work.batch, work.head);
+  reductions.store_maxima(work.batch, work.head, first_row, row_stop);
+#endif
+
+  const int first = thread / 32 * 16;  // of the rows of this warp, whose lse are loaded ahead of [2]
+  const LseStats lse_stats(params, work.batch, work.head, first_row + first, first < kBlockM ? row_stop : 0);
+  store_delta(params, work, row_stop);
   store_lse_stats(params, work, row_stop, first, lse_stats);
   clear_accumulators(params, work, num_m_blocks, thread);
 }

@@ -469,8 +469,8 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE u32 lane() const { return kKeepsLane ? kept_lane : lane_index(); }
-  // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ. TMA overwrites statistics and biases once
-  // dS' is there, so that a fence follows their loads. It comes before the stores, for which it would wait, too, unless
+  // Stores dS' to shared memory, where rows are keys, for the warpgroup of dQ. Then TMA may overwrite statistics and
+  // biases, so that a fence follows their loads. It comes before the stores, for which it would wait, too, unless
   // products read them.
   CUFLASH_DEVICE void hand_over_ds() {
     constexpr bool kProductsReadDs = kDkFromShared || !kDqHoldsDs;

@@ -36,9 +36,9 @@ CUFLASH_DEVICE void claim_tiles(const Params& params, const TileRing& ring) {
 // a tile back at once; the producer, a thread, does when it has started all loads for it. So a block claims its next
 // tile late: one that it claimed when it started a long tile would have to wait, while others have nothing left to do.
 //
-// With `gives_back` the producer gives it back by itself, kStepsAhead steps before the last loads: a claim takes about as
-// long. On an H200 it makes causal passes of head dimensions 128 and 256 up to 1 % shorter, block masks 2 to 5 %; at 64,
-// where it costs up to 1 %, a claim is not waited for.
+// With `gives_back` the producer gives it back by itself, kStepsAhead steps before the last loads: a claim takes about
+// as long. On an H200 it makes causal passes of head dimensions 128 and 256 up to 1 % shorter, those with block masks
+// 2 to 5 %; at 64, where it costs up to 1 %, a claim is not waited for.
 constexpr bool kGivesBackEarly = kDynamicTiles && kDim > 64;
 constexpr int kStepsAhead = 4;
 

@@ -78,9 +78,7 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
   const u32 index = ptx::block_index(), tiles_of_split = m_tiles_of_split(params, num_m_blocks);
   const u32 launch_index = index / tiles_of_split;
   const u32 clear_ahead = params.clear_ahead;
-  const auto is_cleared = [&](u32 split) {
-    return split < clear_ahead || clears_nothing(params, split - clear_ahead);
-  };
+  const auto is_cleared = [&](u32 split) { return split < clear_ahead || clears_nothing(params, split - clear_ahead); };
   if (is_cleared(launch_index)) {
     const i64 first = first_m_tile_of(params, num_m_blocks, group_split_at(params, launch_index));
     clear_accumulator(params, first + index % tiles_of_split, thread, kNumThreads);

@@ -69,8 +69,8 @@ MUTANTS = (
     mutant("accumulators of far tiles are cleared by others", CLEAR_DQ,
            "split < clear_ahead || clears_nothing(params, split - clear_ahead);", "split < clear_ahead;",
            "backward sm90 order far"),
-    mutant("blocks clear what others have added to", CLEAR_DQ, " || clears_nothing(params, own_index)) return;", ") return;",
-           "backward sm90 order far"),
+    mutant("blocks clear what others have added to", CLEAR_DQ, " || clears_nothing(params, own_index)) return;",
+           ") return;", "backward sm90 order far"),
     mutant("half of dq starts from what was there", CLEAR_DQ, "i < kBlockM * kDim * sizeof(Real) / 16;",
            "i < kBlockM * kDim * sizeof(Real) / 32;", "backward"),
     # ---- common/schedule/query_iterator.cuh
