@@ -198,7 +198,7 @@ class Execution(Run):
         return self.xp.asarray(row_sums.explaining(merged, of_queries))
 
     def _partials_of_all(self, sums_here: Array, traversal: Traversal) -> list[Array]:
-        """The row sums of this rank's queries over the keys of each piece, in the order of pieces.
+        """The row sums of this rank's queries over the keys of each piece, in the order of pieces; at least one array.
 
         `sums_here` are those of all queries over the keys of this rank.
         """
@@ -211,7 +211,8 @@ class Execution(Run):
         order = sorted(
             (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
         )
-        return [partials[rank][i] for _, rank, i in order]
+        # No rank has a key where seqlen_k is 0: there a sink alone makes lse large.
+        return [partials[rank][i] for _, rank, i in order] or [row_sums.full(shape[:-1], row_sums.EMPTY)]
 
     def _lse_of(self, calls: Slices, tile: Tile, arrays: Mapping[str, Array]) -> Array:
         """The lse of the keys of a tile."""

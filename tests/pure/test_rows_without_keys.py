@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
-from tests.ranks import judge, results_of
+from tests.ranks import Whole, judge, reduce_weights, results_of
+from tests.sampling import examples
 from tests.scored import Scored
 
 every_way = pytest.mark.parametrize(
@@ -73,3 +76,23 @@ def test_rows_in_front_of_a_span(way):
     split = cd.Split([((0, 3), (38, 40)), ((3, 38),)])
     with way_taken(way):
         judge(case, results_of(case, split, split))
+
+
+@settings(max_examples=examples(60))
+@given(
+    ranks=st.integers(1, 3),
+    seqlen_k=st.integers(0, 3),
+    sinks=st.lists(st.sampled_from([300.0, -1e4, -128.0, 127.0, 0.5, -np.inf]), min_size=2, max_size=2),
+)
+def test_sinks_of_any_size_over_ranks(ranks, seqlen_k, sinks):
+    """A sink makes lse large where all ranks together have no key, too: row max and row sum are then of no key."""
+    case = ct.Case(seqlen_q=5, seqlen_k=seqlen_k, num_heads=2, head_dim=8, dtype="float32", sinks=True, dlse=True)
+    arrays = case.arrays()
+    arrays["sinks"] = np.array(sinks, np.float32)
+    whole = Whole(case.problem, arrays, case.keywords, {})
+    splits = cd.zigzag(5, ranks), cd.contiguous(seqlen_k, ranks)
+    found = results_of(whole, *splits)
+    judge(whole, found)
+    of_weights = {name: arrays[name] for name in ("q", "k", "sinks")} | {"lse": found["lse"]}
+    found = results_of(whole._replace(arrays=of_weights), *splits, call=reduce_weights, need=())
+    assert (found["indices"][..., seqlen_k:] == -1).all() and not found["key_weights"][..., seqlen_k:].any()
