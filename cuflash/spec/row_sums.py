@@ -90,7 +90,7 @@ def merged(partials: Sequence[Array]) -> tuple[Array, list[Array]]:
     for partial in partials[1:]:  # the unit of a row that has a sum of its own, if there is one
         unit = np.where(unit == 1, partial[..., 2], unit)
     maxima = [
-        partial[..., 0] if (partial[..., 2] == unit).all() else partial[..., 0] * (partial[..., 2] / unit)
+        partial[..., 0] if (partial[..., 2] == unit).all() else partial[..., 0] * partial[..., 2] / unit
         for partial in partials
     ]
     row_max = np.maximum.reduce(maxima)
@@ -122,7 +122,7 @@ def lse_of(row_sums: Array) -> Array:
 def in_units(row_sums: Array, unit: float, dtype: Any) -> Array:
     """Row max in a backend's unit and dtype, and the inverse of the row sum, negative where there is none."""
     row_max, row_sum, own = np.moveaxis(row_sums, -1, 0)
-    converted = np.where(own == unit, row_max, row_max * (own / unit))
+    converted = np.where(own == unit, row_max, row_max * own / unit)
     largest = np.finfo(dtype).max
     rounded = np.clip(converted, -largest, largest).astype(dtype).astype(np.float64)
     inverse = np.exp((rounded - converted) * unit) / row_sum

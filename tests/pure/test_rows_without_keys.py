@@ -82,13 +82,14 @@ def test_rows_in_front_of_a_span(way):
 @given(
     ranks=st.integers(1, 3),
     seqlen_k=st.integers(0, 3),
-    sinks=st.lists(st.sampled_from([300.0, -1e4, -128.0, 127.0, 0.5, -np.inf]), min_size=2, max_size=2),
+    sinks=st.lists(st.sampled_from([5432.1, -1e4, -128.0, 127.0, 0.5, -np.inf]), min_size=2, max_size=2),
+    dtype=st.sampled_from(["float64", "float32"]),
 )
-def test_sinks_of_any_size_over_ranks(ranks, seqlen_k, sinks):
+def test_sinks_of_any_size_over_ranks(ranks, seqlen_k, sinks, dtype):
     """A sink makes lse large where all ranks together have no key, too: row max and row sum are then of no key."""
-    case = ct.Case(seqlen_q=5, seqlen_k=seqlen_k, num_heads=2, head_dim=8, dtype="float32", sinks=True, dlse=True)
+    case = ct.Case(seqlen_q=5, seqlen_k=seqlen_k, num_heads=2, head_dim=8, dtype=dtype, sinks=True, dlse=True)
     arrays = case.arrays()
-    arrays["sinks"] = np.array(sinks, np.float32)
+    arrays["sinks"] = np.array(sinks, dtype)
     whole = Whole(case.problem, arrays, case.keywords, {})
     splits = cd.zigzag(5, ranks), cd.contiguous(seqlen_k, ranks)
     found = results_of(whole, *splits)

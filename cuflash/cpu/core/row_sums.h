@@ -162,7 +162,10 @@ template <class T> struct LogOfWeight {
 template <class T> inline double weight_of_sink(const Scaling<T> &scaling, const RowSum<T> &sum, double sink) {
     const double inverse = sum.inverse;
     // All weights of keys are tiny only compared with a sink of 1.
-    return inverse < TINY_WEIGHT ? 1 : exp_of(sink - double(sum.row_max) * scaling.natural) * inverse;
+    if (inverse < TINY_WEIGHT) return 1;
+    // Where the sink is the row max, only its quotient by the unit is rounded.
+    const bool is_max = double(sum.row_max) == sink / scaling.natural;
+    return (is_max ? 1 : exp_of(sink - double(sum.row_max) * scaling.natural)) * inverse;
 }
 
 }  // namespace
