@@ -68,7 +68,8 @@ def much_work(patch):
 
 def run_python(code, *args, **environment):
     command = [sys.executable, "-c", code, *args]
-    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
+    paths = (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stderr[-4000:]}"
     return ended.stdout

@@ -123,7 +123,8 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if main is not None and is_prepared:  # before the preprocess kernel, which clears what an order needs
         main.family.prepare(draft, main.tile)
         add_block_index(draft, main.tile, "query_index")
-        _add_tile_order(draft, main)
+        if draft.run_time.group_splits == 1:
+            add_tile_order(draft, main.tile, "query_index")
     helper = _add_delta(draft, rows)
     if rows.scores is not None:
         _add_scores(draft, rows)
@@ -420,12 +421,6 @@ def _may_be_ordered(rows: _Rows) -> bool:
     if main is None or main.summed or main.sums_score_args:
         return False
     return main.family.orders_tiles and all(row is None for row in (rows.scores, rows.bias, rows.maxima))
-
-
-def _add_tile_order(draft: Draft, main: _Main) -> None:
-    """Order the tiles of keys by length, where a block-sparse index says it and heads are not split."""
-    if draft.run_time.group_splits == 1:
-        add_tile_order(draft, main.tile, "query_index")
 
 
 def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile, *, is_prepared: bool) -> None:
