@@ -452,7 +452,7 @@ class FlashAttention(Reductions[FunctionT]):
             arrays |= check_given("forward", self.options, score_args)
         random = self.options.random(seed, offset)
         names: tuple[str, ...] = OUTPUTS
-        if want != () or max is not None or entropy is not None:
+        if type(want) is not tuple or want or max is not None or entropy is not None:
             arrays |= {"max": max, "entropy": entropy}
             names = wanted_results(want, arrays)
         result_type = ForwardResult if names is OUTPUTS else named_tuple(ForwardResult, names)

@@ -402,7 +402,7 @@ def double_backward(
     if not isinstance(cotangents, Mapping):
         raise type_error("cotangents", typed(cotangents), "a mapping of names of gradients to arrays")
     # What has a tangent of its own is of the third order, which `jvp` refuses.
-    names = [name for name in cotangents if not name.startswith("td")]
+    names = [name for name in cotangents if not (isinstance(name, str) and name.startswith("td"))]
     check_need(names, (*GRADIENTS, *attn.options.score_gradients), "cotangents")
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
     arrays_of_jvp = {name: x for name, x in arrays.items() if name != "dlse"}

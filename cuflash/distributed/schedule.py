@@ -380,7 +380,7 @@ def make_schedule(
                 for span in spans:
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
-                        expected += ", which batch_invariant=True brings along"
+                        expected += " or batch_invariant=True"
                         raise value_error(name, f"a span {span}", expected)
         why_one_round = "deterministic=True"
     elif why_one_round is None and step != (1, 1):

@@ -111,7 +111,7 @@ def quantize(
     ((2, 1), (2, 5), True)
     """
     named = float8_dtype(dtype)
-    if per not in PER:
+    if not isinstance(per, str) or per not in PER:
         raise value_error("per", repr(per), " or ".join(map(repr, PER)))
     size = as_integer("block", block)
     if size < 1 or size & (size - 1):

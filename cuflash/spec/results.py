@@ -262,32 +262,32 @@ def _named_again(type_: Any, names: tuple[str, ...], values: tuple[Any, ...]) ->
 def wanted_results(want: Collection[str], given: Mapping[str, Array | None]) -> tuple[str, ...]:
     """The results of a forward pass: out, lse, and row reductions that are wanted or have an array to be written to."""
     listed = " or ".join(map(repr, ROW_REDUCTIONS))
-    if isinstance(want, str) or not isinstance(want, Collection):
+    if isinstance(want, str) or not isinstance(want, Collection) or getattr(want, "ndim", 1) != 1:
         raise type_error("want", typed(want), f"a collection of {listed}")
     for name in want:
-        if name not in ROW_REDUCTIONS:
+        if not isinstance(name, str) or name not in ROW_REDUCTIONS:
             raise value_error("want", repr(name), f"{listed}; out and lse are given")
     return (*OUTPUTS, *(name for name in ROW_REDUCTIONS if name in want or given.get(name) is not None))
 
 
 def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     """The passes that are wanted, in order."""
-    if isinstance(passes, str) or not isinstance(passes, Collection):
+    if isinstance(passes, str) or not isinstance(passes, Collection) or getattr(passes, "ndim", 1) != 1:
         raise type_error("passes", typed(passes), f"a collection of {_LISTED_PASSES}")
     for name in passes:
-        if name not in PREPARED_NAMES:
+        if not isinstance(name, str) or name not in PREPARED_NAMES:
             raise value_error("passes", repr(name), _LISTED_PASSES)
-    if not passes:
+    if len(passes) == 0:
         raise value_error("passes", repr(passes), f"one or more of {_LISTED_PASSES}")
     return tuple(pass_ for pass_ in PREPARED if pass_.name in passes)
 
 
 def check_need(need: Collection[str], known: Sequence[str], argument: str = "need") -> None:
     """Raise TypeError or ValueError unless these are names of gradients, of those that a method gives."""
-    if isinstance(need, str) or not isinstance(need, Collection):
+    if isinstance(need, str) or not isinstance(need, Collection) or getattr(need, "ndim", 1) != 1:
         raise type_error(argument, typed(need), "a collection of names of gradients")
     for name in need:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise value_error(argument, repr(name), ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}")
 
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -558,3 +558,22 @@ def test_a_refused_call_leaves_its_results_alone():
 def test_there_are_enough_of_them():
     distinct = {(name, got) for name, _, _, got, _ in BAD_OPTIONS + BAD_INPUTS + BAD_RESULTS + BAD_BACKWARD}
     assert len(distinct) >= 60
+
+
+@pytest.mark.parametrize(
+    "names", [np.zeros((2, 2)), np.zeros(()), np.array([0.5, 1.5]), (np.zeros(2),), np.array("max")]
+)
+@pytest.mark.parametrize("argument", ["want", "need", "passes", "per", "cotangents"])
+def test_arrays_in_place_of_names(argument, names):
+    attn, arrays = cuflash.FlashAttention(), {name: np.ones((1, 2, 3, 4), np.float32) for name in "qkv"}
+    out, lse = attn.forward(**arrays)
+    unnamed, planner = cast("Any", ({0: names}, attn))
+    calls = {
+        "want": lambda: attn.forward(**arrays, want=names),
+        "need": lambda: attn.backward(out, **arrays, out=out, lse=lse, need=names),
+        "passes": lambda: planner.plan(**arrays, passes=names),
+        "per": lambda: cuflash.quantize(arrays["k"], per=names),
+        "cotangents": lambda: cuflash.double_backward(attn, unnamed, out, **arrays),
+    }
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}: got .*, expected "):
+        calls[argument]()
