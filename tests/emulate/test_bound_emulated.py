@@ -64,7 +64,7 @@ def test_caches_grow(arch, options, layout):
     """Slices of longer caches, which one launch serves for 128 lengths, and then another one."""
     attn = cuflash.FlashAttention(**options, layout=layout)
     axis = 2 if layout == "bhsd" else 1
-    q, k, v = (np.ones((2, 3, 300, 32), ml_dtypes.bfloat16).swapaxes(1, axis).copy() for _ in range(3))
+    q, k, v = (np.ones((2, 3, 300, 32), ml_dtypes.bfloat16).swapaxes(1, 3 - axis).copy() for _ in range(3))
     q, k, v = (x.view(DeviceArray) for x in (q[:, :, :1] if axis == 2 else q[:, :1], k, v))
 
     def first(x, length):

@@ -94,7 +94,7 @@ def test_results_of_calls_and_of_candidates(case, arch, monkeypatch):
         arrays = dict.fromkeys(NAMES) | call_of(case, moved) | {"dout": case.arrays(on_device)["dout"]}
         random = tuple(case.random.values()) or (0, 0)
         for pass_, expected in ((JVP, ("tout", "tlse")), (BACKWARD_JVP, ("tdq", "tdk", "tdv"))):
-            own = module._taken(pass_, case.options, arrays, random)
+            own = module._arrays_of(pass_, case.options, arrays, random)
             assert {*own} >= {*of_pass(pass_, arrays, case.options)}
             plans, call_by = module.trials(pass_, case.options, own, random)
             results = dict(zip(pass_.default, result_of(module, plans[-1], call_by), strict=True))
