@@ -365,7 +365,8 @@ def double_backward(
     attn : FlashAttention or ContextParallel
         Over ranks all arrays are this rank's, as its methods take them.
     cotangents : Mapping
-        By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype.
+        By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype. In `jvp` it is the tangent
+        of the input, and errors name it so: tq for "dq".
     dout, q, k, v : array
         As `FlashAttention.backward` took them.
     need : collection of str, default ("tdq", "tdk", "tdv")
