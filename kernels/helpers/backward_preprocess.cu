@@ -219,58 +219,79 @@ CUFLASH_DEVICE void clear_accumulators(const Params& params, const Work& work, i
   }
 }
 
-// [2] Of all rows of a tile.
-CUFLASH_DEVICE void store_delta(const Params& params, const Work& work, int row_stop) {
-  const int head = work.head, lane = ptx::thread_index() % kLanes;
-  const Entry batch = work.batch;
-  const Storage* out = queries_of(params.out, batch, head);
-  const Storage* dout = queries_of(params.dout, batch, head);
-  const Real* lse = row_values_of(params.lse, batch, head);
-  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_values_of(params.dlse, batch, head);
-  const auto dlse_of = [&](int row) {
-    const bool has_keys = row < row_stop && dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity();
-    return has_keys ? dlse[row * params.dlse.row_stride] : 0;
-  };
+// [2] Delta of the rows of a tile, and what else is made of them.
+struct DeltaOfRows {
+  const Params& params;
+  const Work& work;
+  const int row_stop, lane;
+  const Storage *out, *dout;
+  const Real *lse, *dlse;
 #if CUFLASH_TANGENTS
-  const DeltaTangents tangents(params, batch, head);
+  const DeltaTangents tangents;
 #endif
 #if CUFLASH_ROW_REDUCTIONS
-  const ReductionsOfRows reductions(params, batch, head);
+  const ReductionsOfRows reductions;
 #endif
 
-#pragma unroll 1
-  for (int first = ptx::thread_index() / kLanes; first < kBlockM; first += kRowsInFlight * kRowsAtOnce) {
-    Real delta[kRowsInFlight] = {};
-    add_products(delta, params, out, dout, work.block * kBlockM + first, row_stop, lane);
-#pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i) {
-      const int row_of_tile = first + i * kRowsAtOnce, row = work.block * kBlockM + row_of_tile;
-      if (kBlockM % (kRowsInFlight * kRowsAtOnce) != 0 && row_of_tile >= kBlockM) break;
-      Real row_delta = sum_of_lanes(delta[i]);
-#if CUFLASH_ROW_REDUCTIONS
-      reductions.store(row, row_stop, lane, row_delta);
-#endif
-      if (lane == 0) row_stats(params, batch, head, row)[kDelta] = row_delta - dlse_of(row);
+  CUFLASH_DEVICE DeltaOfRows(const Params& params_, const Work& work_, int row_stop_)
+      : params(params_),
+        work(work_),
+        row_stop(row_stop_),
+        lane(ptx::thread_index() % kLanes),
+        out(queries_of(params.out, work.batch, work.head)),
+        dout(queries_of(params.dout, work.batch, work.head)),
+        lse(row_values_of(params.lse, work.batch, work.head)),
+        dlse(params.dlse.data == nullptr ? nullptr : row_values_of(params.dlse, work.batch, work.head))
 #if CUFLASH_TANGENTS
-      tangents.store(row, row_stop, lane, out, dout);
+        ,
+        tangents(params, work.batch, work.head)
 #endif
+#if CUFLASH_ROW_REDUCTIONS
+        ,
+        reductions(params, work.batch, work.head)
+#endif
+  {
+  }
+
+  CUFLASH_DEVICE Real dlse_of(int row) const {
+    const bool has_keys = row < row_stop && dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity();
+    return has_keys ? dlse[row * params.dlse.row_stride] : 0;
+  }
+  CUFLASH_DEVICE void store() const {
+#pragma unroll 1
+    for (int first = ptx::thread_index() / kLanes; first < kBlockM; first += kRowsInFlight * kRowsAtOnce) {
+      Real delta[kRowsInFlight] = {};
+      add_products(delta, params, out, dout, work.block * kBlockM + first, row_stop, lane);
+#pragma unroll
+      for (int i = 0; i < kRowsInFlight; ++i) {
+        const int row_of_tile = first + i * kRowsAtOnce, row = work.block * kBlockM + row_of_tile;
+        if (kBlockM % (kRowsInFlight * kRowsAtOnce) != 0 && row_of_tile >= kBlockM) break;
+        Real row_delta = sum_of_lanes(delta[i]);
+#if CUFLASH_ROW_REDUCTIONS
+        reductions.store(row, row_stop, lane, row_delta);
+#endif
+        if (lane == 0) row_stats(params, work.batch, work.head, row)[kDelta] = row_delta - dlse_of(row);
+#if CUFLASH_TANGENTS
+        tangents.store(row, row_stop, lane, out, dout);
+#endif
+      }
     }
   }
-}
+};
 
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM), thread = ptx::thread_index();
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
   const int row_stop = is_left_over(params, work.batch) ? 0 : seqlen_q_of(params, work.batch);
   const int first_row = work.block * kBlockM;
+  const DeltaOfRows delta(params, work, row_stop);
 #if CUFLASH_ROW_REDUCTIONS
-  const ReductionsOfRows reductions(params, work.batch, work.head);
-  reductions.store_maxima(work.batch, work.head, first_row, row_stop);
+  delta.reductions.store_maxima(work.batch, work.head, first_row, row_stop);
 #endif
 
   const int first = thread / 32 * 16;  // of the rows of this warp, whose lse are loaded ahead of [2]
   const LseStats lse_stats(params, work.batch, work.head, first_row + first, first < kBlockM ? row_stop : 0);
-  store_delta(params, work, row_stop);
+  delta.store();
   store_lse_stats(params, work, row_stop, first, lse_stats);
   clear_accumulators(params, work, num_m_blocks, thread);
 }
