@@ -83,7 +83,7 @@ def with_tangents(trial, arrays, arch):
 
 @pytest.mark.parametrize(
     ("groups", "arch"),
-    zip(SHARES, itertools.cycle(("8.0", "9.0"))),
+    [*zip(SHARES, itertools.cycle(("8.0", "9.0")))],
     ids=lambda x: x if isinstance(x, str) else f"groups from {x[0]}",
 )
 def test_drawn_problems_agree_with_the_oracle(groups, arch):
