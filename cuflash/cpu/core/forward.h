@@ -35,9 +35,6 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                 fused_rows(scaling, tile, keys.first, here, dim, r0, n, buffers);
                 continue;
             }
-        // With AVX-512 it takes longer to ask for lines, nearly all of which are near, than to wait for the rest.
-        if (VECTOR_BYTES < 64)
-            prefetch_next_keys<T>(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);

@@ -26,15 +26,14 @@ template <class T> inline void load_transposed_keys(const KeySlice &keys, T *row
 }
 
 // Rows of v of a tile, of stride `v_stride`: where they lie, or copied to v. They are read again and again, so they are
-// copied where rows have large strides, which fall into the same few sets of the cache, or where their vectors straddle
-// lines of the cache, of which each load then reads two. With AVX-512 the second line costs nothing next to the
-// products of a vector.
+// copied where rows have large strides, which fall into the same few sets of the cache. Vectors may straddle lines of
+// the cache: the second line costs nothing next to the products of a vector.
 template <class T> inline bool has_near_values(const Call &call) {
     const int64_t stride = call.strides[V][2], dim = call.head_dim_v;
     return (stride == dim || stride == -dim) && has_whole_rows<T>(call, V, dim);
 }
 template <class T> inline const T *find_values(const KeySlice &values, T *v, int64_t &v_stride) {
-    if (has_near_values<T>(values.call) && (VECTOR_BYTES == 64 || (uintptr_t)values.row(0) % 64 == 0)) {
+    if (has_near_values<T>(values.call)) {
         v_stride = values.call.strides[V][2];
         return (const T *)values.row(0);
     }
@@ -54,16 +53,15 @@ constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrowe
 constexpr bool MAY_HOLD_TILES = VECTOR_BYTES == 64 && !HAS_BF16X2;
 constexpr int64_t HELD_BYTES = 5 << 19;  // of a thread, at most
 
-// Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two, unless a thread finds
-// them near enough where they lie.
+// Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two, unless they are read
+// where they lie.
 template <class T> struct PackedTiles {
     const Work &work;
     bool has_values;
     int64_t keys_stride, v_stride, count_k, count;  // numbers of k, and of a tile
 
     explicit PackedTiles(const Work &work)
-        : work(work), has_values(MAY_SHARE_PACKED || !has_near_values<T>(work.call)),
-          keys_stride(keys_stride_of<T>(work)) {
+        : work(work), has_values(!has_near_values<T>(work.call)), keys_stride(keys_stride_of<T>(work)) {
         const Sizes<T> sizes(work.call);
         v_stride = sizes.dim_v + 64 / int64_t(sizeof(T));
         count_k = sizes.dim * keys_stride;
@@ -80,6 +78,10 @@ template <class T> struct PackedTiles {
         if (has_values)
             load_keys({keys.call, V, keys.entry, keys.head_kv, keys.first, keys.count}, packed + count_k, v_stride,
                       keys.count);
+    }
+    Tile<T> tile(const Entry &entry, int64_t head_kv, int64_t first, const T *packed) const {
+        if (has_values) return {packed, packed + count_k, v_stride, nullptr};
+        return {packed, (const T *)key_address(work.call, V, entry, head_kv, first), work.call.strides[V][2], nullptr};
     }
 };
 
@@ -131,14 +133,12 @@ template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks)
 template <class T>
 inline Tile<T> held_tile(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
                          ForwardBuffers<T> &buffers) {
-    const Call &call = work.call;
     const PackedTiles<T> tiles(work);
     const int64_t index = first / work.keys_per_tile, count = smaller(work.keys_per_tile, entry.seqlen_k - first);
     T *packed = buffers.held + index * tiles.count;
-    if (!buffers.is_held[index]) tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, packed);
+    if (!buffers.is_held[index]) tiles.pack({work.call, K, entry, head_kv, first, count}, buffers.rows, packed);
     buffers.is_held[index] = true;
-    if (tiles.has_values) return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
-    return {packed, (const T *)key_address(call, V, entry, head_kv, first), call.strides[V][2], nullptr};
+    return tiles.tile(entry, head_kv, first, packed);
 }
 
 template <class T>
@@ -150,8 +150,7 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     const KeySlice keys = {call, K, entry, head_kv, first, count}, values = {call, V, entry, head_kv, first, count};
     if (MAY_SHARE_PACKED && work.packed.shared) {
         const PackedTiles<T> tiles(work);
-        const T *packed = tiles.at(entry, head_kv, first);
-        return {packed, packed + tiles.count_k, tiles.v_stride, nullptr};
+        return tiles.tile(entry, head_kv, first, tiles.at(entry, head_kv, first));
     }
     if (MAY_HOLD_TILES && work.packed.are_held) return held_tile(work, entry, head_kv, first, buffers);
     if constexpr (MAY_USE_TILES<T>)
@@ -170,35 +169,6 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     Tile<T> tile = {k_t, nullptr, 0, nullptr};
     tile.v = find_values(values, v, tile.v_stride);
     return tile;
-}
-
-// Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
-// do: the slice of rows `begin` to `end` among `rows` rows.
-template <class T>
-ALWAYS_INLINE void prefetch_next_keys(const Work &work, const Entry &entry, int64_t head_kv, int64_t first,
-                                      int64_t begin, int64_t end, int64_t rows) {
-    const Call &call = work.call;
-    if (MAY_SHARE_PACKED && work.packed.shared) {
-        if (first >= entry.seqlen_k) return;
-        const PackedTiles<T> tiles(work);
-        const char *tile = (const char *)tiles.at(entry, head_kv, first);
-        const int64_t lines = tiles.bytes(1) / 64;
-        for (int64_t x = begin * lines / rows; x < end * lines / rows; ++x) __builtin_prefetch(tile + x * 64, 0, 2);
-        return;
-    }
-    const int64_t size = size_of(call.kv_dtype), count = smaller(work.keys_per_tile, entry.seqlen_k - first);
-    if (count <= 0 || call.strides[K][3] != 1 || call.strides[V][3] != 1) return;
-    const int64_t start = first + begin * count / rows, stop = first + end * count / rows;
-    auto fetch = [&](Array array, int64_t bytes) __attribute__((always_inline)) {
-        const char *row = nullptr;
-        const int64_t step = call.strides[array][2] * size;
-        for (int64_t j = start; j < stop; ++j) {
-            row = j == start || call.page_size ? key_address(call, array, entry, head_kv, j) : row + step;
-            for (int64_t x = 0; x < bytes; x += 64) __builtin_prefetch(row + x, 0, 2);
-        }
-    };
-    fetch(K, call.head_dim * size);
-    fetch(V, call.head_dim_v * size);
 }
 
 }  // namespace

@@ -107,12 +107,12 @@ NOINLINE void load_signed_rows(const Call &call, Array array, const Entry &entry
 }
 
 // Whether rows of q or dout of a block can be read where they lie, as rows of `dtype`: one head has them, and they are
-// `unit` or a multiple of it long and adjacent. With AVX-512 a copy takes a hundredth of a short call.
+// `unit` or a multiple of it long and adjacent. A copy takes a hundredth of a short call.
 inline bool are_adjacent_rows(const Call &call, Array array, const Block &block, int64_t dtype, int64_t dim,
                               int64_t unit) {
     const int64_t *strides = call.strides[array];
-    return VECTOR_BYTES == 64 && block.num_heads == 1 && call.dtype == dtype && strides[3] == 1 && strides[2] == dim &&
-           dim % unit == 0 && !has_negative_rows(call, array);
+    return block.num_heads == 1 && call.dtype == dtype && strides[3] == 1 && strides[2] == dim && dim % unit == 0 &&
+           !has_negative_rows(call, array);
 }
 
 // Rows of q or dout: where they lie, or loaded to `space`.
