@@ -314,7 +314,7 @@ def emulated(arch: str) -> Iterator[Ranks]:
         patch.setattr(merging, "merge", lambda outs, lses: merge(of_numpy(outs), of_numpy(lses)))
         patch.setattr(call.Call, "as_callers", lambda self, results, own: of_numpy(results))
         patch.setattr(importlib.import_module("cuflash.gpu.reductions"), "module_of", lambda array: CUPY)
-        patch.setattr(rank, "Slices", functools.partial(EmulatedSlices, module=found._module))
+        patch.setattr(rank, "Slices", functools.partial(EmulatedSlices, module=found.backend))
         yield Ranks(to_numpy=np.asarray, timeout=300)
 
 

@@ -231,5 +231,5 @@ def streaming(name: str, *, late: bool = True, pinned: bool = True) -> Iterator[
         yield Streams(cupy.asarray, pinned_copy if pinned else untouched, untouched, cupy.asnumpy)
     else:
         arch = name.removeprefix("emulated ")
-        with launcher(arch, computes=True) as found, emulated(found._module, late=late, pinned=pinned) as device:
+        with launcher(arch, computes=True) as found, emulated(found.backend, late=late, pinned=pinned) as device:
             yield ON_CPU._replace(launcher=found, device=device)

@@ -78,7 +78,7 @@ def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> DeviceArray:
 class Launcher:
     """What `cuflash.gpu.backend` plans and launches. Kernels that it `launched` have run only if it `computes`."""
 
-    _module: Any  # `cuflash.gpu.backend`
+    backend: Any  # `cuflash.gpu.backend`, as it is imported with a stand-in for CuPy
 
     def __init__(self, computes: bool) -> None:
         self._computes = computes
@@ -89,14 +89,14 @@ class Launcher:
         self._loaded: list[KernelSpec] = []
 
     def plan(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> LaunchPlan:
-        found: LaunchPlan = getattr(self._module.plan(options, self._given(BACKWARD, arrays), need), pass_.name)
+        found: LaunchPlan = getattr(self.backend.plan(options, self._given(BACKWARD, arrays), need), pass_.name)
         return found
 
     def call(
         self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
         given = self._given(pass_, arrays)
-        found = self._module.compute(pass_, options, given, need if pass_ is BACKWARD else pass_.default, random)
+        found = self.backend.compute(pass_, options, given, need if pass_ is BACKWARD else pass_.default, random)
         return tuple(x.view(np.ndarray) for x in found)
 
     def _given(self, pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Launcher:
         self.launched.append(spec)
         if not (self._computes or self.keeps_arguments):
             return
-        launches = self._module._launches.values()
+        launches = self.backend._launches.values()
         (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
         nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
         if spec.target == "sm_90a":
@@ -180,7 +180,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         )
         module: Any = importlib.import_module("cuflash.gpu.backend")  # it imports those of the device
         _replace(module, with_resources=lambda plan: plan, encoder=encoder)  # the first one compiles for a GPU
-        found._module = module
+        found.backend = module
         yield found
     finally:
         for name, previous in before.items():
@@ -204,12 +204,11 @@ def _replace(module: ModuleType, **stand_ins: Any) -> None:
 def device(arch: str, *, computes: bool = False) -> Iterator[Launcher]:
     """A launcher behind the interface. Calls have the same number, and the same scratch memory."""
     with launcher(arch, computes=computes) as launches:
-        backend: Any = sys.modules["cuflash.gpu.backend"]
-        backend._calls = itertools.repeat(7)
+        launches.backend._calls = itertools.repeat(7)
         launches.keeps_arguments = True
         cuda = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
         cuda.alloc = functools.cache(cuda.alloc)
-        backend_of = {"cupy": backend}.__getitem__
+        backend_of = {"cupy": launches.backend}.__getitem__
         with mock.patch.object(dispatch, "backend_of", backend_of):
             yield launches
 

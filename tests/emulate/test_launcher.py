@@ -1,6 +1,5 @@
 """The kernels that `plan` names are those that a call launches and those that the emulator runs, on any arrays."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -105,8 +104,8 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
         attn.plan(q, k, v, **optional)
         return {"out": out, "lse": lse, **attn.backward(dout, q, k, v, out, lse, need=need, **optional)._asdict()}
 
-    with launcher(arch, computes=True):
-        monkeypatch.setattr(dispatch, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
+    with launcher(arch, computes=True) as launches:
+        monkeypatch.setattr(dispatch, "backend_of", {"cupy": launches.backend}.__getitem__)
         on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
         found = results(on_device, np.array(starts, np.int64).view(DeviceArray))
         assert all(type(x) is DeviceArray for x in found.values())

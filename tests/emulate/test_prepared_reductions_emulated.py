@@ -1,7 +1,6 @@
 """plan, compile and tuning of reductions of the weights, on a device that is the emulator: what runs is planned."""
 
 import contextlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,9 +53,8 @@ XP = Xp(
 def device(arch, monkeypatch, *, computes):
     """The launcher, which the interface takes for that of CuPy's arrays."""
     with launcher(arch, computes=computes) as launches, monkeypatch.context() as patch:
-        backend = sys.modules["cuflash.gpu.backend"]
         reductions = pytest.importorskip("cuflash.gpu.reductions")
-        patch.setattr(dispatch, "backend_of", {"cupy": backend}.__getitem__)
+        patch.setattr(dispatch, "backend_of", {"cupy": launches.backend}.__getitem__)
         patch.setattr(dispatch, "reductions_of", {"cupy": reductions}.__getitem__)
         for module in (preparation, spec, without_values, reductions):
             patch.setattr(module, "module_of", lambda array: XP)

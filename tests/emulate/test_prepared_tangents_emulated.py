@@ -1,7 +1,6 @@
 """plan, compile and tuning of passes with tangents, on a device that is the emulator: what runs is what is planned."""
 
 import contextlib
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +31,8 @@ def on_device(array: np.ndarray) -> DeviceArray:
 def device(arch, monkeypatch, *, computes):
     """The launcher, which the interface takes for that of CuPy's arrays."""
     with launcher(arch, computes=computes) as launches, monkeypatch.context() as patch:
-        patch.setattr(dispatch, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
-        yield launches, sys.modules["cuflash.gpu.backend"]
+        patch.setattr(dispatch, "backend_of", {"cupy": launches.backend}.__getitem__)
+        yield launches, launches.backend
 
 
 def call_of(case, moved) -> dict[str, Any]:

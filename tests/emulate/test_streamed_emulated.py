@@ -66,7 +66,7 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
     optional = {name: x for name, x in arrays.items() if name not in REQUIRED}
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(name[:3], computes=False) as found:
-        module = found._module
+        module = found.backend
         monkeypatch.setattr(module, "_keep", lambda kept, key, launch: run.append(launch.plan))
         monkeypatch.setattr(module, "Stopwatch", lambda call_by: call_by)
         monkeypatch.setattr(tuning, "tune", tune)
@@ -102,7 +102,7 @@ def test_chunks_weigh_what_their_keys_do_where_scores_are_large(name, emulated):
         arrays["sinks"][...] = -1e9
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(name[:3], computes=True) as found:
-        emulated(found._module, late=True, pinned=False)
+        emulated(found.backend, late=True, pinned=False)
         keys, optional = cuflash.streamed(k, v, chunk=128), ct.optional(arrays)
         out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **optional))
         need = ("dq", "dk", "dv", *(["dsinks"] if case.sinks else []))
@@ -132,7 +132,7 @@ def test_row_reductions_of_chunks_by_the_kernels_keep_the_oracle_rule(name, how,
     assert gap_is_clear(case) or "max" not in case.row_reductions
     with launcher(name[:3], computes=True) as found:
         sys.modules["cupy"].__dict__["ElementwiseKernel"] = ElementwiseKernel
-        emulated(found._module, **how)
+        emulated(found.backend, **how)
         results = row_reductions_of(case, keys_of=functools.partial(cuflash.streamed, chunk=128))
     ct.assert_forward(case, **results.forward)
     ct.assert_backward(case, **results.gradients)
@@ -146,7 +146,7 @@ def test_reductions_of_weights_of_chunks_by_the_kernels_keep_the_oracle_rule(nam
     q, k = arrays.pop("q"), cuflash.streamed(arrays.pop("k"), None, chunk=128)
     weights = np.random.default_rng(0).standard_normal(lse.shape).astype(lse.dtype)
     with launcher(name[:3], computes=True) as found:
-        emulated(found._module, late=True, pinned=False)
+        emulated(found.backend, late=True, pinned=False)
         sums = attn.column_sums(q, k, lse, weights, **arrays)
         largest = attn.column_max(q, k, lse, **arrays)
         top = attn.top_keys(q, k, lse, 3, **arrays)
@@ -159,7 +159,7 @@ def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded(emulat
     attn: Any = case.attention
     for dtype in (case.arrays["table"].dtype, np.float32):
         with launcher("9.0", computes=True) as launched:
-            emulated(launched._module, late=True, pinned=True)
+            emulated(launched.backend, late=True, pinned=True)
             keys, table = cuflash.streamed(k, v, chunk=128), case.arrays["table"].astype(dtype)
             out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, table=table))
             results = attn.backward(case.arrays["dout"], q, *keys, out, lse, table=table, need=("dtable",))
@@ -173,7 +173,7 @@ def test_keys_that_heads_share_are_not_read_where_they_are(emulated):
     q, k, v = ct.qkv(case.arrays())
     attn: Any = cuflash.FlashAttention()
     with launcher("8.0", computes=False) as found:
-        emulated(found._module, late=True, pinned=True)
+        emulated(found.backend, late=True, pinned=True)
         assert attn.plan(q, *cuflash.streamed(k, v)).ways["forward"] == "pinned"
 
 
@@ -210,14 +210,14 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
     with launcher(arch, computes=False) as found:
         monkeypatch.setattr("tests.emulate.launcher.allocated", meter.allocated)
         keys = cuflash.streamed(k, v, chunk=128)
-        emulated(found._module, late=True, pinned=pinned)
+        emulated(found.backend, late=True, pinned=pinned)
         plan = attn.plan(q, *keys, need=need, **optional)
         assert plan.ways["forward"] == ("pinned" if pinned else "staged")
         most = in_bytes(plan.device_bytes("backward"))
         assert f"{most} on the device at most: k and v " in plan.describe(width=0)
         out, lse = (arrays["dout"].copy(), np.zeros(case.problem.lse_shape, np.float32))
         for pass_ in ("forward", "backward"):
-            emulated(found._module, late=True, pinned=pinned)
+            emulated(found.backend, late=True, pinned=pinned)
             gc.collect()
             meter.now = meter.most = 0
             if pass_ == "forward":
