@@ -12,7 +12,8 @@ from typing import Any
 
 import cupy
 
-from cuflash.gpu import backend
+from cuflash.gpu import launch_cache
+from cuflash.gpu.launch import Launch
 from cuflash.gpu.signature import form_of
 from cuflash.spec.batch_axes import Axes
 from cuflash.spec.options import Options
@@ -29,9 +30,9 @@ class BoundLaunch:
 
     def __init__(self, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
         self._options, self._need = options, need
-        self._bound: tuple[Any, Any, list[type]] | None = None  # the launch, its arrays of a call, and their types
+        self._bound: tuple[Launch, Any, list[type]] | None = None  # the launch, its arrays of a call, and their types
         self.bind(arrays)
-        backend.bound_launches.add(weakref.ref(self, backend.bound_launches.discard))
+        launch_cache.bound_launches.add(weakref.ref(self, launch_cache.bound_launches.discard))
 
     @property
     def is_bound(self) -> bool:
@@ -41,7 +42,7 @@ class BoundLaunch:
     def bind(self, arrays: Mapping[str, Any]) -> None:
         """Bind such arrays in place of those before."""
         with cupy.cuda.Device(arrays["q"].data.device_id):
-            launch_or_axes = backend.find_launch(FORWARD, self._options, arrays, self._need)
+            launch_or_axes = launch_cache.find_launch(FORWARD, self._options, arrays, self._need)
         if isinstance(launch_or_axes, Axes) or launch_or_axes[0].copied:
             self._bound = None
             return
@@ -61,4 +62,4 @@ class BoundLaunch:
         values = in_order(arrays)
         if [*map(type, values)] != types:
             return None
-        return backend.repeat_launch(launch, values, [*map(form_of, values)], random)
+        return launch.repeat(values, [*map(form_of, values)], random)

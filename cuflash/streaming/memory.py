@@ -51,9 +51,9 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
 @functools.lru_cache(maxsize=256)
 def _reads_keys_once(options: Options, signature: tuple[Any, ...], device_id: int) -> bool:
     """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
-    launch = importlib.import_module("cuflash.gpu.backend")
+    gpu_backend = importlib.import_module("cuflash.gpu.backend")
     binding = cpu_backend.bind_signature(FORWARD, options, signature, OUTPUTS)
-    plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), FORWARD, **binding.layout)
+    plan = gpu_backend.tuned_plan(binding.problem, gpu_backend.device_spec(device_id), FORWARD, **binding.layout)
     families = importlib.import_module("cuflash.plan.architectures").FAMILIES
     return bool(families[type(plan.tiles[0])].reads_keys_once)
 
@@ -216,9 +216,9 @@ def _launch_plan(
     """The plan of a call on a chunk, and the bytes of arrays that it copies."""
     options, arrays = call_on(run, chunk, need, keys)
     binding = bind(pass_, options, arrays, need=need)
-    launch = importlib.import_module("cuflash.gpu.backend")
-    device = launch.device_spec(run.arrays["q"].data.device_id)
-    plan: LaunchPlan = launch.tuned_plan(binding.problem, device, pass_, **binding.layout)
+    gpu_backend = importlib.import_module("cuflash.gpu.backend")
+    device = gpu_backend.device_spec(run.arrays["q"].data.device_id)
+    plan: LaunchPlan = gpu_backend.tuned_plan(binding.problem, device, pass_, **binding.layout)
     return plan, sum(_rounded(arrays[name].nbytes) for name in binding.copied)
 
 

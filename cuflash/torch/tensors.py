@@ -84,9 +84,9 @@ def _cupy() -> Any:
 
 
 @functools.cache
-def _launches() -> ModuleType:
-    """The module that launches, and repeats launches; it imports CuPy."""
-    return importlib.import_module("cuflash.gpu.backend")
+def _repeated_launches() -> ModuleType:
+    """The module that repeats launches by addresses; it imports CuPy."""
+    return importlib.import_module("cuflash.gpu.repeated_launches")
 
 
 @functools.cache
@@ -146,10 +146,10 @@ def _run_cuda(
     q = tensors[0]
     if not q.is_cuda:
         raise device_error(q)
-    cupy, backend, index = _cupy(), _launches(), q.get_device()
+    cupy, launches, index = _cupy(), _repeated_launches(), q.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     signature, addresses = _signature_of(pass_name, call, tensors)
-    repeated = backend.repeated_launch(signature)
+    repeated = launches.repeated_launch(signature)
     if repeated is not None:
         repeated_results = _repeat(repeated, call.attn.options.random(seed, offset), stream, tensors, addresses)
         if repeated_results is not None:
@@ -167,7 +167,7 @@ def _run_cuda(
             arrays[name] = cupy_view(x)
         method = getattr(call.attn, pass_name)
         if _is_repeatable(call, tensors, results):
-            with backend.remembered(signature, tuple(arrays.values()), _models_of(call, tensors, results)):
+            with launches.remembered(signature, tuple(arrays.values()), _models_of(call, tensors, results)):
                 method(**keywords, **arrays)
         else:
             method(**keywords, **arrays)

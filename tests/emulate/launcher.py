@@ -1,4 +1,4 @@
-"""`cuflash.gpu.backend` on the emulator: as much of CuPy and of the driver as the launcher asks for."""
+"""`cuflash.gpu.backend` on the emulator: as much of CuPy and of the driver as launches ask for."""
 
 import ctypes
 import functools
@@ -54,7 +54,7 @@ class Pointer(NamedTuple):
 
 
 class DeviceArray(np.ndarray):
-    """An array with as much of the interface of CuPy's as the launcher looks at; new memory unless it is given."""
+    """An array with as much of the interface of CuPy's as launches look at; new memory unless it is given."""
 
     def __new__(cls, shape: tuple[int, ...], dtype: Any, at: "Pointer | None" = None) -> Any:
         if at is not None:
@@ -78,7 +78,11 @@ def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> DeviceArray:
 class Launcher:
     """What `cuflash.gpu.backend` plans and launches. Kernels that it `launched` have run only if it `computes`."""
 
-    backend: Any  # `cuflash.gpu.backend`, as it is imported with a stand-in for CuPy
+    # Modules of `cuflash.gpu`, as they are imported with a stand-in for CuPy.
+    backend: Any
+    launch: Any
+    launch_cache: Any
+    repeated_launches: Any
 
     def __init__(self, computes: bool) -> None:
         self._computes = computes
@@ -119,7 +123,7 @@ class Launcher:
         self.launched.append(spec)
         if not (self._computes or self.keeps_arguments):
             return
-        launches = self.backend._launches.values()
+        launches = self.launch_cache._launches.values()
         (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
         nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
         if spec.target == "sm_90a":
@@ -163,7 +167,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: Pointer((memory := allocated(nbytes)).ctypes.data, memory),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    modules = ("device", "backend", "bound", "timing", "reductions")
+    modules = ("device", "launch", "launch_cache", "repeated_launches", "backend", "bound", "timing", "reductions")
     replaced = ("cupy", *(f"cuflash.gpu.{name}" for name in modules))
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules["cupy"] = cupy
@@ -178,9 +182,10 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
             load_function=found.load,
             cuda_driver=lambda: SimpleNamespace(cuLaunchKernelEx=None),
         )
-        module: Any = importlib.import_module("cuflash.gpu.backend")  # it imports those of the device
-        _replace(module, with_resources=lambda plan: plan, encoder=encoder)  # the first one compiles for a GPU
-        found.backend = module
+        for name in ("launch", "launch_cache", "repeated_launches", "backend"):  # they import those of the device
+            setattr(found, name, importlib.import_module(f"cuflash.gpu.{name}"))
+        _replace(found.launch, encoder=encoder)
+        _replace(found.backend, with_resources=lambda plan: plan)  # it compiles for a GPU
         yield found
     finally:
         for name, previous in before.items():
@@ -204,7 +209,7 @@ def _replace(module: ModuleType, **stand_ins: Any) -> None:
 def device(arch: str, *, computes: bool = False) -> Iterator[Launcher]:
     """A launcher behind the interface. Calls have the same number, and the same scratch memory."""
     with launcher(arch, computes=computes) as launches:
-        launches.backend._calls = itertools.repeat(7)
+        launches.launch._call_numbers = itertools.repeat(7)
         launches.keeps_arguments = True
         cuda = sys.modules["cupy"].cuda  # type: ignore[attr-defined]
         cuda.alloc = functools.cache(cuda.alloc)

@@ -52,7 +52,7 @@ class EmulatedSlices(Slices):
     def backend(self) -> Any:
         def call(name: str, options: Any, arrays: Any, *others: Any, pass_: Any = (), **keywords: Any) -> Any:
             with _one_at_a_time:
-                self.module.forget_launches()
+                importlib.import_module("cuflash.gpu.launch_cache").forget_launches()
                 given = {of: x if x is None or of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
                 return getattr(self.module, name)(*pass_, options, given, *others, **keywords)
 
@@ -68,7 +68,7 @@ class EmulatedSlices(Slices):
 
         def compute(pass_: Any, options: Any, arrays: Any, *count: int) -> Any:
             with _one_at_a_time:
-                self.module.forget_launches()
+                importlib.import_module("cuflash.gpu.launch_cache").forget_launches()
                 given = {of: x if of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
                 return module.compute(pass_, options, given, *count)
 

@@ -1,8 +1,6 @@
 """Bound calls on a device launch what `forward` launches, with the same arguments, and look nothing up."""
 
 import gc
-import sys
-from typing import Any
 from unittest import mock
 
 import ml_dtypes
@@ -111,32 +109,31 @@ def test_forgotten_launches_are_planned_again(arch):
     q, k, v = (np.ones((2, 3, 30, 32), ml_dtypes.bfloat16).view(DeviceArray) for _ in range(3))
     attn = cuflash.FlashAttention()
     with device(arch) as launches:
-        backend: Any = sys.modules["cuflash.gpu.backend"]
+        cache = launches.launch_cache
         bound = [attn.bind(q, k, v)]
         assert not arguments_of(launches, lambda: bound[0](q, k, v))[2]
-        backend.forget_launches()
-        with mock.patch.object(backend, "tuned_plan", wraps=backend.tuned_plan) as planned:
+        cache.forget_launches()
+        with mock.patch.object(cache, "tuned_plan", wraps=cache.tuned_plan) as planned:
             for number in range(3):
                 kernels, _, is_prepared = arguments_of(launches, lambda: bound[0](q, k, v))
                 assert kernels
                 assert is_prepared == (number == 0)
                 assert planned.call_count == 1
-        assert len(backend.bound_launches) == 1
+        assert len(cache.bound_launches) == 1
         bound.clear()
         gc.collect()
-        assert not backend.bound_launches
-        backend.forget_launches()
+        assert not cache.bound_launches
+        cache.forget_launches()
 
 
 @pytest.mark.one_in(1)
 def test_calls_that_are_more_than_a_launch_are_looked_up_once():
     case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=40, dtype="bfloat16", strides="transposed")
-    with device("9.0"):
-        backend: Any = sys.modules["cuflash.gpu.backend"]
+    with device("9.0") as launches:
         q, k, v = (case.arrays()[name].view(DeviceArray) for name in "qkv")
         bound = cuflash.FlashAttention().bind(q, k, v)
         assert not is_one_launch(bound, {"q": q, "k": k, "v": v})
-        with mock.patch.object(backend, "find_launch", wraps=backend.find_launch) as found:
+        with mock.patch.object(launches.launch_cache, "find_launch", wraps=launches.launch_cache.find_launch) as found:
             for number in (1, 2):
                 bound(q, k, v)
                 assert found.call_count == number

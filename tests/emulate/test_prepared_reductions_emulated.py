@@ -113,14 +113,14 @@ def test_results_of_candidates(arch, monkeypatch):
     case = ct.Case(seqlen_q=70, seqlen_k=90, num_heads=2, head_dim=32, dtype="bfloat16", causal=True, batch=2)
     attn, arrays, own = calls_of(case, 16)
     weights = np.asarray(own["column_sums"]["weights"])
-    with device(arch, monkeypatch, computes=True) as (_, module):
-        monkeypatch.setattr(module.backend, "tuned", lambda *given, results, **how: (given, results))
+    with device(arch, monkeypatch, computes=True) as (launches, module):
+        monkeypatch.setattr(launches.backend, "tuned", lambda *given, results, **how: (given, results))
         monkeypatch.setattr(module, "Tuning", lambda **found: found)
         found = {}
         for pass_ in REDUCTIONS[:3]:
             tuned: Any = attn.tune(**arrays, v=None, passes=[pass_.name], **own[pass_.name])
             given, results = tuned[pass_.name]
-            plans, call_by = module.backend.trials(*given, (0, 0), results)
+            plans, call_by = launches.backend.trials(*given, (0, 0), results)
             assert len(plans) > 1
-            found[pass_] = [np.array(x) for x in result_of(module.backend, plans[-1], call_by)]
+            found[pass_] = [np.array(x) for x in result_of(launches, plans[-1], call_by)]
     judge(case, weights, found[COLUMN_SUMS][0], found[COLUMN_MAX][0], found[TOP_KEYS])

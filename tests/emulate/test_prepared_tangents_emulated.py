@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def device(arch, monkeypatch, *, computes):
     """The launcher, which the interface takes for that of CuPy's arrays."""
     with launcher(arch, computes=computes) as launches, monkeypatch.context() as patch:
         patch.setattr(dispatch, "backend_of", {"cupy": launches.backend}.__getitem__)
-        yield launches, launches.backend
+        yield launches
 
 
 def call_of(case, moved) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def test_the_kernels_of_a_plan_are_those_that_run(arch, monkeypatch):
         call, attn = call_of(case, moved), cuflash.FlashAttention(**case.keywords)
         if not any(name.startswith("t") for name in call):
             return
-        with device(arch, monkeypatch, computes=False) as (launches, _):
+        with device(arch, monkeypatch, computes=False) as launches:
             plans: Any = attn.plan(**call, passes=PASSES)
             assert plans.forward is plans.backward is None
             planned = [kernel for plan in (plans.jvp, plans.backward_jvp) for kernel in plan.kernels if kernel.grid]
@@ -66,35 +67,34 @@ def test_the_kernels_of_a_plan_are_those_that_run(arch, monkeypatch):
     every_call()
 
 
-def result_of(module, plan, call_by):
+def result_of(launches, plan, call_by):
     """The results of a plan that tuning tries, whose launch the launcher knows as those of calls."""
 
     def launch_of(*arguments):
-        launch = module._launches["tried"] = original(*arguments)
+        launch = known["tried"] = original(*arguments)
         return launch
 
-    original = module._launch_of
-    module._launches.clear()
-    module._launch_of = launch_of
+    known, original = launches.launch_cache._launches, launches.launch.Launch.of
+    known.clear()
     try:
-        return call_by(plan)()
+        with mock.patch.object(launches.launch.Launch, "of", launch_of):
+            return call_by(plan)()
     finally:
-        module._launch_of = original
-        module._launches.clear()
+        known.clear()
 
 
 @pytest.mark.parametrize(("case", "arch"), [(replace(CASES[0], dlse=False), "8.0"), (CASES[3], "9.0")], ids=["a", "b"])
 def test_results_of_calls_and_of_candidates(case, arch, monkeypatch):
     """Through the launcher: pointers of tangents and of row_tangents; and tuning runs its plans on the same arrays."""
     moved = Moved(names=("q", "k", "v"))
-    with device(arch, monkeypatch, computes=True) as (_, module):
+    with device(arch, monkeypatch, computes=True) as launches:
         found = tangents_by(cuflash.FlashAttention(**case.keywords), case, moved, convert=on_device)
         assert_tangents(case, moved, {name: np.asarray(x) for name, x in found.items()})
         arrays = dict.fromkeys(NAMES) | call_of(case, moved) | {"dout": case.arrays(on_device)["dout"]}
         random = tuple(case.random.values()) or (0, 0)
         for pass_, expected in ((JVP, ("tout", "tlse")), (BACKWARD_JVP, ("tdq", "tdk", "tdv"))):
-            own = module._arrays_of(pass_, case.options, arrays, random)
+            own = launches.backend._arrays_of(pass_, case.options, arrays, random)
             assert {*own} >= {*of_pass(pass_, arrays, case.options)}
-            plans, call_by = module.trials(pass_, case.options, own, random)
-            results = dict(zip(pass_.default, result_of(module, plans[-1], call_by), strict=True))
+            plans, call_by = launches.backend.trials(pass_, case.options, own, random)
+            results = dict(zip(pass_.default, result_of(launches, plans[-1], call_by), strict=True))
             assert_tangents(case, moved, {name: np.asarray(results[name]) for name in expected})

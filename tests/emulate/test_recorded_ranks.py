@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import importlib
 import sys
 import threading
 import weakref
@@ -174,22 +173,21 @@ def test_calls_are_planned_anew_once_launches_are_forgotten(repeated, monkeypatc
     """As those of one device are, where tuning has found other kernels."""
     case, split, need = CASES["9.0"], cd.zigzag(128, 2), ("dq", "dk", "dv")
     whole, planned = Whole.of(case), []
-    with launcher("9.0", computes=True):
+    with launcher("9.0", computes=True) as launches:
         extend(sys.modules["cupy"])
-        backend = importlib.import_module("cuflash.gpu.backend")
-        plan = backend.tuned_plan
+        plan = launches.launch_cache.tuned_plan
 
         def logged(*args, **how):
             planned.append(args)
             return plan(*args, **how)
 
-        monkeypatch.setattr(backend, "tuned_plan", logged)
+        monkeypatch.setattr(launches.launch_cache, "tuned_plan", logged)
         comms = cd.threads(2)
         attns: list[Any] = [cd.ContextParallel(comm, split=split, steps=2, **case.keywords) for comm in comms]
         counts, shards = [0], Shards(whole, split, split)
         for forgets in (False, False, True, False):
             if forgets:
-                backend.forget_launches()
+                launches.launch_cache.forget_launches()
             found = on_ranks(comms, lambda rank: compute(attns[rank], case, own_of(whole, split, rank), need))
             judge(case, shards.whole([{name: x.get() for name, x in own.items()} for own in found]))
             counts.append(len(planned))

@@ -28,14 +28,9 @@ ARCHS = ("8.0", "9.0")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def gpu_backend():
-    backend: Any = sys.modules["cuflash.gpu.backend"]
-    return backend
-
-
 def first_call(launches, call):
     """What a call launches that finds nothing of those before."""
-    gpu_backend().forget_launches()
+    launches.launch_cache.forget_launches()
     kept_frames.clear()
     found = arguments_of(launches, call)
     assert found[2]
@@ -70,11 +65,11 @@ def test_calls_that_alternate(pass_, data, arch):
 
         choices = [original, elsewhere, aside]
         expected = [first_call(launches, call(given)) for given in choices]
-        gpu_backend().forget_launches()
-        is_copied = any(launch.copied for launch in gpu_backend()._launches.values())
+        launches.launch_cache.forget_launches()
+        is_copied = any(launch.copied for launch in launches.launch_cache._launches.values())
         for number in data.draw(st.lists(st.sampled_from(range(3)), min_size=4, max_size=8)):
             kernels, words, _ = arguments_of(launches, call(choices[number]))
-            is_copied |= any(launch.copied for launch in gpu_backend()._launches.values())
+            is_copied |= any(launch.copied for launch in launches.launch_cache._launches.values())
             assert kernels == expected[number][0]
             assert words == expected[number][1] or is_copied  # kernels read copies elsewhere
 
@@ -106,7 +101,7 @@ def test_nothing_is_looked_up(arch):
                 found, _, is_prepared = arguments_of(launches, call)
                 assert found == kernels
                 assert not is_prepared
-        gpu_backend().forget_launches()
+        launches.launch_cache.forget_launches()
         assert arguments_of(launches, call)[2]
 
 
@@ -125,7 +120,7 @@ def test_caches_grow(arch, options):
 
         lengths = (100, 101, 101, 127, 128, 129, 250, 130, 300, 100, 2, 1, 0, 300, 2, 1, 0, 100)
         expected = [first_call(launches, call(length)) for length in lengths]
-        gpu_backend().forget_launches()
+        launches.launch_cache.forget_launches()
         for number, length in enumerate(lengths):
             kernels, words, is_prepared = arguments_of(launches, call(length))
             assert (kernels, words) == expected[number]
@@ -156,7 +151,7 @@ def test_maps_reach_over_no_more_than_the_memory_of_the_call():
         choices = [(length, *caches) for length in (600, 620) for caches in ((k, v), (k,), ())]
         expected = [first_call(launches, call(attn.forward, *own)) for own in choices]
         assert len({words[0] for _, words in expected}) == 4  # both reach over 640 keys, or none
-        gpu_backend().forget_launches()
+        launches.launch_cache.forget_launches()
         for number in (0, 2, 0, 1, 5, 3, 5, 2, 4, 0):
             for forward in (attn.forward, bound):
                 assert arguments_of(launches, call(forward, *choices[number]))[:2] == expected[number]
@@ -194,13 +189,13 @@ def test_launches_by_addresses_check_no_addresses_for_other_calls(arch):
     lse = np.ones((1, 2, 1), np.float32).view(DeviceArray)
     attn, arrays = cuflash.FlashAttention(), [q, memory[:, :, :140], v[:, :, :140], out, lse]
     with device(arch) as launches:
-        backend = gpu_backend()
-        with backend.remembered(("signature",), arrays, None):
+        repeated_launches = launches.repeated_launches
+        with repeated_launches.remembered(("signature",), arrays, None):
             _, expected, _ = arguments_of(launches, lambda: attn.forward(*arrays[:3], out=out, lse=lse))
-        repeated = backend.repeated_launch(("signature",))
+        repeated = repeated_launches.repeated_launch(("signature",))
 
         def allocate(nbytes, stream):
-            return backend.cupy.cuda.alloc(nbytes).ptr
+            return repeated_launches.cupy.cuda.alloc(nbytes).ptr
 
         for _ in range(2):
             launches.arguments.clear()
@@ -225,7 +220,7 @@ def test_results_between_each_other_are_looked_at_once(arch):
             return attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
 
         expected = first_call(launches, call)
-        with mock.patch.object(gpu_backend(), "_check_overlap", side_effect=AssertionError):
+        with mock.patch.object(launches.launch.Launch, "_check_overlap", side_effect=AssertionError):
             assert arguments_of(launches, call) == (*expected, False)
         for shared in (gradients[:, :, 1], dk[::-1]):
             with pytest.raises(ValueError, match=r"^d[qk]: "):
@@ -248,7 +243,7 @@ def test_values_that_are_the_first_columns_of_keys(arch):
         choices = [v, other[..., :512]]
         expected = [first_call(launches, call(x)) for x in choices]
         assert arch == "8.0" or expected[0][0] != expected[1][0]
-        gpu_backend().forget_launches()
+        launches.launch_cache.forget_launches()
         for number in (0, 1, 0, 0, 1, 1):
             assert arguments_of(launches, call(choices[number]))[:2] == expected[number]
 
@@ -291,13 +286,12 @@ def test_functions_of_packed_sequences_become_options_where_starts_are_one_array
 
 def test_known_calls_are_bounded(monkeypatch):
     q, k, v = arrays_of()
-    with device("8.0"):
-        backend = gpu_backend()
-        monkeypatch.setattr(backend, "MOST_KNOWN", 6)
+    with device("8.0") as launches:
+        monkeypatch.setattr(launches.launch_cache, "MOST_KNOWN", 6)
         for n in range(1, 12):
             cuflash.FlashAttention(scale=float(n)).forward(q, k, v)
             cuflash.FlashAttention().forward(q[:, :, :n], k, v)
-            assert len(backend._known) <= 7
+            assert len(launches.launch_cache._known) <= 7
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -305,17 +299,17 @@ def test_known_calls_are_bounded(monkeypatch):
 def test_launches_in_memory_are_bounded(scales):
     """However calls find them; one that has been used since half of the others is still found."""
     q, k, v = arrays_of()
-    with device("8.0"), mock.patch.object(gpu_backend(), "MAX_LAUNCHES", 4):
-        backend, recent = gpu_backend(), list[int]()
-        backend._calls = itertools.count(1)
+    with device("8.0") as launches, mock.patch.object(launches.launch_cache, "MAX_LAUNCHES", 4):
+        cache, recent = launches.launch_cache, list[int]()
+        launches.launch._call_numbers = itertools.count(1)
         for scale in scales:
             attn = cuflash.FlashAttention(scale=float(scale))
-            with mock.patch.object(backend, "tuned_plan", wraps=backend.tuned_plan) as planned:
+            with mock.patch.object(cache, "tuned_plan", wraps=cache.tuned_plan) as planned:
                 attn.forward(q, k, v)
             assert not (planned.called and scale in recent)
             recent = [scale, *(x for x in recent if x != scale)][:2]
-            alive = {launch for launch in gc.get_objects() if type(launch) is backend._Launch}
-            assert alive <= {*backend._launches.values()}
+            alive = {x for x in gc.get_objects() if type(x) is launches.launch.Launch}
+            assert alive <= {*cache._launches.values()}
             assert len(alive) <= 4
             del alive
 

@@ -67,7 +67,7 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(name[:3], computes=False) as found:
         module = found.backend
-        monkeypatch.setattr(module, "_keep", lambda kept, key, launch: run.append(launch.plan))
+        monkeypatch.setattr(found.launch_cache, "keep", lambda cache, key, launch: run.append(launch.plan))
         monkeypatch.setattr(module, "Stopwatch", lambda call_by: call_by)
         monkeypatch.setattr(tuning, "tune", tune)
         monkeypatch.setattr(module.cupy.cuda, "Device", lambda number: contextlib.nullcontext(), raising=False)

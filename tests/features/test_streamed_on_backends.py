@@ -47,9 +47,9 @@ def test_any_chunks_keep_the_oracle_rule(backend, name, how):
         if backend.device:
             attn, inputs, others = on.arguments(case, 128)
             attn.compile(*inputs, **ct.optional(others))
-            known = len(on.launcher.backend._launches)
+            known = len(on.launcher.launch_cache._launches)
             judge(case, on.results(case, 128, need=(*DEFAULT_NEED, *(["dsinks"] if case.sinks else []))))
-            assert len(on.launcher.backend._launches) == known  # nothing is planned or loaded anew
+            assert len(on.launcher.launch_cache._launches) == known  # nothing is planned or loaded anew
         else:
             compile_ahead()
             for chunk in CHUNKS_ON_DEVICE:

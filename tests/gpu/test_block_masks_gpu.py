@@ -60,7 +60,7 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     """However small they are; each call looks again, the second one at what has been written to the array since."""
     monkeypatch.setattr("cuflash.plan.block_index.LOOK_FLOPS", 0)
     monkeypatch.setattr("cuflash.plan.block_index.LOOK_KEYS", 0)
-    importlib.import_module("cuflash.gpu.backend").forget_launches()
+    importlib.import_module("cuflash.gpu.launch_cache").forget_launches()
     case = case_of(300, 520, num_heads=2, num_heads_kv=1, dtype=dtype, block_mask=None, mask=shape, **options)
     mask = case.arrays(cupy.asarray)["mask"]
     names = ("out", "lse", "dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
@@ -84,7 +84,7 @@ def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     Where no tile is hidden the kernels without block-sparse index compute.
     """
     monkeypatch.setattr("cuflash.plan.block_index.LOOK_BIAS_FLOPS", 0)
-    importlib.import_module("cuflash.gpu.backend").forget_launches()
+    importlib.import_module("cuflash.gpu.launch_cache").forget_launches()
     case = case_of(300, 520, num_heads=2, num_heads_kv=1, dtype=dtype, block_mask=None, bias=shape, **options)
     names = ("out", "lse", "dq", "dk", "dv", "dbias")
     for seed, kept in enumerate((0.5, 0.8, 1)):

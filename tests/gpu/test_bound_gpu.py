@@ -66,7 +66,7 @@ def test_bits_are_those_of_forward(cupy, case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_repeated_calls_have_the_bits_of_the_first(cupy, case):
     """On the same arrays, on others, on another stream, and with other numbers at the same addresses."""
-    from cuflash.gpu import backend
+    from cuflash.gpu import launch_cache
 
     def arrays_of(seed):
         arrays = ct.Case(**{**vars(case), "seed": seed}).arrays(cupy.asarray)
@@ -78,7 +78,7 @@ def test_repeated_calls_have_the_bits_of_the_first(cupy, case):
     arrays, same, others = arrays_of(1), arrays_of(1), arrays_of(2)
     expected = []
     for given in (arrays, others):
-        backend.forget_launches()
+        launch_cache.forget_launches()
         expected.append(attn.forward(**given, **random))
     for given, bits in ((arrays, 0), (arrays, 0), (others, 1), (same, 0), (others, 1)):
         assert_same_bits(attn.forward(**given, **random), expected[bits])

@@ -74,14 +74,14 @@ def test_as_on_the_host(cupy):
 
 def test_seeds_and_offsets_are_no_part_of_the_problem(cupy):
     """Other numbers drop other weights, and are not compiled or planned for again."""
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
 
     q, k, v = cupy.asarray(np.random.default_rng(0).standard_normal((3, 2, 200, 64)).astype(np.float16))
     attn = cuflash.FlashAttention(dropout=0.5)
     first = attn.forward(q, k, v, seed=1, offset=2)
-    known = len(gpu_backend._launches)
+    known = len(launch_cache._launches)
     others = [attn.forward(q, k, v, seed=seed, offset=offset) for seed, offset in ((1, 2), (2, 2), (1, 3), (2**63, 2))]
-    assert len(gpu_backend._launches) == known
+    assert len(launch_cache._launches) == known
     same = [bool((other.out == first.out).all()) for other in others]
     assert same == [True, False, False, False]
     for other in others:

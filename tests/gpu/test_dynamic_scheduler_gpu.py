@@ -38,7 +38,7 @@ def claims(plan):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_bits_do_not_depend_on_who_claims_what(cupy, monkeypatch, head_dim, options):
-    from cuflash.gpu import backend
+    from cuflash.gpu import launch_cache
 
     options = dict(options)
     static = {name: options.pop(name) for name in ("softcap", "dropout") if name in options}
@@ -66,10 +66,10 @@ def test_bits_do_not_depend_on_who_claims_what(cupy, monkeypatch, head_dim, opti
         with monkeypatch.context() as patch:
             patch.setattr(scored, "CLAIMED_KEYS", 1 << 40)
             patch.setattr(scored, "CLAIMED_KEYS_64", 1 << 40)
-            backend.forget_launches()
+            launch_cache.forget_launches()
             known = attn.forward(**arrays, **random)
             known_plan = plan_of(FORWARD, attn, *(arrays[name] for name in names), **others)
-        backend.forget_launches()
+        launch_cache.forget_launches()
         assert not claims(known_plan)
         assert claims(plan)
         for out, lse in claimed:

@@ -53,12 +53,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def of_every_device(cupy, monkeypatch):
     """Plans are for compute capability 8.0, or that of the device if it is an earlier one."""
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
     from cuflash.gpu.device import device_spec
 
     def plan_anew():
         device_spec.cache_clear()
-        gpu_backend.forget_launches()
+        launch_cache.forget_launches()
 
     if int(cupy.cuda.Device().compute_capability) >= 80:
         monkeypatch.setenv("CUFLASH_ARCH", "8.0")

@@ -18,7 +18,7 @@ BATCH, HEADS, HEADS_KV, DIM, LONGEST = 2, 8, 2, 64, 1100
 @pytest.fixture
 def plans(cupy, monkeypatch):
     """Plans that are made, and no launches of tests before."""
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
 
     made = []
 
@@ -26,8 +26,8 @@ def plans(cupy, monkeypatch):
         made.append(tuned_plan(*args, **layout))
         return made[-1]
 
-    monkeypatch.setattr(gpu_backend, "tuned_plan", choose)
-    gpu_backend.forget_launches()
+    monkeypatch.setattr(launch_cache, "tuned_plan", choose)
+    launch_cache.forget_launches()
     return made
 
 
@@ -102,9 +102,9 @@ def test_pages_of_a_growing_table(cupy, plans):
 
 def test_launches_that_are_kept_are_few(cupy, plans, monkeypatch):
     """The ones that were used last stay."""
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
 
-    monkeypatch.setattr(gpu_backend, "MAX_LAUNCHES", 8)
+    monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 8)
     attn = cuflash.FlashAttention()
     usual = cupy.asarray(np.random.default_rng(0).standard_normal((1, 2, 40, 16), np.float32))
     right = attn.forward(usual, usual, usual).out
@@ -112,7 +112,7 @@ def test_launches_that_are_kept_are_few(cupy, plans, monkeypatch):
         q = cupy.ones((1, 2, seqlen, 16), np.float32)
         attn.forward(q, q, q)
         np.testing.assert_array_equal(attn.forward(usual, usual, usual).out.get(), right.get())
-        assert len(gpu_backend._launches) <= 8
+        assert len(launch_cache._launches) <= 8
     assert len(plans) == 1 + 30
 
 

@@ -32,15 +32,15 @@ def moved(cupy, array, steps):
 
 def kernels_of_calls():
     """Those of the launches that were made since they were forgotten last."""
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
 
-    return [made.plan.kernels for made in gpu_backend._launches.values()]
+    return [made.plan.kernels for made in launch_cache._launches.values()]
 
 
 @settings(max_examples=examples(160), deadline=None)
 @given(case=ct.cases(features=FEATURES, max_scores=2**12, max_seqlen=130), data=st.data())
 def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
-    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu import launch_cache
 
     case = replace(case, block_mask=None) if case.page_size else case
     options = {"deterministic": data.draw(st.booleans()), "precision": data.draw(st.sampled_from(("highest", "tf32")))}
@@ -56,12 +56,12 @@ def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
     if data.draw(st.booleans()):
         optional["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
     need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
-    gpu_backend.forget_launches()
+    launch_cache.forget_launches()
     out, lse = attn.forward(*inputs, **optional | case.random)
     assert kernels_of_calls() == [plan_of(FORWARD, attn, *inputs, **optional).kernels]
     if case.page_size:
         return
-    gpu_backend.forget_launches()
+    launch_cache.forget_launches()
     rest = ct.optional_backward(arrays)
     attn.backward(arrays["dout"], *inputs, out, lse, **rest | case.random, need=need)
     planned = plan_of(BACKWARD, attn, *inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)

@@ -41,7 +41,7 @@ def mask_of(kind, rows, keys, rng):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_results_do_not_depend_on_the_order(cupy, monkeypatch, head_dim, causal):
-    from cuflash.gpu import backend
+    from cuflash.gpu import launch_cache
 
     attn = cuflash.FlashAttention(causal=causal, block_size=(BLOCK, BLOCK))
     rng = np.random.default_rng(3)
@@ -69,10 +69,10 @@ def test_results_do_not_depend_on_the_order(cupy, monkeypatch, head_dim, causal)
         ordered = [both_passes() for _ in range(3)]
         with monkeypatch.context() as patch:
             patch.setattr(block_index, "MOST_ORDERED", 0)
-            backend.forget_launches()
+            launch_cache.forget_launches()
             in_launch_order = both_passes()
             assert not is_ordered(plan_of(FORWARD, attn, q, k, v, block_mask=blocks))
-        backend.forget_launches()
+        launch_cache.forget_launches()
         for found in ordered:
             for x, first in zip(found, ordered[0], strict=True):
                 if x is not found[2]:  # dq is added up in any order

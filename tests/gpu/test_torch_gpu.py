@@ -10,7 +10,7 @@ import cuflash
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from cuflash.gpu import backend  # noqa: E402
+from cuflash.gpu import launch_cache, repeated_launches  # noqa: E402
 from cuflash.torch import attention, logsumexp  # noqa: E402
 
 pytestmark = [
@@ -203,22 +203,22 @@ def test_tensors_of_both_sides_are_refused():
 @pytest.fixture
 def repeats(monkeypatch):
     """The launches that are repeated from now on; those of earlier tests are forgotten."""
-    backend.forget_launches()
+    launch_cache.forget_launches()
     found = []
-    run = backend.RepeatedLaunch.run
+    run = repeated_launches.RepeatedLaunch.run
 
     def count(self, *args):
         found.append(self)
         run(self, *args)
 
-    monkeypatch.setattr(backend.RepeatedLaunch, "run", count)
+    monkeypatch.setattr(repeated_launches.RepeatedLaunch, "run", count)
     return found
 
 
 def usual(compute):
     """What a function computes if no launch is repeated."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "repeated_launch", lambda signature: None)
+        patch.setattr(repeated_launches, "repeated_launch", lambda signature: None)
         return compute()
 
 
@@ -361,7 +361,7 @@ def test_repeated_launches_keep_no_memory_and_are_forgotten(repeats):
         attention(*xs, attn=ATTN)
     assert torch.cuda.memory_allocated() == before
     assert len(repeats) == 3
-    backend.forget_launches()
+    launch_cache.forget_launches()
     found = attention(*xs, attn=ATTN)
     assert len(repeats) == 3
     assert_bits([found], [attention(*xs, attn=ATTN)])

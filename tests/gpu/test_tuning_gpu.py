@@ -13,7 +13,7 @@ from tests.gpu.planned import both_passes, plan_of
 pytest.importorskip("cupy")
 
 from cuflash.gpu import backend as gpu_backend
-from cuflash.gpu import tuning
+from cuflash.gpu import launch_cache, tuning
 from cuflash.spec.passes import FORWARD, PASSES_WITHOUT_TANGENTS
 
 pytestmark = pytest.mark.gpu
@@ -26,15 +26,15 @@ def store(monkeypatch, tmp_path):
     """A store of this test alone; and compiled kernels, which the next test compiles again."""
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_recalled", {})
-    gpu_backend.forget_launches()
+    launch_cache.forget_launches()
     yield tmp_path / "tuned"
-    gpu_backend.forget_launches()
+    launch_cache.forget_launches()
 
 
 def new_process():
     """What this one remembers is gone, what is on disk stays."""
     tuning._recalled.clear()
-    gpu_backend.forget_launches()
+    launch_cache.forget_launches()
 
 
 def results(attn, case, arrays):
@@ -81,7 +81,7 @@ def test_every_candidate_is_as_right_as_the_first(cupy):
             if trial.why_not is None:
                 winner = tuning.Winner(tiles=trial.plan.tiles, tflops=1.0, table_tflops=1.0)
                 tuning._recalled[tuning._file_of(tuned.trials[0].plan)] = winner
-                gpu_backend.forget_launches()
+                launch_cache.forget_launches()
                 out, lse, *gradients = results(attn, case, arrays)
                 ct.assert_forward(case, out, lse)
                 ct.assert_backward(case, *gradients)

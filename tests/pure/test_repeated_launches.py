@@ -139,7 +139,7 @@ class Device:
 
 
 class Machine:
-    """`cuflash.gpu.backend` and what it gives a driver."""
+    """Modules of `cuflash.gpu`, and what they give a driver."""
 
     def __init__(self, monkeypatch, arch):
         self.memory, self.launched, self.calls = Memory(), [], 0
@@ -149,8 +149,9 @@ class Machine:
 
     def __enter__(self):
         self._context = launcher(self.arch, computes=False)
-        self._launcher = self._context.__enter__()
-        self.backend: Any = sys.modules["cuflash.gpu.backend"]
+        launches = self._context.__enter__()
+        self.launch, self.launch_cache = launches.launch, launches.launch_cache
+        self.repeated_launches = launches.repeated_launches
         cupy: Any = sys.modules["cupy"]
         cupy.ndarray = View
         cupy.empty = self._empty
@@ -177,13 +178,13 @@ class Machine:
         }.items():
             self._patch.setattr(torch._C, name, function, raising=False)
         self._patch.setattr(of_torch, "cupy_stream", self._on_stream)
-        usual = self.backend._launch_on_arrays
+        usual = self.launch.Launch.run
 
         def count(*args, **keywords):
             self.calls += 1
             return usual(*args, **keywords)
 
-        self._patch.setattr(self.backend, "_launch_on_arrays", count)
+        self._patch.setattr(self.launch.Launch, "run", count)
         self._forget()
         return self
 
@@ -192,7 +193,7 @@ class Machine:
         self._forget()
 
     def _forget(self):
-        for cached in (dispatch.backend_of, of_torch._cupy, of_torch._launches, of_torch._allocator):
+        for cached in (dispatch.backend_of, of_torch._cupy, of_torch._repeated_launches, of_torch._allocator):
             cached.cache_clear()
 
     def _empty(self, shape, dtype):
@@ -222,16 +223,17 @@ class Machine:
     @property
     def sizes(self):
         """The bytes of the argument, by kernel."""
+        repeated = self.repeated_launches._repeated
         return {
             kernel.handle: len(launch.argument._content)
-            for launch in [*self.backend._launches.values(), *(x.launch for x in self.backend._repeated.values())]
+            for launch in [*self.launch_cache._launches.values(), *(x.launch for x in repeated.values())]
             for kernel in launch.kernels
         }
 
     def run(self, which, own, tensors, seed=None, offset=None):
         """What a call launches, with its results, and whether it went the usual way."""
         self.memory.next, self.launched, before = BEFORE, [], self.calls
-        self.backend._calls = itertools.count(5)
+        self.launch._call_numbers = itertools.count(5)
         results = of_torch.run(which, own, seed, offset, tensors)
         assert not self.memory.in_use
         assert self.stream.ptr == 0
@@ -239,12 +241,10 @@ class Machine:
         return (found, self.launched), self.calls != before
 
     def usual(self, *args, **keywords):
-        kept, self.backend._repeated = self.backend._repeated, {}
-        self.backend._known.clear()
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.repeated_launches, "_repeated", {})
+            self.launch_cache._known.clear()
             found, was_usual = self.run(*args, **keywords)
-        finally:
-            self.backend._repeated = kept
         assert was_usual
         return found
 
@@ -350,7 +350,7 @@ def test_a_repeated_launch_gives_kernels_what_the_usual_way_gives_them(name, whi
         assert name in ("pages", "fp8")
         pytest.skip("no such pass")
     assert was_usual
-    is_kept = len(machine.backend._repeated) == 1
+    is_kept = len(machine.repeated_launches._repeated) == 1
     assert is_kept or name == "score"  # which may be other options, on other arrays
     for number in (0, 1, 2):
         own_random = {"seed": number + 2**40, "offset": number} if random else {}
@@ -452,7 +452,7 @@ def test_what_a_launch_alone_does_not_do_goes_the_usual_way(name, machine):
         for _ in range(2):
             found, was_usual = machine.run("forward", call(cuflash.FlashAttention(), names), tensors)
             assert found[1] and was_usual
-    assert not machine.backend._repeated
+    assert not machine.repeated_launches._repeated
 
 
 def test_recorded_calls_and_other_allocators_go_the_usual_way(machine):
@@ -509,13 +509,13 @@ def test_launches_are_forgotten_and_bounded(machine, monkeypatch):
     for _ in range(2):
         assert machine.run("forward", own, first)[1]
         assert not machine.run("forward", own, first)[1]
-        machine.backend.forget_launches()
-    monkeypatch.setattr(machine.backend, "MAX_LAUNCHES", 4)
+        machine.launch_cache.forget_launches()
+    monkeypatch.setattr(machine.launch_cache, "MAX_LAUNCHES", 4)
     for n in range(9):
         tensors = [replace(x, shape=torch.Size((2, x.shape[1], 40 + n, 64))) for x in first]
         assert machine.run("forward", own, tensors)[1]
         assert not machine.run("forward", own, tensors)[1]
-        assert len(machine.backend._repeated) <= 4
+        assert len(machine.repeated_launches._repeated) <= 4
 
 
 def test_a_failing_launch_frees_scratch_memory_and_keeps_the_device(machine, monkeypatch):
@@ -525,7 +525,7 @@ def test_a_failing_launch_frees_scratch_memory_and_keeps_the_device(machine, mon
     def fail(*args):
         raise RuntimeError("no launch")
 
-    monkeypatch.setattr(machine.backend, "_launch_kernels", fail)
+    monkeypatch.setattr(machine.launch.Launch, "_launch_kernels", fail)
     machine.thread.device = 3
     with pytest.raises(RuntimeError, match="no launch"):
         of_torch.run("backward", own, None, None, first)
@@ -595,11 +595,11 @@ def test_kernels_that_overlap_are_launched_on_the_stream_of_the_call(machine, mo
     runtime: Any = sys.modules["cupy"].cuda.runtime  # type: ignore[attr-defined]
     device: Any = sys.modules["cuflash.gpu.device"]
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: device.OVERLAP_IN_GRAPHS)
-    monkeypatch.setattr(machine.backend, "cuda_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(machine.launch, "cuda_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
     monkeypatch.setattr(device, "_overlapping_config", lambda *sizes_and_stream: sizes_and_stream)
     own, first = problem("causal", "backward", machine.memory)
     machine.run("backward", own, first)
-    overlaps = [kernel for x in machine.backend._launches.values() for kernel in x.kernels if kernel.config_of]
+    overlaps = [kernel for x in machine.launch_cache._launches.values() for kernel in x.kernels if kernel.config_of]
     assert overlaps or machine.arch == "8.0"
     for machine.current in (3, 4):
         launched = []
