@@ -50,7 +50,7 @@ struct DecodeProducts {
     const u32 v = shared.v + at.stage * kBytesV;
     shared.v_ring.full(at).wait(at.parity);
     // Rows of V past the last key are cleared: their weights are 0, but what lies there may be NaN, and 0 times NaN
-    // is NaN. Tensor maps may reach over more keys than there are (cuflash/gpu/backend.py says why).
+    // is NaN. Tensor maps may reach over more keys than there are (cuflash/gpu/launch.py says why).
     const int valid = work.key_stop - n_block * kBlockN;
     if (valid < kBlockN) {
       zero_rows<kBlockN, kDimV>(v, valid, ptx::thread_index());

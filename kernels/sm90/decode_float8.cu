@@ -137,7 +137,7 @@ CUFLASH_DEVICE void multiply_s(float (&s)[kUnitTiles][4], const Queries& q, u32 
 // [GEMM 3] O += P V, for the same keys. A lane loads four columns of four keys, and each of the columns belongs to
 // another n-tile of O: column c of n-tile 4 b + j is column 32 b + 4 c + j of V. Unless the keys are `whole`, rows from
 // `valid` on count as zeros: their weights are 0, but what lies there may be NaN, and 0 times NaN is NaN. Tensor maps
-// may reach over more keys than there are (cuflash/gpu/backend.py says why).
+// may reach over more keys than there are (cuflash/gpu/launch.py says why).
 template <bool whole>
 CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitTiles][4], u32 tile, int first,
                                int valid) {
