@@ -37,8 +37,11 @@ def revision() -> str:
 
 
 def is_unchanged_since(revision: str, folder: str) -> bool:
-    """Whether the files of a folder are as in a commit, committed or not; False if git does not know that commit."""
-    differing = _output_of("git", "diff", "--name-only", revision, "--", folder)
+    """Whether the sources in a folder are as in a commit but for comments, committed or not.
+
+    False if git does not know that commit.
+    """
+    differing = _output_of("git", "diff", "--numstat", r"--ignore-matching-lines=^\s*//", revision, "--", folder)
     untracked = _output_of("git", "ls-files", "--others", "--exclude-standard", "--", folder)
     return differing == "" and untracked == ""
 

@@ -207,6 +207,7 @@ def test_tables_say_that_they_are_older_than_what_they_measure(kind, folder, not
     file = f"{folder}/file"
     old, new = committed(file, "1"), committed(file, "2")
     committed("README.md", "no kernel")
+    committed(file, "// a comment\n2")
     run = {**kind, "time": "2026-11-30T10:00:00+00:00"}
     is_new = f"revision {new}, 2026-11-30"
     assert report.revision_of(run | {"revision": new}) == is_new
