@@ -119,17 +119,20 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     if not draft.tiles and not SOFTMAX_KERNELS.keys() & set(draft.need):
         return
 
-    is_prepared = main is not None and _may_be_ordered(rows)
-    if main is not None and is_prepared:  # before the preprocess kernel, which clears what an order needs
-        main.family.prepare(draft, main.tile)
-        add_block_index(draft, main.tile, "query_index")
+    may_be_ordered = _may_be_ordered(rows)
+    if main is not None and may_be_ordered:  # before the preprocess kernel, which clears what an order needs
+        _prepare_main(draft, main, rows.maxima)
         if draft.run_time.group_splits == 1:
             add_tile_order(draft, main.tile, "query_index")
     helper = _add_delta(draft, rows)
     if rows.scores is not None:
         _add_scores(draft, rows)
     if main is not None:
-        _add_main(draft, main, rows.maxima, helper, is_prepared=is_prepared)
+        if main.sums_score_args:
+            add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
+        if not may_be_ordered:
+            _prepare_main(draft, main, rows.maxima)
+        _add_main(draft, main, helper)
     if rows.bias is not None:
         _add_bias(draft, rows)
     if rows.dq is not None:
@@ -423,17 +426,17 @@ def _may_be_ordered(rows: _Rows) -> bool:
     return main.family.orders_tiles and all(row is None for row in (rows.scores, rows.bias, rows.maxima))
 
 
-def _add_main(draft: Draft, main: _Main, maxima: Any, helper: Tile, *, is_prepared: bool) -> None:
-    """Add the kernel whose blocks own keys, after the one of `maxima`, and those that end the sums that it makes."""
-    if main.sums_score_args:
-        add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
-    family, tile, summed = main.family, main.tile, main.summed
-    if not is_prepared:
-        family.prepare(draft, tile)
-        if maxima is not None:
-            family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, tile)
-        add_block_index(draft, tile, "query_index")
-    run_time = draft.run_time
+def _prepare_main(draft: Draft, main: _Main, maxima: Any) -> None:
+    """Add what the kernel whose blocks own keys reads: tensor maps, operands, row maxima, the block-sparse index."""
+    main.family.prepare(draft, main.tile)
+    if maxima is not None:
+        family_of(MAXIMA_FAMILIES, maxima).add(draft, maxima, main.tile)
+    add_block_index(draft, main.tile, "query_index")
+
+
+def _add_main(draft: Draft, main: _Main, helper: Tile) -> None:
+    """Add the kernel whose blocks own keys, and those that end the sums that it makes."""
+    family, tile, summed, run_time = main.family, main.tile, main.summed, draft.run_time
     shared = (main.n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
     makes = (*summed, "score_args") if main.sums_score_args else summed
