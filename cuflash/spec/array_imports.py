@@ -84,16 +84,16 @@ def import_arguments(arrays: Mapping[str, Any], *, required: Iterable[str], writ
     given = {name: x for name, x in arrays.items() if x is not None}
     arrays_only = {*required, *written, *_ARRAYS_ONLY} if "q" in given else given.keys()
     scalars = {name: x for name, x in given.items() if name not in arrays_only and is_scalar(x)}
-    own = import_arrays({name: x for name, x in given.items() if name not in scalars}, written)
-    views = {**arrays, **own.arrays}
+    imported = import_arrays({name: x for name, x in given.items() if name not in scalars}, written)
+    views = {**arrays, **imported.arrays}
     for name, x in scalars.items():
         array = array_of(name, x, views["q"].dtype.name)
-        views[name] = array if own.backend == "numpy" else _on_device_of(views["q"], array)
+        views[name] = array if imported.backend == "numpy" else _on_device_of(views["q"], array)
     narrowed: dict[int, Any] = {}  # one for each array: equal starts of queries and keys stay one object
     for name in NARROWED:
         if (x := views.get(name)) is not None and x.dtype == np.int64:
             views[name] = narrowed.setdefault(id(x), _as_int32(name, x))
-    return own._replace(arrays=views)
+    return imported._replace(arrays=views)
 
 
 def _on_device_of(q: Any, array: np.ndarray[Any, Any]) -> Any:

@@ -53,10 +53,10 @@ Array = Any  # of NumPy or CuPy
 SMALL = 16
 # Numbers of axes that are not batch axes; arrays over head dimensions may lack the first of these.
 _INPUT_AXES = {row.name: row.own_axes for row in OPTIONAL_INPUTS if row.own_axes is not None}
-_BROADCAST = tuple(name for name, own in _INPUT_AXES.items() if own > 1)
+_BROADCAST = tuple(name for name, num_axes in _INPUT_AXES.items() if num_axes > 1)
 _SHARED = tuple(row.name for row in OPTIONAL_INPUTS if row.lacks_batch)
 # Optional inputs that have only a few numbers for each batch entry.
-_SMALL = tuple(name for name, own in _INPUT_AXES.items() if own < 2 and name not in _SHARED)
+_SMALL = tuple(name for name, num_axes in _INPUT_AXES.items() if num_axes < 2 and name not in _SHARED)
 _OWN_AXES = {
     **dict.fromkeys(MOVABLE_OVER_HEAD_DIM, 3),
     **dict.fromkeys(MOVABLE_OVER_ROWS, 2),
@@ -131,11 +131,11 @@ def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...
 
 def is_plain(arrays: Mapping[str, Any]) -> bool:
     """Whether one pass takes all arrays with a batch axis as they are. This check takes 1 us of each call."""
-    others = [(name, x.shape) for name, x in arrays.items() if x is not None and name in _OF_ENTRIES]
+    of_entries = [(name, x.shape) for name, x in arrays.items() if x is not None and name in _OF_ENTRIES]
     q, k, v = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape
     batch = q[0] if len(q) == 4 else 1
     is_plain = len(q) == len(k) == len(v) <= 4 and (len(q) < 4 or batch == k[0] == v[0])
-    for name, shape in others:
+    for name, shape in of_entries:
         own_axes = _OF_ENTRIES[name]
         if own_axes is None:
             return True

@@ -281,10 +281,10 @@ def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of all passes that are arguments of one pass."""
-    own = (*pass_.takes, *pass_.results_of(options))
+    names = (*pass_.takes, *pass_.results_of(options))
     if pass_.has_tangents:
-        own += tuple(f"t{name[1:]}" for name in options.score_gradients)
-    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *options.score_args, *own)}
+        names += tuple(f"t{name[1:]}" for name in options.score_gradients)
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *options.score_args, *names)}
 
 
 @functools.lru_cache(maxsize=256)
@@ -348,11 +348,11 @@ def same_plan(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int, int]
 
     All numbers between them have that plan: planned lengths, and what bounds hide, only ever grow or shrink.
     """
-    own = _planned_for(options, seqlen_q, seqlen_k)
-    fewer, more = range(2, seqlen_k), range(seqlen_k, own[0] + 1)
-    first = 2 + bisect.bisect_left(fewer, True, key=lambda n: _planned_for(options, seqlen_q, n) == own)
-    others = bisect.bisect_left(more, True, key=lambda n: _planned_for(options, seqlen_q, n) != own)
-    return first, seqlen_k + others - 1
+    planned_for = _planned_for(options, seqlen_q, seqlen_k)
+    fewer, more = range(2, seqlen_k), range(seqlen_k, planned_for[0] + 1)
+    first = 2 + bisect.bisect_left(fewer, True, key=lambda n: _planned_for(options, seqlen_q, n) == planned_for)
+    num_more = bisect.bisect_left(more, True, key=lambda n: _planned_for(options, seqlen_q, n) != planned_for)
+    return first, seqlen_k + num_more - 1
 
 
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
@@ -368,8 +368,8 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
             some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == is_narrow)
             at = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == is_narrow]
             widths.append(_aligned_bytes(some, at))
-        narrow, others = widths
-        return min(others, narrow if narrow == 16 else min(8, narrow * size))
+        narrow, wide = widths
+        return min(wide, narrow if narrow == 16 else min(8, narrow * size))
     return _aligned_bytes(operands, addresses)
 
 

@@ -35,9 +35,9 @@ class Call(NamedTuple):
     is_direct: bool  # what the backend computes are the results of the caller
     has_values: bool = True  # whether the caller gives v
 
-    def exported(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
-        """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
-        return self.as_callers(self.renamed(computed), own)
+    def exported(self, computed: Sequence[Any], from_caller: Mapping[str, Any]) -> Sequence[Any]:
+        """Results of a backend as those of the caller, who gave arrays `from_caller`: in order, shape and library."""
+        return self.as_callers(self.renamed(computed), from_caller)
 
     def renamed(self, computed: Sequence[Any]) -> Sequence[Any]:
         """Results of a backend as those that the caller wants, still arrays of the backend."""
@@ -45,20 +45,20 @@ class Call(NamedTuple):
             return computed
         return self.rewrite.gradients(computed, self.given, self.wanted)
 
-    def as_callers(self, results: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
-        """The results that the caller wants as arrays of the caller's library, or those of `own` that are given.
+    def as_callers(self, results: Sequence[Any], from_caller: Mapping[str, Any]) -> Sequence[Any]:
+        """The results that the caller wants as arrays of the caller's library, or those that the caller gave.
 
         Those over the columns of v are None without v.
         """
         if not self.has_values:
-            named = zip(self.wanted, self._replace(has_values=True).as_callers(results, own), strict=True)
+            named = zip(self.wanted, self._replace(has_values=True).as_callers(results, from_caller), strict=True)
             return [None if name in OF_VALUES else x for name, x in named]
         if self.imported is None:
             return results
         libraries = dict.fromkeys(self.wanted, self.imported)
         if self.backend == "streamed":
             libraries |= {name: self.given[model_of(name)].imported for name in OF_KEYS}
-        return [libraries[name].export(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
+        return [libraries[name].export(x, from_caller[name]) for name, x in zip(self.wanted, results, strict=True)]
 
     def rewritten(self, rewrite: Equivalent | None) -> Call:
         """The call with options in place of its functions."""
@@ -88,8 +88,8 @@ def prepare(
     imported, given = None, arrays
     if are_cupy(arrays, required):
         backend: Backend = "cupy"
-    elif own := numpy_arrays(arrays, required, written):
-        backend, given = "numpy", own
+    elif as_numpy := numpy_arrays(arrays, required, written):
+        backend, given = "numpy", as_numpy
     elif is_streamed(arrays):
         backend = "streamed"
         imported, given = import_with_streamed(arrays, required, written)
@@ -110,10 +110,11 @@ def _without_values(
     written: Sequence[str],
     rewrites: bool,
 ) -> Call:
-    own, given = check_without_values(arrays, required, wanted), {name: x for name, x in arrays.items() if name != "v"}
+    required_without_v = check_without_values(arrays, required, wanted)
+    given = {name: x for name, x in arrays.items() if name != "v"}
     if isinstance(k := arrays["k"], Streamed):
         given["v"] = k.with_array(k.array[..., :0])
-    call = prepare(options, given, own, wanted, written, rewrites=False)
+    call = prepare(options, given, required_without_v, wanted, written, rewrites=False)
     given = with_no_columns(call.given, required, options.layout)
     call = call._replace(arrays=given, given=given, is_direct=False, has_values=False)
     return call.rewritten(equivalent(options, given) if rewrites else None)

@@ -21,7 +21,7 @@ R = TypeVar("R")
 _TAKERS: tuple[tuple[str, Collection[str]], ...] = (
     (
         "FlashAttention(...) and ContextParallel(...)",
-        {*(own.name for own in fields(Options) if own.repr), "score", "mask"},
+        {*(field.name for field in fields(Options) if field.repr), "score", "mask"},
     ),
     ("forward and backward", {*OptionalArrays.__annotations__, "seed", "offset"}),
     ("forward and jvp", {"out", "lse"}),

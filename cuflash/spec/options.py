@@ -174,7 +174,7 @@ class Options(Numbers):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Options are made again when they are loaded, because hashes of strings differ from process to process."""
-        return functools.partial(Options, **{own.name: getattr(self, own.name) for own in fields(self)}), ()
+        return functools.partial(Options, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     def __hash__(self) -> int:
         """The hash is computed once, because every call looks up its launch by it."""

@@ -151,8 +151,8 @@ class Problem(Given):
     def score_tangents(self, moved: Collection[str]) -> ScoreTangents:
         """The tangents of the score and of its derivatives where scaled products, and the arrays `moved`, have some."""
         assert self.score is not None
-        own = tuple(name for name in self.program.on_numpy().differentiable if name in moved)
-        return tangents_of(self.score, self._score_arg_types, own, True)
+        names = tuple(name for name in self.program.on_numpy().differentiable if name in moved)
+        return tangents_of(self.score, self._score_arg_types, names, True)
 
     @property
     def hoisted(self) -> Program:
@@ -163,8 +163,8 @@ class Problem(Given):
         """
         if self.moved is not None and self.score is not None:
             return self._with_tangents
-        own = (self.score, self.mask_function, self._score_arg_types)
-        return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
+        functions = (self.score, self.mask_function, self._score_arg_types)
+        return hoisted_program_of(*functions, self.softmax_dtype, not self.is_packed)
 
     @property
     def moved_score_args(self) -> tuple[str, ...]:
@@ -684,15 +684,15 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
 
 def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Operand) -> dict[str, Operand]:
     """Those of `FP8_SCALES` that are given, each of which an fp8 array requires."""
-    found = {}
+    operands = {}
     for name, of in zip(FP8_SCALES, (q, k, v), strict=True):
         if name in given:
             first = "num_pages" if "block_table" in given and of is not q else "batch"
-            found[name] = _scale_operand(name, given[name], of, first)
+            operands[name] = _scale_operand(name, given[name], of, first)
         elif of.dtype in FLOAT8:
             expected = f"the scale of {name[0]}, whose dtype is {of.dtype}: {name}=1.0 if its numbers have none"
             raise value_error(name, "None", expected)
-    return found
+    return operands
 
 
 def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:

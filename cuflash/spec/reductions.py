@@ -85,8 +85,8 @@ class Reduction(NamedTuple):
 
 def prepare_reduction(method: str, options: Options, arrays: Mapping[str, Any]) -> Reduction:
     """The call on the arrays of the caller by name: q, k, lse, weights or None, and the optional inputs."""
-    own = {**arrays, "k": keys_of(arrays["k"]), "v": None}
-    call = prepare(replace(options, dropout=0.0), own, (*INPUTS, "lse"), (), rewrites=False)
+    without_values = {**arrays, "k": keys_of(arrays["k"]), "v": None}
+    call = prepare(replace(options, dropout=0.0), without_values, (*INPUTS, "lse"), (), rewrites=False)
     rewrite = equivalent(call.options, call.given)
     options, given = (call.options, call.given) if rewrite is None else (rewrite.options, rewrite.arrays(call.given))
     given = {name: x for name, x in given.items() if x is not None}
@@ -121,14 +121,14 @@ def checked_count(count: Any) -> int:
 
 def widened(options: Options, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays, of which those in half precision are float32, and those of fp8 have the dtype of the softmax."""
-    found, dtype = dict(arrays), "float64" if arrays["q"].dtype == np.float64 else "float32"
+    wide, dtype = dict(arrays), "float64" if arrays["q"].dtype == np.float64 else "float32"
     layout: Any = options.layout
     for name, x in arrays.items():
         if x.dtype.name in FLOAT8:
-            found[name] = dequantize(x, arrays.get(f"{name}_scale"), dtype=dtype, layout=layout)
+            wide[name] = dequantize(x, arrays.get(f"{name}_scale"), dtype=dtype, layout=layout)
         elif x.dtype.name in HALVES:
-            found[name] = x.astype(np.float32)
-    return {name: x for name, x in found.items() if name not in ("q_scale", "k_scale", "v_scale")}
+            wide[name] = x.astype(np.float32)
+    return {name: x for name, x in wide.items() if name not in ("q_scale", "k_scale", "v_scale")}
 
 
 def checked_of_reduction(method: str, options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def gradients_wanted(
     """
     of_functions = options.score_gradients
     check_need(need, (*(x for x in GRADIENTS if x not in NOT_OF_COLUMN_SUMS), *of_functions, *OF_COLUMN_SUMS))
-    others = [name for name in need if name not in OF_COLUMN_SUMS]
-    names = needed(others, {**given, **options.numbers}, {}, of_functions)
+    of_scores = [name for name in need if name not in OF_COLUMN_SUMS]
+    names = needed(of_scores, {**given, **options.numbers}, {}, of_functions)
     return names, tuple(name for name in OF_COLUMN_SUMS if name in need)
 
 
@@ -232,14 +232,14 @@ class ColumnSums:
     """The gradients of column sums as passes over values, by a backend of the arrays of a call."""
 
     def __init__(self, call: Call, backend: Computes) -> None:
-        own = dict(call.arrays)
-        if own.get("block_table") is not None:
+        inputs = dict(call.arrays)
+        if inputs.get("block_table") is not None:
             raise NotImplementedError(
                 "block_table: got one for column_sums_backward, expected None: gradients are not given in pages; "
                 "gather the pages of each batch entry into contiguous k"
             )
-        lse, weights, dsums = own.pop("lse"), own.pop("weights", None), own.pop("dsums")
-        k, xp = own["k"], module_of(own["q"])
+        lse, weights, dsums = inputs.pop("lse"), inputs.pop("weights", None), inputs.pop("dsums")
+        k, xp = inputs["k"], module_of(inputs["q"])
         streamed = k if isinstance(k, Streamed) else None
         k = k if streamed is None else streamed.array
         if k.dtype.name in FLOAT8:
@@ -248,7 +248,7 @@ class ColumnSums:
                 "cuflash.dequantize(k, k_scale)"
             )
         self.layout, self.lse = call.options.layout, lse
-        check_array("lse", lse, shape_of_lse(self.layout, own), softmax_dtype_of(own["q"].dtype.name))
+        check_array("lse", lse, shape_of_lse(self.layout, inputs), softmax_dtype_of(inputs["q"].dtype.name))
         check_byte_order("lse", lse.dtype)
         self.group = group_of(k, lse, self.layout)
         self.columns = self.group if xp is np else -(-self.group // WIDE_COLUMNS) * WIDE_COLUMNS
@@ -259,12 +259,12 @@ class ColumnSums:
             check_weights(weights, lse)
         self.factors = xp.ones(lse.shape, lse.dtype) if weights is None else weights
         v = v_from_sums(dsums, self.group, self.columns, self.layout, k.dtype)
-        self.inputs = {**own, "v": v if streamed is None else streamed.with_array(v)}
+        self.inputs = {**inputs, "v": v if streamed is None else streamed.with_array(v)}
         self.call, self.backend = call, backend
 
-    def passes(self, own: tuple[str, ...]) -> tuple[Pass, ...]:
+    def passes(self, of_columns: tuple[str, ...]) -> tuple[Pass, ...]:
         """The passes over values that make them."""
-        return (*((FORWARD,) if own else ()), *((BACKWARD,) if self.call.need else ()))
+        return (*((FORWARD,) if of_columns else ()), *((BACKWARD,) if self.call.need else ()))
 
     @property
     def given(self) -> dict[str, Any]:
@@ -273,18 +273,18 @@ class ColumnSums:
         return {**self.inputs, "dout": dout}
 
     @np.errstate(all="ignore")
-    def gradients(self, own: tuple[str, ...]) -> list[Any]:
-        """Those of the passes that the call wants, and those of `own`."""
-        found: list[Any] = []
+    def gradients(self, of_columns: tuple[str, ...]) -> list[Any]:
+        """The gradients of the call, which the passes make, and those `of_columns` (dlse, dweights)."""
+        results: list[Any] = []
         if self.call.need:
             given = self.given
             row_arrays = {"lse": self.lse, "out": module_of(given["q"]).zeros_like(given["dout"])}
             arrays = {**given, **row_arrays, **self._absent("dlse")}
-            found += self.backend.compute(BACKWARD, self.call.options, arrays, self.call.need)
-        if own:
+            results += self.backend.compute(BACKWARD, self.call.options, arrays, self.call.need)
+        if of_columns:
             means = self._means()
-            found += [self._of_lse(means) if name == "dlse" else means for name in own]
-        return found
+            results += [self._of_lse(means) if name == "dlse" else means for name in of_columns]
+        return results
 
     def _of_lse(self, means: Array) -> Array:
         """dlse; 0 in rows that attend to no key, whatever their factors are."""
