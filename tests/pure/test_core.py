@@ -428,14 +428,16 @@ def test_exponentials_of_all_exponents(instruction_set):
 
 
 def test_exponentials_by_a_table(instruction_set):
-    """2^x with AVX-512, of numbers next to multiples of 1/32 and of 1/64 too: at most 1.8 units in the last place."""
-    if "AVX-512" not in dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set]:
+    """2^x of numbers next to multiples of 1/32 and of 1/64, too: at most 1.8 units in the last place, 1.25 with AVX2."""
+    name = dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set]
+    if name != "AVX2" and "AVX-512" not in name:
         pytest.skip("no table")
+    most = 1.25 if name == "AVX2" else 1.8
     rng = np.random.default_rng(0)
     steps = np.arange(-100, 12, 1 / 64)[:, None] + np.r_[0.0, np.geomspace(1e-9, 1 / 128, 300), rng.random(300) / 64]
     x = np.concatenate([steps.ravel(), np.geomspace(1e-30, 1, 1000), -np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
     x = x[x >= -100]
-    assert units(evaluate(x, instruction_set, EXP2_BY_TABLE), np.exp2(x.astype(np.float64))) <= 1.8
+    assert units(evaluate(x, instruction_set, EXP2_BY_TABLE), np.exp2(x.astype(np.float64))) <= most
     assert evaluate(np.zeros(1, np.float32), instruction_set, EXP2_BY_TABLE) == 1
     x = np.array([-np.inf, -3e38, -1e30, -1e6, -101, -100.02, np.nan], np.float32)
     np.testing.assert_array_equal(evaluate(x, instruction_set, EXP2_BY_TABLE), [0, 0, 0, 0, 0, 0, np.nan])

@@ -10,7 +10,7 @@ namespace {
 
 // Only AVX-512 has registers for it, and only float32 these exponentials. A block of a product has FUSED_ROWS rows and
 // FUSED_VECTORS vectors of columns.
-template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && !HAS_BF16X2;
+template <class T> constexpr bool MAY_FUSE_SOFTMAX = HAS_TABLE_EXP2<T> && VECTOR_BYTES == 64 && !HAS_BF16X2;
 constexpr int FUSED_ROWS = 12, FUSED_VECTORS = 2;
 
 // Whether nothing but the scale, the window and lengths act on scores of a call.

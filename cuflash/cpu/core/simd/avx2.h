@@ -41,6 +41,10 @@ template <> inline bool any_above<double>(Vector<double> x, double limit) {
     return _mm256_movemask_pd((__m256d)(x > splat(limit)));
 }
 
+template <> inline Integers<float> look_up_8<float>(const int32_t *table, Integers<float> indices) {
+    return (Integers<float>)_mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)table), (__m256i)indices);
+}
+
 template <> inline Integers<float> mask_of_bytes<float>(const unsigned char *bytes) {
     return (Integers<float>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
 }

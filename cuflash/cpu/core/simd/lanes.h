@@ -56,6 +56,14 @@ constexpr bool HAS_SCALING = true;
 #else
 constexpr bool HAS_SCALING = false;
 #endif
+// How many numbers of 4 bytes the table has from which an instruction takes one for each lane.
+#if defined(USES_AVX512)
+constexpr int TABLE_LENGTH = 32;
+#elif defined(USES_AVX2)
+constexpr int TABLE_LENGTH = 8;
+#else
+constexpr int TABLE_LENGTH = 0;
+#endif
 
 // Products of two neighbouring numbers of bfloat16 at a time, and tile registers, or models of them.
 #if defined(__AVX512BF16__) || (defined(MODEL_OF_TILES) && defined(ONLY_BFLOAT16))

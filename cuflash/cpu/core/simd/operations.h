@@ -55,11 +55,15 @@ template <class T> inline Vector<T> scale_ordinary(Vector<T> p, Vector<T> n, Vec
     return p;
 }
 
-// Of a table of 32 numbers those whose indices are the low bits of lanes.
+// Of a table of 32 numbers, or of 8 integers, those whose indices are the low bits of lanes.
 template <class T> inline Vector<T> look_up_32(const T *table, Integers<T> indices) {
     Vector<T> x;
     for (int i = 0; i < LANES<T>; ++i) x[i] = table[indices[i] & 31];
     return x;
+}
+template <class T> inline Integers<T> look_up_8(const int32_t *table, Integers<T> indices) {
+    for (int i = 0; i < LANES<T>; ++i) indices[i] = table[indices[i] & 7];
+    return indices;
 }
 
 // ---- lanes ----------------------------------------------------------------------------------------------------------

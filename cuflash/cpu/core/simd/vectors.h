@@ -109,7 +109,7 @@ template <class T> struct Exp2OfScaled {
 // The same by a table of 2^(i / 32), with fewer multiplications than by a polynomial, to 1.8 units in the last place.
 // It is 0 where the nearest multiple of 1 / 32 is below LOWEST. All numbers are read from memory, so that loops of
 // products keep their registers.
-struct Exp2ByTable {
+struct Exp2ByTableOf32 {
     float factor, rounder = 393216;  // 1.5 * 2^18: its sum with x has the nearest multiple of 1 / 32 in its low bits
     float series[2] = {0.6931573f, 0.24022651f};
     alignas(VECTOR_BYTES) float powers[32] = {
@@ -118,7 +118,7 @@ struct Exp2ByTable {
         1.41421354f, 1.44518077f, 1.47682619f, 1.50916445f, 1.54221082f, 1.5759809f,  1.61049032f, 1.64575553f,
         1.68179286f, 1.71861935f, 1.75625217f, 1.79470909f, 1.8340081f,  1.87416768f, 1.91520655f, 1.95714414f};
 
-    explicit Exp2ByTable(float by) : factor(by) {}
+    explicit Exp2ByTableOf32(float by) : factor(by) {}
     Vector<float> operator()(Vector<float> x) const {
         const Vector<float> rounded = add_product(splat(rounder), x, splat(factor)), nearest = rounded - splat(rounder);
         const Vector<float> rest = add_product(-nearest, x, splat(factor));
@@ -127,8 +127,32 @@ struct Exp2ByTable {
         return scale_ordinary<float>(add_product(power, power, less), nearest, nearest);
     }
 };
+
+// The same by a table of 2^(i / 8), to 1.25 units in the last place, and 0 where factor * x is below LOWEST. An eighth
+// of an exponent is 2^20 in the bits of a float. The table has the bits of 2^(i / 8) without i of these, so that all
+// eighths of the exponent are added to it, without taking them apart.
+struct Exp2ByTableOf8 {
+    float factor, limit;
+    float rounder = 1572864;  // 1.5 * 2^20: its sum with x has the nearest multiple of 1 / 8 in its low bits
+    float series[3] = {0.69314724f, 0.24025764f, 0.055496223f};
+    int32_t powers[8] = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
+                         0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
+
+    explicit Exp2ByTableOf8(float by) : factor(by), limit(Exp2OfScaled<float>(by).limit[0]) {}
+    Vector<float> operator()(Vector<float> x) const {
+        const Vector<float> rounded = add_product(splat(rounder), x, splat(factor));
+        const Vector<float> rest = add_product(splat(rounder) - rounded, x, splat(factor));
+        const Integers<float> eighths = (Integers<float>)rounded;
+        const Vector<float> power = (Vector<float>)(look_up_8<float>(powers, eighths) + (eighths << 20));
+        const Vector<float> p = add_product(splat(series[1]), rest, splat(series[2]));
+        const Vector<float> less = rest * add_product(splat(series[0]), rest, p);
+        return unless_below<float>(add_product(power, power, less), x, splat(limit));
+    }
+};
+
 // How weights of the forward pass are computed.
-template <class T> constexpr bool HAS_TABLE_EXP2 = HAS_SCALING && std::is_same_v<T, float>;
+template <class T> constexpr bool HAS_TABLE_EXP2 = TABLE_LENGTH > 0 && std::is_same_v<T, float>;
+using Exp2ByTable = std::conditional_t<TABLE_LENGTH == 32, Exp2ByTableOf32, Exp2ByTableOf8>;
 template <class T> using Exp2OfRow = std::conditional_t<HAS_TABLE_EXP2<T>, Exp2ByTable, Exp2OfScaled<T>>;
 
 // 2^(x - 1/2) to 2.5 units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
