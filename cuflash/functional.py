@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -365,8 +367,8 @@ def double_backward(
     attn : FlashAttention or ContextParallel
         Over ranks all arrays are this rank's, as its methods take them.
     cotangents : Mapping
-        By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype. In `jvp` it is the tangent
-        of the input, and errors name it so: tq for "dq".
+        By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype, and of the library of q.
+        None stands for zeros. Errors name one as ``cotangents["dq"]``.
     dout, q, k, v : array
         As `FlashAttention.backward` took them.
     need : collection of str, default ("tdq", "tdk", "tdv")
@@ -404,12 +406,28 @@ def double_backward(
         raise type_error("cotangents", typed(cotangents), "a mapping of names of gradients to arrays")
     # What has a tangent of its own is of the third order, which `jvp` refuses.
     names = [name for name in cotangents if not (isinstance(name, str) and name.startswith("td"))]
-    check_need(names, (*GRADIENTS, *attn.options.score_gradients), "cotangents")
+    gradients_of_attn = (*GRADIENTS, *attn.options.score_gradients)
+    check_need(names, gradients_of_attn, "cotangents")
     tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
     arrays_of_jvp = {name: x for name, x in arrays.items() if name != "dlse"}
-    out, lse, tout, tlse = attn.jvp(q, k, v, **random, **arrays_of_jvp, **tangents)
-    gradients = attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays, **tangents)
+    with _errors_naming_cotangents(gradients_of_attn):
+        out, lse, tout, tlse = attn.jvp(q, k, v, **random, **arrays_of_jvp, **tangents)
+        gradients = attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **random, **arrays, **tangents)
     return DoubleGradients(tout, tlse, gradients)
+
+
+@contextlib.contextmanager
+def _errors_naming_cotangents(gradients: Collection[str]) -> Iterator[None]:
+    """A context for passes whose tangents are cotangents of gradients: its errors name tq ``cotangents["dq"]``."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of ranks that failed
+        message = str(error)
+        for name in gradients:
+            # At the front, in code and in lists, not in a sentence: the tangent of an array named o is "to".
+            message = re.sub(rf"\bt{name[1:]}(?=[:.,)]| of )", f'cotangents["{name}"]', message)
+        error.args = (message,)
+        raise
 
 
 # fmt: off

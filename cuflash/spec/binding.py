@@ -232,7 +232,7 @@ def _moved(problem: Problem, given: Mapping[str, Shaped]) -> tuple[str, ...]:
     names = tuple(name for name in MOVABLE if f"t{name}" in given)
     for name in names:
         if name not in INPUTS and getattr(problem, name) is None:
-            remedy = f"FlashAttention({name}=...)" if name in NUMBERS else f"{name}, whose tangent it is"
+            remedy = f"FlashAttention({name}=...)" if name in NUMBERS else f"{name} together with it"
             raise value_error(f"t{name}", "an array", f"None, or {remedy}")
     return (*names, *(tangent[1:] for tangent in problem.score_arg_tangents if tangent in given))
 

@@ -143,3 +143,22 @@ def test_functions_of_second_order_take_an_attention_over_ranks(ranks, causal, d
         of_rows = name[-1] in "qkv" or name.endswith(("dout", "dlse"))
         x = split.whole(shards, axis) if of_rows else shards[0]
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-10 * max(1, np.abs(y).max()), err_msg=name)
+
+
+def test_errors_over_ranks_name_a_cotangent_as_the_caller_does():
+    x = np.ones((2, 4, 8))
+
+    def work(cotangents):
+        def of_rank(comm):
+            attn = cd.ContextParallel(comm, split="contiguous", timeout=30)
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                cuflash.double_backward(attn, cotangents[comm.rank], x, x, x, x)
+            return str(error.value)
+
+        return on_threads(2, of_rank)
+
+    for message in work(({"dq": x}, {"dk": x})):
+        assert 'got q, k, v, cotangents["dk"] of numpy on rank 1, expected q, k, v, cotangents["dq"] of' in message
+    own, other = work(({"dq": x[0]}, {"dq": x}))
+    assert own.startswith('cotangents["dq"]: got shape (4, 8), expected (2, 4, 8): numpy.broadcast_to(cotangents["dq"]')
+    assert other == f"rank 0 failed: ValueError: {own}"

@@ -466,6 +466,79 @@ def test_cotangents_are_of_gradients(name):
         cuflash.double_backward(cuflash.FlashAttention(), ["dq"], given["v"], **given)  # type: ignore[call-overload]
 
 
+def _faulty(fault: str, x: Any) -> Any:
+    """A cotangent like x, but for one fault."""
+    if fault == "an axis too few":
+        return x[0] if x.ndim else np.ones(1, x.dtype)
+    faults: dict[str, Callable[[Any], Any]] = {
+        "another shape": lambda x: np.ones((*x.shape, 3), x.dtype),
+        "another dtype": lambda x: x.astype(np.float64),
+        "no real numbers": lambda x: x.astype(complex),
+        "byte order": lambda x: x.astype(x.dtype.newbyteorder()),
+        "of torch": lambda x: pytest.importorskip("torch").tensor(x),
+        "a subclass": np.ma.array,
+        "a list": lambda x: [1.0],
+        "a str": lambda x: "q",
+    }
+    return faults[fault](x)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.sampled_from(("q", "k", "v", "bias", "alibi_slopes", "sinks", "scale", "softcap", "gamma", "o")),
+    st.sampled_from(
+        [
+            *("an axis too few", "another shape", "another dtype", "no real numbers", "byte order", "of torch"),
+            *("a subclass", "a list", "a str"),
+        ]
+    ),
+)
+def test_errors_name_a_cotangent_as_the_caller_does(name, fault):
+    """They say what those of `jvp` say of the tangent, which no caller of `double_backward` gives."""
+    given, one = arrays_of(), np.ones(2, np.float32)
+    optional_inputs = {"bias": np.ones((5, 5), np.float32), "alibi_slopes": one, "sinks": one}
+    score_args = {"gamma": np.ones(5, np.float32), "o": np.ones(5, np.float32)}
+    if name in score_args:
+        attention: Any = cuflash.FlashAttention(score=lambda s, i, j, *, gamma, o: s * gamma[j] + o[j])
+        given |= score_args
+    else:
+        attention = cuflash.FlashAttention(scale=0.5, softcap=3.0)
+        given |= {name: optional_inputs[name]} if name in optional_inputs else {}
+    cotangent = _faulty(fault, given.get(name, np.array(0.5, np.float32)))
+    with pytest.raises((TypeError, ValueError)) as of_jvp:
+        attention.jvp(**given, **{f"t{name}": cotangent})
+    with pytest.raises(of_jvp.type) as of_double_backward:
+        cuflash.double_backward(attention, {f"d{name}": cotangent}, given["v"], **given)
+    argument = f'cotangents["d{name}"]'
+    front, text = f"t{name}: got ", str(of_jvp.value)
+    assert text.startswith(front)
+    in_code = (f"(t{name}", f"({argument}"), (f": t{name}.", f": {argument}.")
+    for tangent, own in in_code:
+        text = text.replace(tangent, own)
+    assert str(of_double_backward.value) == f"{argument}: {text.removeprefix(f't{name}: ')}"
+
+
+def test_cotangents_of_what_a_call_does_not_have():
+    given, one = arrays_of(), np.ones((5, 5), np.float32)
+    message = r'^cotangents\["dbias"\]: got an array, expected None, or bias together with it$'
+    with pytest.raises(ValueError, match=message):
+        cuflash.double_backward(cuflash.FlashAttention(), {"dbias": one}, given["v"], **given)
+    with pytest.raises(ValueError, match=r'^cotangents\["dsoftcap"\]: .* expected None, or FlashAttention\(softcap='):
+        cuflash.double_backward(cuflash.FlashAttention(), {"dsoftcap": 1.0}, given["v"], **given)
+
+
+def test_cotangents_whose_elements_share_memory_are_read():
+    """Nothing is written to them: they are as good as copies, and None is as good as zeros."""
+    given = arrays_of()
+    shared = np.broadcast_to(given["k"][:1, :1], given["q"].shape)
+    found = [
+        cuflash.double_backward(cuflash.FlashAttention(), {"dq": dq, "dv": dv}, given["v"], **given)
+        for dq, dv in ((shared, None), (shared.copy(), np.zeros_like(given["v"])))
+    ]
+    for x, y in zip(*((*each[:2], *each.gradients) for each in found), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
 def test_names_of_score_args_that_clash_with_tangents():
     given = arrays_of()
     two = cuflash.FlashAttention(score=lambda s, i, j, *, a, ta: s + a[i] * ta[j])
