@@ -140,7 +140,7 @@ class BoundForward(Generic[ResultT]):
         if launch is not None:
             if call.is_direct:
                 launch.bind(arrays)
-        elif names not in self._launches and (call.is_direct or not is_numpy):
+        elif names not in self._launches:
             kind = cpu_backend.BoundCall if is_numpy else importlib.import_module("cuflash.gpu.bound").BoundLaunch
             launch = kind(call.options, arrays, call.need)
             self._launches[names] = launch if call.is_direct and launch.is_bound else None

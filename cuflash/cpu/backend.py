@@ -199,8 +199,7 @@ class CpuPlan:
 
 def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...]) -> Binding:
     """The binding of a call on NumPy arrays; this also checks values, which only arrays in host memory allow."""
-    shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
-    binding = bind_signature(pass_, options, shapes, need)
+    binding = bind_signature(pass_, options, _signature_of(given), need)
     problem = binding.problem
     if problem.is_packed:
         check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
@@ -224,6 +223,11 @@ def with_own_indices(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that are not None."""
     return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _signature_of(arrays: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    """What a binding depends on, for each array that is not None."""
+    return tuple([(name, x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None])
 
 
 class _ArraySignature(NamedTuple):
@@ -302,7 +306,7 @@ def remembered(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: t
 def _remembered(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> Remembered | None:
     if pass_.has_tangents or core.why_not() is not None:
         return None
-    signature = tuple([(name, x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None])
+    signature = _signature_of(arrays)
     call = _repeatable(pass_, options, signature, need)
     if call is None:
         return None
@@ -330,9 +334,12 @@ class BoundCall:
         return self._bound is not None
 
     def bind(self, arrays: Mapping[str, Any]) -> None:
-        """Bind such arrays in place of those before."""
+        """Bind such arrays in place of those before; raises what `compute` does for their shapes and dtypes."""
         call = _remembered(FORWARD, self._options, arrays, self._need)
         self._bound = None if call is None else (call, core.table_of([call.signatures]))
+        if call is None:
+            first = first_call(self._options, arrays, self._need, np, gives_partials=False)
+            bind_signature(FORWARD, first.options, _signature_of(first.arrays), self._need)
 
     def __call__(self, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Any, ...] | None:
         """The results of a call, or None if its arrays are not of the form. `arrays` are those that are given."""

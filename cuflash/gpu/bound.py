@@ -15,7 +15,7 @@ import cupy
 from cuflash.gpu import launch_cache
 from cuflash.gpu.launch import Launch
 from cuflash.gpu.signature import form_of
-from cuflash.spec.batch_axes import Axes
+from cuflash.spec.batch_axes import Axes, first_call
 from cuflash.spec.options import Options
 from cuflash.spec.passes import FORWARD
 
@@ -40,9 +40,12 @@ class BoundLaunch:
         return self._bound is not None
 
     def bind(self, arrays: Mapping[str, Any]) -> None:
-        """Bind such arrays in place of those before."""
+        """Bind such arrays in place of those before; raises what `compute` does for their shapes and dtypes."""
         with cupy.cuda.Device(arrays["q"].data.device_id):
             launch_or_axes = launch_cache.find_launch(FORWARD, self._options, arrays, self._need)
+            if isinstance(launch_or_axes, Axes):
+                first = first_call(self._options, arrays, self._need, cupy, gives_partials=True)
+                launch_cache.find_launch(FORWARD, first.options, first.arrays, self._need)
         if isinstance(launch_or_axes, Axes) or launch_or_axes[0].copied:
             self._bound = None
             return

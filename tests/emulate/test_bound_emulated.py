@@ -159,6 +159,17 @@ def test_what_is_wrong_is_said():
         with pytest.raises(ValueError, match=r"^out: "):
             bound(q, k, v, out=q)
             bound(q, k, v, out=q)
+        with_axes = q[:, None].view(DeviceArray), k[None].view(DeviceArray), v[:, None].view(DeviceArray)
+        for arrays, text in (
+            ((*with_axes[:2], v[:, None, :, :9].view(DeviceArray)), r"^v: got .*shape \(2, 3, 9, 16\)"),
+            ((with_axes[0], np.ones((2, 3, 3, 30, 16), np.float32).view(DeviceArray), with_axes[2]), "^k: got"),
+        ):
+            messages = []
+            for call in (attn.bind, attn.forward):
+                with pytest.raises(ValueError, match=text) as raised:
+                    call(*arrays)
+                messages.append(str(raised.value))
+            assert messages[0] == messages[1]
         assert not launches.launched
 
 

@@ -1,6 +1,8 @@
 """`FlashAttention.bind` on NumPy arrays and on those of other libraries: what calls give, and what they refuse."""
 
 import concurrent.futures
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import cuflash
 from cuflash.spec.binding import growing_keys, same_plan
 from cuflash.spec.passes import FORWARD
 from tests.calls import calls, results_of
+from tests.compiled import NUMPY, way_taken
 from tests.sampling import examples
 
 
@@ -135,6 +138,67 @@ def test_what_is_wrong_is_said():
         bound(q, k, v, out=q[:1])
     with pytest.raises(NotImplementedError, match=r"^k: got keys of cuflash.streamed, .* call forward"):
         attn.bind(q, *cuflash.streamed(k, v))
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The type and the text of what a call raises."""
+    try:
+        call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+FORMS: dict[str, tuple[tuple[int, ...], Any]] = {
+    "q": ((2, 1, 4, 5, 16), np.float32),
+    "k": ((2, 3, 2, 6, 16), np.float32),
+    "v": ((3, 2, 6, 8), np.float32),
+    "bias": ((2, 1, 4, 5, 6), np.float32),
+    "mask": ((3, 1, 1, 6), np.bool_),
+    "block_mask": ((2, 3, 4, 1, 1), np.bool_),
+    "alibi_slopes": ((3, 4), np.float32),
+    "kv_lengths": ((2, 3), np.int32),
+    "sinks": ((4,), np.float32),
+}
+
+
+@settings(max_examples=examples(300))
+@given(
+    st.sampled_from(["batch axes", "one batch axis", "no batch axes"]),
+    st.sets(st.sampled_from([*FORMS])),
+    st.sampled_from([*FORMS]),
+    st.sampled_from(["longer", "shorter", "an axis more", "an axis less", "float64", "int64"]),
+    st.integers(0, 4),
+    st.sampled_from(["numpy", "without the core", "torch"]),
+    st.sampled_from([(), ("max",)]),
+)
+def test_bind_finds_what_does_not_fit_as_a_call_does(axes, optional, wrong, fault, axis, kind, want):
+    """With batch axes, in any library, and where there is no compiled core."""
+    arrays = {name: np.ones(*FORMS[name]) for name in ("q", "k", "v", *sorted(optional | {wrong} - set("qkv")))}
+    if axes != "batch axes":
+        keeps = {"one batch axis": 1, "no batch axes": 0}[axes]
+        own = {"alibi_slopes": 1, "kv_lengths": 0, "sinks": 1}
+        arrays = {name: x[(0,) * max(x.ndim - own.get(name, 3) - keeps, 0)] for name, x in arrays.items()}
+        if axes == "one batch axis":  # all of 3
+            arrays |= {"q": np.ones((3, 4, 5, 16), np.float32)}
+    x = arrays[wrong]
+    if fault in ("longer", "shorter") and x.ndim:
+        axis %= x.ndim
+        sizes = [n + {"longer": 2, "shorter": -1}[fault] * (i == axis) for i, n in enumerate(x.shape)]
+        arrays[wrong] = np.ones(sizes, x.dtype)
+    elif fault == "an axis more":
+        arrays[wrong] = np.ones((2, *x.shape), x.dtype)
+    elif fault == "an axis less" and x.ndim:
+        arrays[wrong] = x[0]
+    elif fault in ("float64", "int64"):
+        arrays[wrong] = x.astype(fault)
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        arrays = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
+    attn: Any = cuflash.FlashAttention()
+    with way_taken(NUMPY[1]) if kind == "without the core" else contextlib.nullcontext():
+        of_call = error_of(lambda: attn.forward(**arrays, want=want))
+        assert error_of(lambda: attn.bind(**arrays, want=want)) == of_call
 
 
 def test_threads_share_a_bound_call():
