@@ -290,8 +290,12 @@ class Job:
         result[...] = x.reshape(result.shape)
 
     @cached_property
+    def q(self) -> Array:
+        return self.of_rows("q")
+
+    @cached_property
     def scaled_q(self) -> Array:
-        return self.of_rows("q") * self.dtype.type(self.problem.scale)
+        return self.q * self.dtype.type(self.problem.scale)
 
     @property
     def sinks(self) -> Array:
@@ -364,7 +368,10 @@ class Job:
     def scores(self, tile: Tile) -> tuple[Array, Array]:
         """Scaled products of a tile, and its scores, -inf for pairs that are not visible; both may be one array."""
         problem, call = self.problem, self.call
-        s = product(self.scaled_q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
+        s = product(self.q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
+        s *= self.dtype.type(
+            problem.scale
+        )  # after the sum: rounded elements of scaled q would tell equal products apart
         scores = s
         if call.program.score is not None:
             (scores,) = evaluate([call.program.score], {**tile.inputs, "s": s}, call.score_args, self.dtype)
@@ -399,7 +406,7 @@ class Job:
     def forward(self) -> None:
         """Write out, lse and the reductions that are wanted."""
         softmax = OnlineSoftmax(self.sinks)
-        o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
+        o = np.zeros((*self.q.shape[:3], self.problem.head_dim_v), self.dtype)
         for tile in self.tiles():
             scores = self.folded(self.scores(tile)[1])
             if self.problem.row_reductions:
@@ -492,7 +499,7 @@ class Job:
         reductions = RowReductionGradients(self, row_max, row_sum, is_empty)
 
         gradients = JobGradients(self, wanted)
-        dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
+        dq = np.zeros(self.q.shape, self.dtype)  # over scale
         for tile in self.tiles():
             s, scores = self.scores(tile)
             scores = self.folded(scores)

@@ -55,11 +55,11 @@ class TangentJob(Job):
     @cached_property
     def scaled_q_tangent(self) -> Array:
         """The tangent of ``scale * q``."""
-        found = np.zeros_like(self.scaled_q)
+        found = np.zeros_like(self.q)
         if self.has("q"):
             found += self.of_rows("tq") * self.dtype.type(self.problem.scale)
         if self.has("scale"):
-            found += self.of_rows("q") * self.number("scale")
+            found += self.q * self.number("scale")
         return found
 
     @property
@@ -72,7 +72,7 @@ class TangentJob(Job):
 
     def product_tangents(self, tile: Tile) -> Array:
         """The tangents of the scaled products of a tile, in the shape of these."""
-        found = np.zeros((*self.scaled_q.shape[:3], len(tile.keys)), self.dtype)
+        found = np.zeros((*self.q.shape[:3], len(tile.keys)), self.dtype)
         if self.has("q", "scale"):
             found += product(self.scaled_q_tangent, self.of_keys("k", tile).swapaxes(2, 3))
         if self.has("k"):
@@ -102,7 +102,7 @@ class TangentJob(Job):
     def forward(self) -> None:
         """Write out, lse and their tangents."""
         softmax = OnlineSoftmax(self.sinks)
-        o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
+        o = np.zeros((*self.q.shape[:3], self.problem.head_dim_v), self.dtype)
         a, r = np.zeros_like(o), self.sink_tangents  # the weight of the sink is 1 at first
         shift = np.zeros_like(r)
         for tile in self.tiles():
@@ -167,7 +167,7 @@ class TangentJob(Job):
         tdO = self.of_rows("tdout") if self.has("dout") else None
         delta, tdelta = self.deltas(dO, O, tdO, is_empty)
         of_job = TangentGradients(self, wanted)
-        tdq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale, without the part of its tangent
+        tdq = np.zeros(self.q.shape, self.dtype)  # over scale, without the part of its tangent
         dq = np.zeros(tdq.shape, self.dtype)  # over scale
         for tile in self.tiles():
             s, scores = self.scores(tile)
@@ -201,7 +201,7 @@ class TangentJob(Job):
                 if self.has("q", "scale"):
                     dq += product(ds, self.of_keys("k", tile))
         if "dscale" in wanted:
-            tdscale = tdq * self.of_rows("q")
+            tdscale = tdq * self.q
             if self.has("q"):
                 tdscale += dq * self.of_rows("tq")
             of_job.of_heads["dscale"] = self.sum_of_rows(tdscale)

@@ -37,7 +37,9 @@ class Products(NamedTuple):
     def write(self, tile: Tile) -> None:
         """Compute those of a tile."""
         shape, q, k = (*self.q.shape[:4], -1), self.q[..., tile.own_rows, :], self.k[..., tile.own_keys, :]
-        multiply(q * self.scale, k.swapaxes(-2, -1), self.scaled.reshape(shape)[tile.index])
+        scaled = self.scaled.reshape(shape)[tile.index]
+        multiply(q, k.swapaxes(-2, -1), scaled)
+        scaled *= self.scale  # after the sum: rounded elements of scaled q would tell equal products apart
         if self.moved is None:
             return
         moved = self.moved.reshape(shape)[tile.index]

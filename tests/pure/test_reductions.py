@@ -194,13 +194,24 @@ def test_the_first_of_equal_keys_need_not_be_the_first_keys(hiding):
         judge(case, weights, top=(indices, values))
 
 
-def test_equal_scores_give_the_lower_index():
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    way=st.sampled_from([way for _, way in (NUMPY, *INSTRUCTION_SETS)]),
+    head_dim=st.integers(1, 70),
+    scale=st.sampled_from((1.0, -0.5, 0.3)) | st.floats(0.01, 2),
+    dtype=st.sampled_from(("float16", "float32", "float64")),
+    score=st.sampled_from((None, lambda s, i, j: s, lambda s, i, j: s * 2 - s)),
+    seed=st.integers(0, 2**16),
+)
+def test_equal_scores_give_the_lower_index(way, head_dim, scale, dtype, score, seed):
     """Of integers, whose products are exact: BLAS rounds those of equal keys by where they are in a tile."""
-    k = np.repeat(RNG.integers(-9, 10, (3, 8)).astype(np.float32), 50, axis=0)
-    q = RNG.integers(-9, 10, (5, 8)).astype(np.float32)
-    attn = cuflash.FlashAttention(scale=1.0)
-    indices = attn.top_keys(q, k, attn.forward(q, k, None).lse, 60).indices
-    np.testing.assert_array_equal(indices, np.argsort(-(q @ k.T), axis=-1, kind="stable")[:, :60])
+    rng = np.random.default_rng(seed)
+    q, k = (rng.integers(-2, 3, (rows, head_dim)).astype(dtype) for rows in (5, 150))
+    attn: Any = cuflash.FlashAttention(scale=scale, score=score)
+    with way_taken(way):
+        indices = attn.top_keys(q, k, attn.forward(q, k, None).lse, 60).indices
+    products = q.astype(np.float64) @ k.T.astype(np.float64)
+    np.testing.assert_array_equal(indices, np.argsort(-scale * products, axis=-1, kind="stable")[:, :60])
 
 
 @settings(max_examples=examples(80), deadline=None)

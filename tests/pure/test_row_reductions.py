@@ -12,6 +12,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.testing import reference
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.row_reductions import gap_is_clear, results_of
 from tests.sampling import examples
 
@@ -72,25 +73,42 @@ Q, K, V = (RNG.standard_normal((2, 4, 70, 33), np.float32) for _ in range(3))
 ATTENTION: Any = cuflash.FlashAttention(causal=True)
 
 
-@settings(max_examples=examples(40))
+def doubled(s, i, j, *, pairs):
+    """The scaled product, which it doubles first, so that NumPy multiplies q and k."""
+    return s * 2 - s + pairs[i, j]
+
+
+@settings(max_examples=examples(200), deadline=None)
 @given(
-    data=st.data(), dtype=st.sampled_from(("float16", "float32", "float64")), heads=st.sampled_from(((1, 1), (4, 2)))
+    seed=st.integers(0, 2**16),
+    rows=st.integers(1, 40),
+    keys=st.integers(1, 300),
+    head_dim=st.integers(1, 70),
+    scale=st.sampled_from((0.5, -0.25, 0.3, -1.7)) | st.floats(0.01, 2),
+    dtype=st.sampled_from(("float16", "float32", "float64")),
+    heads=st.sampled_from(((1, 1), (4, 2))),
+    way=st.sampled_from([way for _, way in (NUMPY, *INSTRUCTION_SETS)]),
+    has_score=st.booleans(),
 )
-def test_the_first_of_equal_scores_gets_the_gradient_of_the_maximum(data, dtype, heads):
-    """Integers, whose products are exact, so that many scores are equal in any order of sums."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
-    rows, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 300))
-    q, k = (rng.integers(-2, 3, (1, h, n, 4)).astype(dtype) for h, n in zip(heads, (rows, keys), strict=True))
-    attn: Any = cuflash.FlashAttention(scale=0.5)
-    _, lse, largest = attn.forward(q, k, None, want=("max",))
-    scores = 0.5 * (q.astype(np.float64) @ np.repeat(k, heads[0] // heads[1], 1).astype(np.float64).swapaxes(2, 3))
-    np.testing.assert_array_equal(largest, scores.max(axis=-1))
-    dmax = rng.integers(1, 5, lse.shape).astype(lse.dtype)
-    bias = np.zeros((1, heads[0], rows, keys), lse.dtype)
-    (dbias,) = attn.backward(None, q, k, None, None, lse, bias=bias, dmax=dmax, need=("dbias",))
-    expected = np.zeros_like(bias)
+def test_the_first_of_equal_scores_gets_the_gradient_of_the_maximum(
+    seed, rows, keys, head_dim, scale, dtype, heads, way, has_score
+):
+    """Integers, whose products are exact, so that many scores are equal in any order of sums, whatever the scale."""
+    rng = np.random.default_rng(seed)
+    q, k = (rng.integers(-2, 3, (1, h, n, head_dim)).astype(dtype) for h, n in zip(heads, (rows, keys), strict=True))
+    products = q.astype(np.float64) @ np.repeat(k, heads[0] // heads[1], 1).astype(np.float64).swapaxes(2, 3)
+    scores = scale * products
+    attn: Any = cuflash.FlashAttention(scale=scale, score=doubled if has_score else None)
+    pairs = np.zeros((rows, keys) if has_score else (1, heads[0], rows, keys), dtype)
+    name = "pairs" if has_score else "bias"
+    with way_taken(way):
+        _, lse, largest = attn.forward(q, k, None, want=("max",), **{name: pairs})
+        dmax = rng.integers(1, 5, lse.shape).astype(lse.dtype)
+        (gradient,) = attn.backward(None, q, k, None, None, lse, dmax=dmax, need=(f"d{name}",), **{name: pairs})
+    np.testing.assert_allclose(largest, scores.max(axis=-1), rtol=2 * np.finfo(lse.dtype).eps)
+    expected = np.zeros(scores.shape, lse.dtype)
     np.put_along_axis(expected, scores.argmax(axis=-1)[..., None], dmax[..., None], axis=-1)
-    np.testing.assert_array_equal(dbias, expected)
+    np.testing.assert_array_equal(gradient, expected.sum(axis=(0, 1)) if has_score else expected)
 
 
 def test_rows_without_keys():
