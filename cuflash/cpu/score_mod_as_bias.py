@@ -614,8 +614,7 @@ class Prepared:
         values = iter(evaluate(self.expressions["loads"], inputs, slice_.call.score_args, self.dtype, folded))
         addends = []
         for number, (name, load) in enumerate(self.loads):
-            # A pair that does not count adds nothing, whatever the derivative is.
-            of_pairs = dbias * np.where(dbias == 0, 0, next(values))
+            of_pairs = self._chained(slice_, tile, dbias, next(values))
             indices = list(itertools.islice(values, len(load.at.args)))
             named = slice_.prepared.entries.get((number, tile))
             if named is None:
@@ -639,17 +638,37 @@ class Prepared:
         slope, *moved = evaluate(self.expressions["by_s"], inputs, slice_.call.score_args, self.dtype, folded)
         if has_tangents:
             tangent *= np.where(tangent == 0, 0, slope)
-        for of_slope in moved:
-            tangent += dbias * np.where(dbias == 0, 0, of_slope)
-        dbias *= np.where(dbias == 0, 0, slope)
-        if has_tangents:
+            for of_slope in moved:
+                tangent += dbias * np.where(dbias == 0, 0, of_slope)
+            dbias *= np.where(dbias == 0, 0, slope)
             addends = slice_.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], slice_.sums)
         else:
+            dbias[...] = self._chained(slice_, tile, dbias, slope)
             addends = slice_.products.gradients(tile, of_pairs["dbias"], slice_.sums)
         return [
             (slice_.sums[name], (slice(None), slice(None), tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
             for name, x in addends.items()
         ]
+
+    def _chained(self, slice_: _Slice, tile: Tile, of_scores: Array, derivative: Array) -> Array:
+        """Gradients of the scores of a tile times a derivative; 0 for pairs without weight, whatever that is."""
+        found = of_scores * derivative
+        if not math.isfinite(found.sum()):  # 0 times infinity is NaN, but for pairs without weight
+            weights = self._weights(slice_)[tile.index]
+            counts = (sums_of_diagonals(weights) if self.score.has_diagonals else weights) != 0
+            found = of_scores * np.where(counts | (of_scores != 0), derivative, 0)
+        return found
+
+    def _weights(self, slice_: _Slice) -> Array:
+        """The attention weights of a slice: the gradient of the bias, if that of lse is 1 and that of out is 0."""
+        if "weights" not in slice_.of_pairs:
+            problem, _ = slice_.prepared.calls[tuple(slice_.optional_inputs)]
+            arrays = {name: slice_.arrays[name] for name in (*INPUTS, "lse", "row_sums") if name in slice_.arrays}
+            arrays |= {name: np.zeros_like(slice_.arrays["out"]) for name in ("out", "dout")}
+            arrays |= {"dlse": np.ones_like(arrays["lse"]), "dbias": np.empty(slice_.prepared.pairs.shape, self.dtype)}
+            core.run(problem, arrays | slice_.optional_inputs, BACKWARD, *slice_.call.random)
+            slice_.of_pairs["weights"] = arrays["dbias"]
+        return slice_.of_pairs["weights"]
 
     def _moved(self, tile: Tile, products: Products | None) -> Array:
         """The tangents of the products of a tile; zero where these do not move."""

@@ -15,6 +15,7 @@ from cuflash.plan.argument import ARRAYS, ROW_REDUCTION_ARRAYS, TANGENT_ARRAYS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import measure, yardsticks
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.sampling import examples
 from tests.scored import steep
 
@@ -239,3 +240,50 @@ def test_the_gradient_of_a_soft_cap_is_exact_where_its_terms_cancel():
     exact = options.forward(*wide[1:], mask=(i * j) % 3 != 1)
     (expected,) = options.backward(*wide, *exact, mask=(i * j) % 3 != 1, need=("dsoftcap",))
     np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+INFINITE: dict[str, Any] = {  # scores whose derivatives are infinite where the product is 0, or the array
+    "by the product": lambda s, i, j, *, gamma: cuflash.sqrt(cuflash.maximum(s, gamma[j] * 0)),
+    "by an array": lambda s, i, j, *, gamma: s + cuflash.sqrt(gamma[j]),
+    "by both": lambda s, i, j, *, gamma: s * cuflash.sqrt(gamma[j]),
+    "along diagonals": lambda s, i, j, *, gamma: s + cuflash.sqrt(gamma[cuflash.abs(i - j)]),
+}
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    score=st.sampled_from([*INFINITE]),
+    options=st.sampled_from([{}, {"causal": True}, {"window": (20, 3)}, {"dropout": 0.5}]),
+    others=st.sampled_from(["mask", "packed", "lengths", "sinks", "no values", ""]),
+    zeros=st.lists(st.integers(0, 99), max_size=4),
+    rows=st.lists(st.integers(0, 99), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_zero_times_an_infinite_derivative_is_nan_for_pairs_with_weight(score, options, others, zeros, rows, seed):
+    """By the core, as by NumPy: what is not finite is so in the same places. Hidden pairs contribute nothing."""
+    rng = np.random.default_rng(seed)
+    q, k, v, dout = (rng.standard_normal((2, 100, 8)).astype(np.float32) for _ in range(4))
+    gamma = rng.uniform(0.5, 2, 100).astype(np.float32)
+    gamma[zeros], q[:, rows], dout[:, 50:] = 0, 0, 0  # dS is 0 where dout is
+    attn: Any = cuflash.FlashAttention(score=INFINITE[score], **options)
+    how: dict[str, Any] = {"gamma": gamma} | ({"seed": 1, "offset": 2} if options.get("dropout") else {})
+    starts = np.array([0, 37, 100], np.int32)
+    arrays_of_others: dict[str, dict[str, Any]] = {
+        "mask": {"mask": rng.random((100, 100)) < 0.5},
+        "packed": {"cu_seqlens_q": starts, "cu_seqlens_k": starts},
+        "lengths": {"kv_lengths": np.array(80)},
+        "sinks": {"sinks": np.ones(2, np.float32)},
+    }
+    how |= arrays_of_others.get(others, {})
+    values, upstream = (v, {}) if others != "no values" else (None, {"dlse": dout[..., 0]})
+    found = []
+    for _, way in (NUMPY, INSTRUCTION_SETS[0]):
+        with way_taken(way):
+            out, lse = attn.forward(q, k, values, **how)
+            need = ("dq", "dk", "dgamma")
+            own_dout = None if values is None else dout
+            of_way = attn.backward(own_dout, q, k, values, out, lse, need=need, **upstream, **how)
+            found.append(of_way._asdict())
+    by_numpy, by_core = found
+    for name, x in by_numpy.items():
+        np.testing.assert_array_equal(np.isfinite(by_core[name]), np.isfinite(x), err_msg=name)
