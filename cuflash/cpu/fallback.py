@@ -369,9 +369,8 @@ class Job:
         """Scaled products of a tile, and its scores, -inf for pairs that are not visible; both may be one array."""
         problem, call = self.problem, self.call
         s = product(self.q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
-        s *= self.dtype.type(
-            problem.scale
-        )  # after the sum: rounded elements of scaled q would tell equal products apart
+        # Not of q before the sum: rounded elements would tell equal products apart.
+        s *= self.dtype.type(problem.scale)
         scores = s
         if call.program.score is not None:
             (scores,) = evaluate([call.program.score], {**tile.inputs, "s": s}, call.score_args, self.dtype)

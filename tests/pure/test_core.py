@@ -428,7 +428,7 @@ def test_exponentials_of_all_exponents(instruction_set):
 
 
 def test_exponentials_by_a_table(instruction_set):
-    """2^x of numbers next to multiples of 1/32 and of 1/64, too: at most 1.8 units in the last place, 1.25 with AVX2."""
+    """2^x, next to multiples of 1/32 and of 1/64, too: at most 1.8 units in the last place, 1.25 with AVX2."""
     name = dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set]
     if name != "AVX2" and "AVX-512" not in name:
         pytest.skip("no table")
