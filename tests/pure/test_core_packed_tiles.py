@@ -1,4 +1,4 @@
-"""Tiles of keys that the compiled core packs once for all blocks of a head, or once for each thread that has some."""
+"""Tiles of keys that each thread of the compiled core packs once, and holds for the blocks of a head that it takes."""
 
 import threading
 
@@ -17,10 +17,9 @@ from tests.sampling import examples
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
 
-# The last two have 16 registers, and blocks share tiles; with AVX-512 threads hold them.
 PACKING = [way for name, way in INSTRUCTION_SETS if name in ("AVX-512", "AVX2", "SSE2")]
 if not PACKING:
-    pytest.skip("no instruction set that packs tiles once", allow_module_level=True)
+    pytest.skip("no instruction set with which threads hold tiles", allow_module_level=True)
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "lengths", "float8")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -61,7 +60,7 @@ def test_every_option(case, way):
     st.integers(129, 600), st.sampled_from([8, 17, 64, 130]), st.integers(9, 24), st.data(),
 )  # fmt: skip
 def test_rows_do_not_depend_on_others(way, dtype, num_heads, seqlen_q, seqlen_k, head_dim, count, data):
-    """Few rows are one block, which packs its own tiles; all rows are several, shared or held: the same bits.
+    """Few rows are one block, which packs its own tiles; all rows are several, whose threads hold them: the same bits.
 
     Fewer than 9 rows are decode, and fewer than 129 keys a small head, which have sums of their own.
     """
@@ -79,8 +78,8 @@ def test_rows_do_not_depend_on_others(way, dtype, num_heads, seqlen_q, seqlen_k,
 
 
 @pytest.mark.parametrize("way", PACKING)
-def test_memory_of_tiles_goes_from_call_to_call(way):
-    """Calls of all sizes, some at the same time, leave their memory to the next ones, and never share it."""
+def test_calls_at_the_same_time_have_tiles_of_their_own(way):
+    """Calls of all sizes, with more tiles than threads hold, too."""
     sizes = [(1, 200, 200), (3, 400, 900), (2, 300, 5000), (1, 200, 20000), (1, 150, 140)]
     rng = np.random.default_rng(0)
     inputs = [[rng.standard_normal((h, n, 64)).astype(np.float32) for n in (s_q, s_k, s_k)] for h, s_q, s_k in sizes]

@@ -272,12 +272,13 @@ template <class T> void merge_job(Work &work, char *memory, int64_t job) {
 }
 
 // Keys of a tile, at most. Long tiles read rows of a bias or a mask, which have large strides, in longer pieces; with
-// AMX they load and store the sums of out less often, which matters where out is wide; and where threads hold packed
-// tiles, the overhead of each tile counts. Short tiles give decode more splits.
+// AMX they load and store the sums of out less often, which matters where out is wide; and with AVX-512, whose products
+// take half the time, the overhead of each tile counts. Short tiles give decode more splits.
 template <class T> int64_t most_keys_per_tile(const Call &call) {
     const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
-    const bool may_hold = MAY_HOLD_TILES && !call.batch_invariant && call.seqlen_q * group_of(call) > DECODE_ROWS;
-    return call.arrays[BIAS] || call.arrays[MASK] || is_wide || may_hold ? MAX_KEYS : USUAL_KEYS;
+    const bool is_fast =
+        VECTOR_BYTES == 64 && !HAS_BF16X2 && !call.batch_invariant && call.seqlen_q * group_of(call) > DECODE_ROWS;
+    return call.arrays[BIAS] || call.arrays[MASK] || is_wide || is_fast ? MAX_KEYS : USUAL_KEYS;
 }
 
 template <class T> void choose_forward_tiles(Work &work) {
@@ -302,7 +303,6 @@ template <class T> bool prepare_forward(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
     choose_forward_tiles<T>(work);
-    if (MAY_SHARE_PACKED && !share_packed_keys<T>(work, BlockCount(work).all)) return false;
     if (MAY_HOLD_TILES) hold_tiles<T>(work, BlockCount(work).all);
     const int64_t bytes_of_row = (Sizes<T>(call).dim_v + Partial::COUNT) * int64_t(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;

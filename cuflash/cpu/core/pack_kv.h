@@ -42,15 +42,11 @@ template <class T> inline const T *find_values(const KeySlice &values, T *v, int
     return v;
 }
 
-// Tiles that are packed once, before the blocks of their head read them. With few registers, and so few scores at a
-// time, a transposition takes as long as a tenth of the products of a block.
-constexpr bool MAY_SHARE_PACKED = NUM_REGISTERS == 16 && !HAS_BF16X2;
-constexpr int64_t PACKED_BYTES = 32 << 20;  // at most, of all tiles
-constexpr int64_t NARROW_WINDOW = 512;      // few blocks read a tile of narrower windows
+constexpr int64_t NARROW_WINDOW = 512;  // few blocks read a tile of narrower windows
 
-// With AVX-512 what one core packs takes longer to reach another one than to pack: each thread packs the tiles of a
-// head for itself, and holds them for the next blocks of that head, which it takes if any are left.
-constexpr bool MAY_HOLD_TILES = VECTOR_BYTES == 64 && !HAS_BF16X2;
+// Each thread packs the tiles of a head for itself, and holds them for the next blocks of that head, which it takes if
+// any are left. What another core packs takes longer to come from there than to pack.
+constexpr bool MAY_HOLD_TILES = !HAS_BF16X2 && !HAS_LANE_PRODUCTS;
 constexpr int64_t HELD_BYTES = 5 << 19;  // of a thread, at most
 
 // Where the tiles are: k, transposed, and after it rows of v, whose stride is not a power of two, unless they are read
@@ -67,12 +63,6 @@ template <class T> struct PackedTiles {
         count_k = sizes.dim * keys_stride;
         count = count_k + (has_values ? work.keys_per_tile * v_stride : 0);
     }
-    int64_t bytes(int64_t num_tiles) const { return num_tiles * count * int64_t(sizeof(T)); }
-    T *at(const Entry &entry, int64_t head_kv, int64_t first) const {
-        const int64_t heads = (&entry - work.entries) * work.call.num_heads_kv + head_kv;
-        return (T *)work.packed.shared->data() +
-               (heads * work.packed.tiles_per_head + first / work.keys_per_tile) * count;
-    }
     void pack(const KeySlice &keys, T *rows, T *packed) const {
         load_transposed_keys(keys, rows, packed, keys_stride);
         if (has_values)
@@ -84,19 +74,6 @@ template <class T> struct PackedTiles {
         return {packed, (const T *)key_address(work.call, V, entry, head_kv, first), work.call.strides[V][2], nullptr};
     }
 };
-
-template <class T> void pack_job(Work &work, char *memory, int64_t job) {
-    const Call &call = work.call;
-    const int64_t head = job / work.packed.tiles_per_head, head_kv = head % call.num_heads_kv;
-    const Entry &entry = work.entries[head / call.num_heads_kv];
-    const int64_t first = job % work.packed.tiles_per_head * work.keys_per_tile;
-    const Keys visible = keys_visible_to(call, entry, 0, entry.seqlen_q - 1);
-    const int64_t count = smaller(work.keys_per_tile, visible.stop - first);
-    if (count <= 0 || first + count <= visible.first) return;
-    const PackedTiles<T> tiles(work);
-    const ForwardBuffers<T> buffers(work, memory);
-    tiles.pack({call, K, entry, head_kv, first, count}, buffers.rows, tiles.at(entry, head_kv, first));
-}
 
 // Whether there are several blocks for each KV head, and all tiles are read. Finds how many a head has.
 inline bool read_tiles_again(Work &work, int64_t num_blocks) {
@@ -113,20 +90,8 @@ inline bool read_tiles_again(Work &work, int64_t num_blocks) {
 template <class T> inline void hold_tiles(Work &work, int64_t num_blocks) {
     const PackedTiles<T> tiles(work);
     work.packed.elements_per_tile = tiles.count;
-    work.packed.are_held = read_tiles_again(work, num_blocks) && tiles.bytes(work.packed.tiles_per_head) <= HELD_BYTES;
-}
-
-// Packs the tiles before the blocks, if they are read again.
-template <class T> inline bool share_packed_keys(Work &work, int64_t num_blocks) {
-    const Call &call = work.call;
-    if (!read_tiles_again(work, num_blocks)) return true;
-    const int64_t num_tiles = work.num_entries * call.num_heads_kv * work.packed.tiles_per_head;
-    const int64_t bytes = PackedTiles<T>(work).bytes(num_tiles);
-    if (bytes > PACKED_BYTES) return true;
-    work.packed.shared = LargeMemory::take(bytes);
-    if (!work.packed.shared) return false;
-    work.add_phase(pack_job<T>, num_tiles);
-    return true;
+    const bool again = read_tiles_again(work, num_blocks);
+    work.packed.are_held = again && work.packed.tiles_per_head * tiles.count * int64_t(sizeof(T)) <= HELD_BYTES;
 }
 
 // A tile that the thread holds, or packs now.
@@ -148,10 +113,6 @@ NOINLINE Tile<T> load_tile(const Work &work, const Entry &entry, int64_t head_kv
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
     const KeySlice keys = {call, K, entry, head_kv, first, count}, values = {call, V, entry, head_kv, first, count};
-    if (MAY_SHARE_PACKED && work.packed.shared) {
-        const PackedTiles<T> tiles(work);
-        return tiles.tile(entry, head_kv, first, tiles.at(entry, head_kv, first));
-    }
     if (MAY_HOLD_TILES && work.packed.are_held) return held_tile(work, entry, head_kv, first, buffers);
     if constexpr (MAY_USE_TILES<T>)
         if (terms == 2) {

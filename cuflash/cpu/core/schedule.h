@@ -192,11 +192,11 @@ NOINLINE bool make_blocks(Work &work, bool splits_keys, int64_t bytes_of_row) {
         make_blocks_of(work, splits_of(work.entries[e]), i, e, head % call.num_heads_kv);
     };
     // Where packed tiles stay in the cache, the blocks of a head follow each other.
-    if (work.packed.shared || work.packed.are_held) {
+    if (work.packed.are_held) {
         for (int64_t head = 0; head < num_heads; ++head) {
             const int64_t first = work.num_blocks;
             for (int64_t i = blocks.in_head - 1; i >= 0; --i) make(i, head);
-            if (work.packed.are_held) new (&work.packed.heads[head]) HeadBlocks{{first}, work.num_blocks};
+            new (&work.packed.heads[head]) HeadBlocks{{first}, work.num_blocks};
         }
     } else {
         for (int64_t i = blocks.in_head - 1; i >= 0; --i)

@@ -281,9 +281,8 @@ NOINLINE Keys keys_of_group(const Call &call, const Entry &entry, const Block &b
 // rows attend to, which depend on how rows are cut into blocks, or they lie where those of all other rows do.
 inline int64_t tile_begin(const Work &work, int64_t key) {
     const Call &call = work.call;
-    const int64_t whole = call.arrays[BLOCK_MASK] || work.packed.shared || work.packed.are_held || call.batch_invariant
-                              ? work.keys_per_tile
-                              : 16;
+    const int64_t whole =
+        call.arrays[BLOCK_MASK] || work.packed.are_held || call.batch_invariant ? work.keys_per_tile : 16;
     return key / whole * whole;
 }
 

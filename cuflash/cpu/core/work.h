@@ -48,36 +48,10 @@ struct KeyTile {
     int64_t bias_before;  // the job that adds to the same slice of dbias before it, or -1
 };
 
-// Large memory, which one call leaves to the next: fresh memory is mapped page by page, which takes as long as a tenth
-// of a short call. Long calls map it in huge pages, and leave nothing.
-struct LargeMemory {
-    static constexpr int64_t HUGE_PAGE = 2 << 20, KEPT_BYTES = 8 << 20, HEAD_BYTES = 64;
-    static inline std::atomic<LargeMemory *> kept{nullptr};
-    int64_t bytes;
-
-    char *data() { return (char *)this + HEAD_BYTES; }
-    // Returns null if there is none left.
-    static LargeMemory *take(int64_t bytes) {
-        LargeMemory *memory = kept.exchange(nullptr);
-        if (memory && memory->bytes >= bytes) return memory;
-        free_aligned(memory);
-        const bool is_huge = bytes > KEPT_BYTES;
-        const int64_t unit = is_huge ? HUGE_PAGE : 4096, all = (bytes + HEAD_BYTES + unit - 1) / unit * unit;
-        void *fresh = allocate_aligned(unit, all);
-        if (!fresh) return nullptr;
-        if (is_huge) use_large_pages(fresh, all);
-        return new (fresh) LargeMemory{all - HEAD_BYTES};
-    }
-    static void leave(LargeMemory *memory) {
-        free_aligned(memory && memory->bytes <= KEPT_BYTES ? kept.exchange(memory) : memory);
-    }
-};
-
-// Tiles of keys and values in the layout that products read, where several blocks of a head read them. Either threads
-// share them, which one phase packs, or each thread holds those that it has packed of the head whose blocks it takes.
+// Tiles of keys and values in the layout that products read, where several blocks of a head read them: each thread
+// holds those that it has packed of the head whose blocks it takes.
 struct PackedKv {
-    LargeMemory *shared = nullptr;  // null where threads do not share them
-    bool are_held = false;          // whether each thread holds its own
+    bool are_held = false;
     int64_t tiles_per_head = 0, elements_per_tile = 0;
     HeadBlocks *heads = nullptr;        // the blocks of each head of k, if they are held
     std::atomic<int64_t> next_head{0};  // the first one that no thread has begun
@@ -135,7 +109,6 @@ struct Work {
     ~Work() {
         for (int64_t t = 0; kept_dq && t < num_tiles; ++t) KeptDq::release(kept_dq[t]);
         for (int i = 0; i < num_allocated; ++i) free_aligned(allocated[i]);
-        LargeMemory::leave(packed.shared);
     }
 
     // Allocates memory for the time of the call; returns false if there is none left.

@@ -6,7 +6,6 @@
 #include <signal.h>
 #include <time.h>
 #if defined(__linux__)
-#include <sys/mman.h>
 #endif
 
 #include <cstdint>
@@ -25,13 +24,6 @@ inline void *allocate_aligned(int64_t alignment, int64_t bytes) {
 }
 
 inline void free_aligned(void *memory) { free(memory); }
-
-// Asks for large pages, of which a system without them hears nothing.
-inline void use_large_pages([[maybe_unused]] void *memory, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
-    madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-}
 
 // ---- time -----------------------------------------------------------------------------------------------------------
 

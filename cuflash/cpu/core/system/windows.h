@@ -27,7 +27,6 @@ namespace {
 
 inline void *allocate_aligned(int64_t alignment, int64_t bytes) { return _aligned_malloc(bytes, alignment); }
 inline void free_aligned(void *memory) { _aligned_free(memory); }
-inline void use_large_pages(void *, int64_t) {}  // they take a privilege that users do not have
 
 // ---- time -----------------------------------------------------------------------------------------------------------
 
