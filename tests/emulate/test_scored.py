@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,3 +64,15 @@ def test_tiles_that_a_mask_hides_are_not_multiplied():
         products[name] = sum(one.matrix_products for one in statistics)
     # The kernel of dscale multiplies all tiles.
     assert products["documents"] <= 0.7 * products["all"]
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_where_tanh_is_near_1_in_half_precision(arch, sign):
+    """Of 1 - tanh(x)^2 nothing would be left there."""
+    rng = np.random.default_rng(1)
+    q, k = (scale * np.abs(rng.standard_normal((1, 2, n, 64))) for scale, n in ((3.0 * sign, 40), (0.5, 50)))
+    v, dout = (rng.standard_normal((1, 2, n, 64)) for n in (50, 40))
+    arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    attn = cuflash.FlashAttention(score=lambda s, i, j: 3 * cuflash.tanh(s) + 0.01 * cuflash.cos(j))
+    judge_functions(Scored(attn, arrays, {}, ""), arch)

@@ -19,10 +19,10 @@ PACKED_WEIGHTS = "sm90/packed_weights.cuh"
 # fmt: off
 MUTANTS = (
     # ---- common/score/score_functions.cuh
-    mutant("the slope of tanh is a difference from 1", LIBRARY, "kWide ? score_sech2(x) : 1 - y * y", "1 - y * y",
-           "tangents of steep caps"),
-    mutant("the slope of tanh of half precision is that of a line", LIBRARY, "score_sech2(x) : 1 - y * y",
-           "score_sech2(x) : 1 - y", "tangents of half precision"),
+    mutant("the slope of tanh is a difference from 1", LIBRARY, "kWide ? score_sech2(x)",
+           "kWide ? 1 - score_tanh(x) * score_tanh(x)", "tangents of steep caps"),
+    mutant("the slope of tanh of half precision is that of a line", LIBRARY,
+           "4.0f * r * (x < 0 ? e * r : 1.0f - r)", "2.0f * r", "tangents of half precision"),
     mutant("the slope of tanh falls too slowly", LIBRARY, "const T e = score_exp(-2 * score_abs(x));",
            "const T e = score_exp(-score_abs(x));", "cuda of polynomials"),
     mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_float(x);", "return (int)x;",
