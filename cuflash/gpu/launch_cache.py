@@ -17,7 +17,7 @@ from typing import Any
 
 from cuflash.gpu.device import device_spec
 from cuflash.gpu.launch import Launch, bind_on_device
-from cuflash.gpu.replay import forget_recordings
+from cuflash.gpu.replay import current_launches, forget_recordings
 from cuflash.gpu.signature import Signature, form_of
 from cuflash.gpu.tuning import tuned_plan
 from cuflash.spec.batch_axes import Axes, axes_of
@@ -67,7 +67,11 @@ def find_launch(
         axes = axes_of(options, arrays, results)
         if axes is not None:
             return axes
-        launch = _planned(pass_, options, arrays, results, growing)
+        while True:
+            before = current_launches()
+            launch = _planned(pass_, options, arrays, results, growing)
+            if before is current_launches():
+                break  # else another thread has tuned meanwhile, and this may be the plan of before
         serves_any = launch.any_length or not names
         keep(_launches, any_length_key if serves_any else (any_length_key, seqlen_k), launch)
     return launch, pointers, seqlen_k or launch.seqlen_k

@@ -42,6 +42,11 @@ class _OfProcess:
 _of_process = _OfProcess()
 
 
+def current_launches() -> object:
+    """What stands for all launches since they were last forgotten."""
+    return _of_process.launches
+
+
 def forget_recordings() -> None:
     """Let calls be recorded anew: the kernels of recordings so far are no longer those that a plan has."""
     _of_process.launches = object()

@@ -314,6 +314,29 @@ def test_launches_in_memory_are_bounded(scales):
             del alive
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_plan_under_way_while_launches_are_forgotten_is_made_again(arch):
+    """As tuning in another thread forgets them: the plan may be that of before."""
+    q, k, v = arrays_of()
+    attn, plans = cuflash.FlashAttention(), []
+    with device(arch) as launches:
+        cache = launches.launch_cache
+        tuned_plan = cache.tuned_plan
+
+        def planned(*problem, **layout):
+            plans.append(tuned_plan(*problem, **layout))
+            if len(plans) == 1:
+                cache.forget_launches()
+            return plans[-1]
+
+        with mock.patch.object(cache, "tuned_plan", planned):
+            attn.forward(q, k, v)
+            attn.forward(q, k, v)
+        assert len(plans) == 2
+        (launch,) = cache._launches.values()
+        assert launch.plan is plans[1]
+
+
 def test_calls_keep_no_arrays():
     """What is kept of calls are properties of arrays and addresses."""
     attn: Any = cuflash.FlashAttention(causal=True)
