@@ -126,7 +126,7 @@ class Launcher:
         launches = self.launch_cache._launches.values()
         (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
         nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
-        if spec.target == "sm_90a":
+        if spec.target == "sm_90a" and launch.plan.tensor_maps:  # else there is no padding after the struct
             nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)
         content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
         self.arguments.append(content)

@@ -19,7 +19,7 @@ from cuflash.spec.problem import make_problem
 from cuflash.spec.scalars import array_of
 from tests.calls import calls, results_of, shifted
 from tests.emulate import attention
-from tests.emulate.launcher import DeviceArray, launcher
+from tests.emulate.launcher import DeviceArray, device, launcher
 from tests.sampling import examples
 
 ARCHS = ("8.0", "9.0")
@@ -118,3 +118,18 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
         assert (x.shape, x.dtype) == ((), given_arrays[name[1:]].dtype) if name[1:] in scalars else x.ndim
         measurement = ct.measure(name, x.view(np.ndarray), judges[name])
         assert not measurement.failure, measurement
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_arguments_that_are_compared_end_where_those_of_the_launch_do(head_dim):
+    """Without tensor maps they are the struct alone: memory after it is somebody else's, and may hold anything."""
+    case = ct.Case(seqlen_q=64, seqlen_k=700, num_heads=4, num_heads_kv=1, head_dim=head_dim)
+    with device("9.0") as launches:
+        cuflash.attention(*(x.view(DeviceArray) for x in ct.qkv(case.arrays())))
+        (launch,) = launches.launch_cache._launches.values()
+        assert {kernel.target for kernel in launch.plan.kernels} >= {"sm_90a"}
+        assert bool(launch.plan.tensor_maps) is (head_dim == 64)
+        arguments = [
+            len(x) for kernel, x in zip(launches.launched, launches.arguments, strict=True) if kernel.target == "sm_90a"
+        ]
+        assert {*arguments} == {len(launch.argument._content)}
