@@ -144,8 +144,8 @@ CUFLASH_DEVICE Real score_fast_exp(Real x) { return kWide ? score_exp(x) : (Real
 CUFLASH_DEVICE Real score_fast_log(Real x) { return kWide ? score_log(x) : (Real)(ptx::log2_approx((float)x) * kLn2); }
 CUFLASH_DEVICE Real score_fast_sqrt(Real x) { return kWide ? score_sqrt(x) : (Real)ptx::sqrt_approx((float)x); }
 CUFLASH_DEVICE Real score_fast_tanh(Real x) { return kWide ? score_tanh(x) : fast_tanh(x); }
-// From the exponential e of the tanh that the score needs, too: sech(x)^2 = 4 r (1 - r) with r = 1 / (1 + e). Where r is
-// near 1, little is left of the difference, and it is e r.
+// From the exponential e of the tanh that the score needs, too: sech(x)^2 = 4 r (1 - r) with r = 1 / (1 + e). Where r
+// is near 1, little is left of the difference, and it is e r.
 CUFLASH_DEVICE float fast_sech2(float x) {
   const float e = ptx::exp2_approx(x * (2.0f * kLog2e)), r = ptx::reciprocal_approx(1.0f + e);
   return 4.0f * r * (x < 0 ? e * r : 1.0f - r);
