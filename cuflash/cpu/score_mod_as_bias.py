@@ -614,7 +614,10 @@ class Prepared:
         values = iter(evaluate(self.expressions["loads"], inputs, slice_.call.score_args, self.dtype, folded))
         addends = []
         for number, (name, load) in enumerate(self.loads):
-            of_pairs = self._chained(slice_, tile, dbias, next(values))
+            derivative = next(values)
+            of_pairs = dbias * derivative
+            if not math.isfinite(of_pairs.sum()):
+                of_pairs = self._without_hidden(slice_, tile, dbias, derivative)
             indices = list(itertools.islice(values, len(load.at.args)))
             named = slice_.prepared.entries.get((number, tile))
             if named is None:
@@ -643,21 +646,25 @@ class Prepared:
             dbias *= np.where(dbias == 0, 0, slope)
             addends = slice_.products.tangents_of_gradients(tile, of_pairs["dbias"], of_pairs["tdbias"], slice_.sums)
         else:
-            dbias[...] = self._chained(slice_, tile, dbias, slope)
+            of_scores = dbias * slope
+            if not math.isfinite(of_scores.sum()):
+                of_scores = self._without_hidden(slice_, tile, dbias, slope)
+            dbias[...] = of_scores
             addends = slice_.products.gradients(tile, of_pairs["dbias"], slice_.sums)
         return [
             (slice_.sums[name], (slice(None), slice(None), tile.own_rows if name in _OF_ROWS else tile.own_keys), x)
             for name, x in addends.items()
         ]
 
-    def _chained(self, slice_: _Slice, tile: Tile, of_scores: Array, derivative: Array) -> Array:
-        """Gradients of the scores of a tile times a derivative; 0 for pairs without weight, whatever that is."""
-        found = of_scores * derivative
-        if not math.isfinite(found.sum()):  # 0 times infinity is NaN, but for pairs without weight
-            weights = self._weights(slice_)[tile.index]
-            counts = (sums_of_diagonals(weights) if self.score.has_diagonals else weights) != 0
-            found = of_scores * np.where(counts | (of_scores != 0), derivative, 0)
-        return found
+    def _without_hidden(self, slice_: _Slice, tile: Tile, dbias: Array, derivative: Array) -> Array:
+        """Gradients of the scores of a tile times a derivative, where some are not finite.
+
+        0 times infinity is NaN, but 0 for pairs without weight.
+        """
+        weights = self._weights(slice_)[tile.index]
+        counts = (sums_of_diagonals(weights) if self.score.has_diagonals else weights) != 0
+        product: Array = dbias * np.where(counts | (dbias != 0), derivative, 0)
+        return product
 
     def _weights(self, slice_: _Slice) -> Array:
         """The attention weights of a slice: the gradient of the bias, if that of lse is 1 and that of out is 0."""
