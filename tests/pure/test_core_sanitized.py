@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sampling.exhaustive, reason="takes an hour: 
 
 FILES = (
     *("test_core.py", "test_core_threads.py", "test_core_tangents.py", "test_no_elements.py"),
-    *("test_core_large_scores.py", "test_without_values.py"),
+    *("test_core_large_scores.py", "test_core_packed_tiles.py", "test_without_values.py"),
 )
 # Those that ask how much memory, or how many threads, a process has; and those that would take longest.
 OF_THE_PROCESS = "beside_inputs or stay_for_the_next or use_the_cores"
@@ -52,7 +52,7 @@ SANITIZERS = {
         flags="-fsanitize=thread",
         definitions="",
         runtime="libtsan.so",
-        tests=f"(threads or broadcast or side or slices_of) and not ({OF_THE_PROCESS} or {LONGEST})",
+        tests=f"(threads or packed_tiles or broadcast or side or slices_of) and not ({OF_THE_PROCESS} or {LONGEST})",
         environment={"TSAN_OPTIONS": "die_after_fork=0"},
         report="WARNING: ThreadSanitizer",
     ),
