@@ -36,7 +36,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.gpu.progress import Bar
-from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import LAYOUTS
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, MOVABLE, model_of
@@ -570,8 +570,12 @@ def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:
     read = {name: arrays[name] for name in trial.score_args}
     q, k, v = ct.qkv(arrays)
     plan = getattr(attn.plan(q, k, v, **ct.optional(arrays), **read), "forward", None)
-    kernels = () if plan is None else plan.kernels  # of NumPy arrays there are none
-    return any(kernel.source == "sm90/forward_float8.cu" for kernel in kernels)
+    return plan is not None and multiplies_float8(plan)  # of NumPy arrays there is none
+
+
+def multiplies_float8(plan: LaunchPlan) -> bool:
+    """Whether a plan has a kernel whose products are of fp8 numbers."""
+    return any(kernel.source == "sm90/forward_float8.cu" for kernel in plan.kernels)
 
 
 def _poisoned(trial: Trial) -> dict[str, np.ndarray]:

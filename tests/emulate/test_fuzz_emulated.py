@@ -7,7 +7,8 @@ import pytest
 import cuflash.testing as ct
 from cuflash.emulator import passes
 from cuflash.spec.outputs import TAKEN_BY_BACKWARD
-from cuflash.spec.passes import JVP
+from cuflash.spec.passes import FORWARD, JVP
+from cuflash.testing.float8 import assert_float8
 from cuflash.testing.tangents import COTANGENTS
 from tests import fuzz
 from tests.emulate import attention
@@ -123,4 +124,7 @@ def assert_agrees(trial, arch):
         every = arrays | {name: results[name] for name in case.row_reductions if name == "entropy"}
         gradients = attention.backward(problem, every, *found[:2], need=trial.need, **options)
         results |= zip(trial.need, gradients, strict=True)
-    judge(trial, results)
+    if case.q_float8 and fuzz.multiplies_float8(passes.plan_for(problem, FORWARD, of_forward, arch)):
+        assert_float8(case, results["out"], results["lse"])
+    else:
+        judge(trial, results)
