@@ -4,9 +4,9 @@ A `Launch` has all that is known of a call except its pointers. So a call has on
 memory, to fill the pointers into the kernels' argument, and to launch, on CuPy's current stream, without a
 synchronisation.
 
-A launch may serve calls of other numbers of keys, too, each of which fills in its own. Most of the time for that goes
-into new tensor maps. Maps can stay the same if k and v are slices of a longer cache, so that their memory continues
-after them, and if kernels hide all keys past the last one. Then the maps reach over as many keys as the launch serves.
+A launch may serve calls of another seqlen_k, too, each of which fills in its own. Most of the time for that goes into
+new tensor maps. Maps can stay the same if k and v are slices of a longer cache, so that their memory continues after
+them, and if kernels hide all keys past the last one. Then the maps reach over as many keys as the launch serves.
 """
 
 from __future__ import annotations

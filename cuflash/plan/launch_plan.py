@@ -115,7 +115,7 @@ class LaunchPlan:
     reason: str
     tables: tuple[FilledTable, ...] = ()  # what kernels read in place of subexpressions of the score
     need: tuple[str, ...] = ()  # results that are computed
-    any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    any_length: bool = False  # it serves every seqlen_k that has the same `planned_length`
     models: tuple[Model | None, ...] = ()  # how `cuflash.plan.traffic` models each main kernel
     hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
