@@ -37,8 +37,7 @@ constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 32;
 constexpr int VECTOR_BYTES = 16, NUM_REGISTERS = 16;
 #endif
 
-// Instructions for a product and a sum that are rounded once, for conversions of float16, and for rounding to integers
-// and multiplying by a power of two.
+// Instructions for a product and a sum that are rounded once, and for conversions of float16.
 #if defined(USES_AVX512) || defined(USES_AVX2) || defined(USES_NEON)
 constexpr bool HAS_FMA = true, HAS_FLOAT16 = true;
 #else
@@ -51,18 +50,14 @@ constexpr bool HAS_LANE_PRODUCTS = true, HAS_FLOAT16_STORES = true, COPIES_SUMS 
 #else
 constexpr bool HAS_LANE_PRODUCTS = false, HAS_FLOAT16_STORES = false, COPIES_SUMS = false;
 #endif
+// Instructions for rounding to integers and multiplying by a power of two; and how many numbers of 4 bytes the table
+// has from which an instruction takes one for each lane.
 #if defined(USES_AVX512)
 constexpr bool HAS_SCALING = true;
+constexpr int TABLE_LENGTH = 32;
 #else
 constexpr bool HAS_SCALING = false;
-#endif
-// How many numbers of 4 bytes the table has from which an instruction takes one for each lane.
-#if defined(USES_AVX512)
-constexpr int TABLE_LENGTH = 32;
-#elif defined(USES_AVX2)
-constexpr int TABLE_LENGTH = 8;
-#else
-constexpr int TABLE_LENGTH = 0;
+constexpr int TABLE_LENGTH = VECTOR_BYTES == 32 ? 8 : 0;
 #endif
 
 // Products of two neighbouring numbers of bfloat16 at a time, and tile registers, or models of them.

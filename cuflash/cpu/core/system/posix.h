@@ -5,8 +5,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
-#if defined(__linux__)
-#endif
 
 #include <cstdint>
 #include <cstdlib>
